@@ -1,0 +1,79 @@
+"""The device mesh: degrees of the parallel axes, the ranks they give, and where the ranks of an axis sit (EQUATIONS C6)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from profiles.errors import ConfigError
+
+
+class Axis(StrEnum):
+    """Parallel axes in rank order, outermost first: tp ranks are neighbours."""
+
+    PP = "pp"
+    DP = "dp"
+    TP = "tp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Degrees of pipeline, data and tensor parallelism. rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    pp: int
+    dp: int
+    tp: int
+
+    def __post_init__(self) -> None:
+        for axis in Axis:
+            if self.degree(axis) < 1:
+                raise ConfigError(f"mesh: {axis} is {self.degree(axis)}, it must be at least 1")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def degree(self, axis: Axis) -> int:
+        degree: int = getattr(self, axis.value)
+        return degree
+
+    def stride(self, axis: Axis) -> int:
+        """Distance in ranks between neighbours along `axis`."""
+        order = tuple(Axis)
+        return math.prod(self.degree(inner) for inner in order[order.index(axis) + 1 :])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where one group of an axis sits: `ranks_per_node` of its ranks on each of `nodes` nodes.
+
+    `groups_per_node` is how many groups of the same axis cross a node's boundary at once and share its NICs.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    groups_per_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return self.nodes > 1
+
+
+def place(mesh: Mesh, axis: Axis, gpus_per_node: int) -> Placement:
+    """The placement of `axis` when ranks fill the nodes in order.
+
+    An axis of degree p and stride s keeps min(p, max(1, gpus_per_node / s)) ranks of a group on a node; the node's
+    other ranks belong to other groups of the axis. Degrees that do not divide a node are rounded to the widest spread.
+    """
+    degree, stride = mesh.degree(axis), mesh.stride(axis)
+    local = min(gpus_per_node, mesh.num_ranks)
+    ranks_per_node = math.gcd(degree, max(1, local // stride)) if stride < local else 1
+    nodes = degree // ranks_per_node
+    return Placement(nodes=nodes, ranks_per_node=ranks_per_node, groups_per_node=max(1, local // ranks_per_node) if nodes > 1 else 1)

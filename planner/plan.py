@@ -1,0 +1,278 @@
+"""The Plan, the only thing that leaves the planner, and its YAML: self-contained, versioned, deterministic.
+
+Quantities here are in the units a person reads (GiB, seconds); the cost models keep bytes. Every predicted number
+says whether it was measured, interpolated or computed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from costmodels.mesh import Mesh
+from costmodels.schedules import Schedule
+from profiles.catalog import cluster_document, cluster_from_document
+from profiles.errors import ConfigError
+from profiles.hardware import Cluster
+from profiles.model import LayerKind
+from profiles.provenance import Kind
+from profiles.schema import document, parse
+from profiles.spec import ModelSpec, TrainingSpec
+
+PLAN_VERSION = 1
+_FORBID = {"extra": "forbid"}
+
+
+class Objective(StrEnum):
+    THROUGHPUT = "throughput"
+    MEMORY = "memory"
+
+
+class Status(StrEnum):
+    """`optimal`: proven within the stated gap. `feasible`: the best found when the time ran out or Ctrl-C came.
+    `estimate`: priced by hand, nothing was searched."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    ESTIMATE = "estimate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved)."""
+
+    __pydantic_config__ = _FORBID
+
+    schedule: Schedule
+    virtual_stages: int
+    micro_batch_size: int
+    num_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorPlacement:
+    """DTensor placements of one operator, one entry per mesh axis that is not Replicate, such as `Shard(0)@tp`."""
+
+    __pydantic_config__ = _FORBID
+
+    parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    input: tuple[str, ...] = ()
+    output: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """How one layer is run: `recompute` names the operators that run again in the backward pass (all: full recompute).
+
+    zero: 0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3 parameters too (EQUATIONS M2).
+    """
+
+    __pydantic_config__ = _FORBID
+
+    layer: LayerKind
+    sequence_parallel: bool
+    zero: int
+    recompute: tuple[str, ...] = ()
+    operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(f"zero is {self.zero}, it must be 0, 1, 2 or 3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """Consecutive layers on one layer plan: `blocks` first and last (inclusive) block, None for embedding and head."""
+
+    __pydantic_config__ = _FORBID
+
+    plan: str
+    blocks: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """One (virtual) pipeline stage: the layers it holds in order, and the pipeline rank that runs it."""
+
+    __pydantic_config__ = _FORBID
+
+    rank: int
+    layers: tuple[LayerRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """A predicted number and where it comes from."""
+
+    __pydantic_config__ = _FORBID
+
+    value: float
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the step time."""
+
+    __pydantic_config__ = _FORBID
+
+    compute_s: Quantity
+    recompute_s: Quantity
+    tp_comm_s: Quantity
+    dp_comm_s: Quantity
+    pp_comm_s: Quantity
+    pp_bubble_s: Quantity
+    optimizer_s: Quantity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Peak GiB per device of one pipeline rank by class; `capacity` is what the device has."""
+
+    __pydantic_config__ = _FORBID
+
+    stage: int
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporaries: float
+    reserve: float
+    total: float
+    capacity: float
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redundancy:
+    """GiB held beyond one copy of everything, summed over the cluster (EQUATIONS R)."""
+
+    __pydantic_config__ = _FORBID
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporaries: float
+    total: float
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    __pydantic_config__ = _FORBID
+
+    step_time_s: Quantity
+    tokens_per_s_per_gpu: Quantity
+    mfu: Quantity
+    breakdown: Breakdown
+    memory_gib: tuple[StageMemory, ...]
+    redundancy_gib: Redundancy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """Another candidate that was solved: the best plan of that mesh, schedule and micro-batch."""
+
+    __pydantic_config__ = _FORBID
+
+    mesh: Mesh
+    pipeline: Pipeline
+    step_time_s: float
+    peak_memory_gib: float
+    redundancy_gib: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    __pydantic_config__ = _FORBID
+
+    considered: int
+    pruned: int
+    solved: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRecord:
+    """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower `bound`, their `gap`."""
+
+    __pydantic_config__ = _FORBID
+
+    objective: Objective
+    status: Status
+    value: float
+    bound: float
+    gap: float
+    candidates: Candidates
+    runners_up: tuple[RunnerUp, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A strategy for one model on one cluster, with its predicted cost and the record of the search that found it."""
+
+    __pydantic_config__ = _FORBID
+
+    plan_version: int
+    model: ModelSpec
+    cluster: Cluster
+    training: TrainingSpec
+    mesh: Mesh
+    pipeline: Pipeline
+    layer_plans: Mapping[str, LayerPlan]
+    stages: tuple[StagePlan, ...]
+    predicted: Prediction
+    search: SearchRecord
+
+
+def to_yaml(plan: Plan) -> str:
+    """The plan as YAML; the same plan always gives the same text."""
+    body = document(plan)
+    body["cluster"] = cluster_document(plan.cluster)
+    return yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=120)
+
+
+def write(plan: Plan, path: Path) -> None:
+    """Write the plan atomically: a reader sees the old file or the new one, never a part. Raises ConfigError."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(to_yaml(plan))
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another file with --output") from None
+
+
+def read(path: Path) -> Plan:
+    """The plan in a file. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
+    try:
+        body: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="make a plan with: plan --model NAME --gpus N") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        line = getattr(getattr(error, "problem_mark", None), "line", None)
+        place = f"{path}:{line + 1}" if line is not None else str(path)
+        raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}", hint="make the plan again") from None
+    if not isinstance(body, dict):
+        raise ConfigError(f"{path}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again")
+    version = body.get("plan_version")
+    if version != PLAN_VERSION:
+        raise ConfigError(
+            f"{path}: plan_version is {version!r}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
+    if "cluster" in body:
+        body = {**body, "cluster": cluster_from_document(body["cluster"], f"{path}: cluster")}
+    return parse(Plan, body, str(path))

@@ -1,0 +1,86 @@
+"""What is asked of the planner beyond model, cluster and training: what to minimise, and which choices are pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from costmodels.schedules import Schedule
+from planner.plan import Objective
+from profiles.errors import ConfigError
+
+
+class Recompute(StrEnum):
+    """`selective`: the operators that hold many bytes for few FLOPs; see `recompute_operators`."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class SolverName(StrEnum):
+    CBC = "cbc"
+    HIGHS = "highs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """Pinned choices; None leaves a choice to the search. Tuples list what is allowed."""
+
+    pp: tuple[int, ...] | None = None
+    dp: tuple[int, ...] | None = None
+    tp: tuple[int, ...] | None = None
+    micro_batch_size: tuple[int, ...] | None = None
+    virtual_stages: tuple[int, ...] | None = None
+    schedule: tuple[Schedule, ...] | None = None
+    sequence_parallel: tuple[bool, ...] | None = None
+    recompute: tuple[Recompute, ...] | None = None
+    zero: tuple[int, ...] | None = None
+    tp_across_nodes: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "dp", "tp", "micro_batch_size", "virtual_stages"):
+            for value in getattr(self, name) or ():
+                if value < 1:
+                    raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
+        for value in self.zero or ():
+            if value not in (0, 1, 2, 3):
+                raise ConfigError(f"--zero is {value}, it must be 0, 1, 2 or 3")
+
+
+DEFAULT_MAX_SLOWDOWN = 0.10
+DEFAULT_MEMORY_MARGIN = 0.08  # share of the device kept free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """How to search. `max_slowdown` bounds the memory objective; `memory_limit_bytes` replaces capacity minus margin."""
+
+    objective: Objective = Objective.THROUGHPUT
+    max_slowdown: float = DEFAULT_MAX_SLOWDOWN
+    memory_margin: float = DEFAULT_MEMORY_MARGIN
+    memory_limit_bytes: int | None = None
+    time_limit_s: float | None = None
+    solver: SolverName = SolverName.CBC
+
+    def __post_init__(self) -> None:
+        if self.max_slowdown < 0:
+            raise ConfigError(f"--max-slowdown is {self.max_slowdown}, it must not be negative")
+        if not 0 <= self.memory_margin < 1:
+            raise ConfigError(f"--memory-margin is {self.memory_margin}, it must be in [0, 1)", hint="0.08 keeps 8 % free")
+        if self.time_limit_s is not None and self.time_limit_s <= 0:
+            raise ConfigError(f"--time-limit is {self.time_limit_s}, it must be positive")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where the search stands: candidates finished of all, the best value so far and the proven bound (s or bytes)."""
+
+    done: int
+    total: int
+    incumbent: float | None
+    bound: float | None
+
+
+OnProgress = Callable[[Progress], None]

@@ -1,0 +1,49 @@
+"""Every error a user can cause or meet, with the exit code of the command line and one action that helps."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PlannerError(Exception):
+    """What was found, what was needed and where; `hint` is one action. The exit code is that of the command."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(PlannerError):
+    """The request, a file or an option is wrong."""
+
+    exit_code = 2
+
+
+class InfeasibleError(PlannerError):
+    """The request is well-formed and no plan satisfies it."""
+
+    exit_code = 3
+
+
+class SolverError(PlannerError):
+    """The MILP solver is missing, crashed, or ended without an answer."""
+
+    exit_code = 4
+
+
+def did_you_mean(found: str, known: Iterable[str]) -> str | None:
+    """One-line suggestion for a name that is not among `known`, or None when nothing is close."""
+    close = difflib.get_close_matches(found, list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else None
+
+
+def unknown_name_error(what: str, found: str, known: Iterable[str], *, where: str = "") -> ConfigError:
+    """The error for a name outside a closed set: says the set's nearest member, or the whole set when none is near."""
+    names = sorted(known)
+    place = f" in {where}" if where else ""
+    hint = did_you_mean(found, names) or f"known: {', '.join(names)}"
+    return ConfigError(f"unknown {what} {found!r}{place}", hint=hint)

@@ -1,0 +1,68 @@
+"""Device, link, node and cluster: what the machine is, from its datasheet. Measured speeds live in `measured.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from profiles.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator. Peaks are dense, without sparsity, as the datasheet (`source`) gives them."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    peak_flops_per_s: Mapping[str, float]
+    num_sms: int
+    context_bytes: int
+    source: str
+
+    def peak(self, precision: str) -> float:
+        """Dense peak FLOP/s at `precision`. Raises ConfigError when the device has none."""
+        if precision not in self.peak_flops_per_s:
+            has = ", ".join(sorted(self.peak_flops_per_s))
+            raise ConfigError(f"{self.name} has no {precision} arithmetic (it has {has})", hint="choose another --precision")
+        return self.peak_flops_per_s[precision]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection of one GPU (or one NIC): bytes per second in one direction, and the latency of one message."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs leave the node."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    device: Device
+    nodes: int
+    gpus_per_node: int
+    intra_node: Link
+    nics_per_node: int
+    nic: Link
+    host_memory_bytes: int
+    pcie_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        for field in ("nodes", "gpus_per_node", "nics_per_node"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"cluster {self.name}: {field} is {getattr(self, field)}, it must be at least 1")
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node

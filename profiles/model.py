@@ -1,0 +1,199 @@
+"""The operator graph: what one layer computes, reads, keeps for the backward pass, and which dims it could be split along.
+
+A model is a sequence of *layer classes* (embedding, block, head), each a networkx DAG of operators, repeated `count`
+times: identical layers are one class, never copies. Sizes are those of one micro-batch on an undivided model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import networkx as nx
+
+
+class OperatorKind(StrEnum):
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    NORM = "norm"
+    ELEMENTWISE = "elementwise"
+    EMBEDDING = "embedding"
+    CROSS_ENTROPY = "cross_entropy"
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One index an operator runs over: `batch`, `sequence`, `hidden`, `heads`, `ffn`, `vocab`, ... and its extent."""
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """An activation, by the dims it is laid out over; two tensors of one layer with the same name are the same memory."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    element_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(dim.size for dim in self.dims)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.element_bytes
+
+    def has(self, dim_name: str | None) -> bool:
+        """Whether the tensor is laid out over the dim of that name."""
+        return any(dim.name == dim_name for dim in self.dims)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A trained tensor. `tied` marks the copy that shares its values with the token embedding."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    tied: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(dim.size for dim in self.dims)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def tensor_dim(self, dim_name: str | None) -> int | None:
+        """The position of the dim of that name in the shape, or None."""
+        return next((i for i, dim in enumerate(self.dims) if dim.name == dim_name), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One node of the graph.
+
+    dims           every index it runs over; a matmul does 2 * prod(dims) FLOPs
+    contracted     the dim a matmul sums over: splitting it leaves partial sums
+    parallel_dim   the dim tensor parallelism splits (heads, ffn, vocab); None: the operator has no such dim and is
+                   replicated over the tensor-parallel axis, or split along the sequence under sequence parallelism
+    saved          the activations its backward pass needs
+    flops_*        model FLOPs: causal attention counted in full (EQUATIONS K2, K4)
+    causal         attention only: the kernel may skip half of the scores
+    """
+
+    name: str
+    kind: OperatorKind
+    dims: tuple[Dim, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    parameters: tuple[Parameter, ...] = ()
+    saved: tuple[Tensor, ...] = ()
+    contracted: str | None = None
+    parallel_dim: str | None = None
+    flops_forward: int = 0
+    flops_backward: int = 0
+    causal: bool = False
+
+    def size(self, dim_name: str) -> int:
+        """The extent of the dim of that name. Raises KeyError when the operator does not run over it."""
+        for dim in self.dims:
+            if dim.name == dim_name:
+                return dim.size
+        raise KeyError(f"{self.name} has no dim {dim_name}")
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+
+class LayerKind(StrEnum):
+    EMBEDDING = "embedding"
+    BLOCK = "block"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerClass:
+    """A layer that occurs `count` times in a row: a DAG whose nodes are operator names (attribute `operator`)."""
+
+    kind: LayerKind
+    count: int
+    graph: nx.DiGraph
+
+    @cached_property
+    def operators(self) -> tuple[Operator, ...]:
+        """The operators in a topological order (the order they were added in, which is one)."""
+        return tuple(self.graph.nodes[name]["operator"] for name in self.graph.nodes)
+
+    def operator(self, name: str) -> Operator:
+        """The operator of that name. Raises KeyError."""
+        operator: Operator = self.graph.nodes[name]["operator"]
+        return operator
+
+    @cached_property
+    def input(self) -> Tensor | None:
+        """The tensor that enters from the layer before, or None for the embedding."""
+        made = {tensor.name for operator in self.operators for tensor in operator.outputs}
+        return next((t for op in self.operators for t in op.inputs if t.name not in made and op.kind is not OperatorKind.EMBEDDING), None)
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of one such layer, a tied copy included."""
+        return sum(operator.num_parameters for operator in self.operators)
+
+    @property
+    def flops_forward(self) -> int:
+        return sum(operator.flops_forward for operator in self.operators)
+
+    @property
+    def flops_backward(self) -> int:
+        return sum(operator.flops_backward for operator in self.operators)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGraph:
+    """The layer classes in the order of the forward pass, for one micro-batch of `micro_batch_size` sequences."""
+
+    name: str
+    micro_batch_size: int
+    embedding: LayerClass
+    block: LayerClass
+    head: LayerClass
+
+    def __iter__(self) -> Iterator[LayerClass]:
+        return iter((self.embedding, self.block, self.head))
+
+    def layer_class(self, kind: LayerKind) -> LayerClass:
+        return {LayerKind.EMBEDDING: self.embedding, LayerKind.BLOCK: self.block, LayerKind.HEAD: self.head}[kind]
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model; a tied copy counts once."""
+        return sum(
+            layer.count * parameter.num_elements
+            for layer in self for operator in layer.operators for parameter in operator.parameters if not parameter.tied
+        )
+
+    @cached_property
+    def model_flops(self) -> int:
+        """Forward and backward model FLOPs of one micro-batch, without recompute (EQUATIONS K4)."""
+        return sum(layer.count * (layer.flops_forward + layer.flops_backward) for layer in self)
+
+
+def layer_class(kind: LayerKind, count: int, operators: tuple[Operator, ...]) -> LayerClass:
+    """A layer class from its operators in topological order; an edge joins the maker of a tensor with each reader."""
+    graph: nx.DiGraph = nx.DiGraph()
+    maker: dict[str, str] = {}
+    for operator in operators:
+        graph.add_node(operator.name, operator=operator)
+        for tensor in operator.inputs:
+            if tensor.name in maker:
+                graph.add_edge(maker[tensor.name], operator.name, tensor=tensor)
+        maker.update({tensor.name: operator.name for tensor in operator.outputs})
+    return LayerClass(kind=kind, count=count, graph=graph)

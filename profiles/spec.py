@@ -1,0 +1,122 @@
+"""What is trained (ModelSpec) and how (TrainingSpec): the two inputs that are not hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from profiles.errors import ConfigError
+
+VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by; makes every tensor parallel degree up to 128 legal
+
+
+class Norm(StrEnum):
+    LAYER_NORM = "layer_norm"
+    RMS_NORM = "rms_norm"
+
+
+class Positions(StrEnum):
+    LEARNED = "learned"
+    ROTARY = "rotary"
+
+
+class Precision(StrEnum):
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 if self is Precision.FP32 else 2
+
+
+class AttentionKernel(StrEnum):
+    """`flash` never stores the S x S scores; `unfused` stores them (and their dropout mask) for the backward pass."""
+
+    FLASH = "flash"
+    UNFUSED = "unfused"
+
+
+class Optimizer(StrEnum):
+    ADAM = "adam"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer, by its shape. `ffn_hidden_size` is the width of one of the two gated halves."""
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_hidden_size: int
+    vocab_size: int
+    max_seq_length: int
+    norm: Norm = Norm.LAYER_NORM
+    positions: Positions = Positions.LEARNED
+    gated_ffn: bool = False
+    linear_bias: bool = True
+    qkv_bias: bool = True
+    dropout: float = 0.0
+    tied_embeddings: bool = True
+    parallel_residual: bool = False
+    rope_theta: float = 10000.0
+    rotary_fraction: float = 1.0
+    norm_epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "max_seq_length")
+        for field in sizes:
+            if getattr(self, field) < 1:
+                raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, it must be at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"model {self.name}: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"model {self.name}: dropout is {self.dropout}, it must be in [0, 1)")
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary rounded up to a multiple of 128, as Megatron pads it."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSpec:
+    """One optimizer step: `global_batch_size` sequences of `seq_length` tokens.
+
+    `gradient_precision` is what gradients accumulate and are reduced in (fp32 by default, as Megatron does for bf16).
+    `overlap_grad_reduce`: the gradient reduction runs under the last backward pass (FSDP2; Megatron's flag of that name).
+    """
+
+    __pydantic_config__ = {"extra": "forbid"}
+
+    global_batch_size: int
+    seq_length: int
+    precision: Precision = Precision.BF16
+    gradient_precision: Precision = Precision.FP32
+    optimizer: Optimizer = Optimizer.ADAM
+    attention: AttentionKernel = AttentionKernel.FLASH
+    overlap_grad_reduce: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("global_batch_size", "seq_length"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"training: {field} is {getattr(self, field)}, it must be at least 1")
+        if self.precision is Precision.FP32 and self.gradient_precision is not Precision.FP32:
+            raise ConfigError(f"training: gradient_precision {self.gradient_precision} is below precision fp32", hint="use fp32 gradients")
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.seq_length

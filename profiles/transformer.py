@@ -1,0 +1,177 @@
+"""ModelSpec -> ModelGraph: the operators of a decoder-only transformer (GPT, NeoX, Llama, Mistral, Qwen families).
+
+The saved tensors reproduce, term by term, the activation memory of Korthikanti et al. 2022, arXiv 2205.05198 (EQUATIONS
+M3) and the FLOPs of Narayanan et al. 2021, arXiv 2104.04473 (EQUATIONS K4). Left out: the statistics that a norm keeps
+(8 bytes a token), token ids, and the rotary tables.
+"""
+
+from __future__ import annotations
+
+from profiles.model import (
+    Dim,
+    LayerKind,
+    ModelGraph,
+    Operator,
+    OperatorKind,
+    Parameter,
+    Tensor,
+    layer_class,
+)
+from profiles.spec import AttentionKernel, ModelSpec, Norm, Positions, TrainingSpec
+
+MASK_BYTES = 1  # a dropout mask is one byte an element
+FP32_BYTES = 4
+
+
+class _Shapes:
+    """The dims and tensors that the operators of one model share, for micro-batches of `batch` sequences."""
+
+    def __init__(self, model: ModelSpec, training: TrainingSpec, batch: int) -> None:
+        self.element_bytes = training.precision.num_bytes
+        self.batch = Dim("batch", batch)
+        self.sequence = Dim("sequence", training.seq_length)
+        self.keys = Dim("keys", training.seq_length)
+        self.hidden = Dim("hidden", model.hidden_size)
+        self.qkv = Dim("heads", model.q_size + 2 * model.kv_size)
+        self.context = Dim("heads", model.q_size)
+        self.heads = Dim("heads", model.num_heads)
+        self.head_dim = Dim("head_dim", model.head_dim)
+        self.fc1 = Dim("ffn", model.ffn_hidden_size * (2 if model.gated_ffn else 1))
+        self.ffn = Dim("ffn", model.ffn_hidden_size)
+        self.vocab = Dim("vocab", model.padded_vocab_size)
+        self.positions = Dim("positions", model.max_seq_length)
+
+    def tokens(self, name: str, feature: Dim, element_bytes: int | None = None) -> Tensor:
+        """A [batch, sequence, feature] activation."""
+        size = self.element_bytes if element_bytes is None else element_bytes
+        return Tensor(name=name, dims=(self.batch, self.sequence, feature), element_bytes=size)
+
+
+def _norm(name: str, x: Tensor, out: Tensor, model: ModelSpec, shapes: _Shapes) -> Operator:
+    weight = Parameter(name="weight", dims=(shapes.hidden,))
+    bias = Parameter(name="bias", dims=(shapes.hidden,))
+    parameters = (weight, bias) if model.norm is Norm.LAYER_NORM else (weight,)
+    return Operator(name=name, kind=OperatorKind.NORM, dims=x.dims, inputs=(x,), outputs=(out,), parameters=parameters, saved=(x,))
+
+
+def _linear(name: str, x: Tensor, out: Tensor, *, parallel_dim: str, bias: bool) -> Operator:
+    """out[b, s, o] = x[b, s, i] weight[o, i]^T (+ bias[o]); backward is two products of the same size."""
+    features, contracted = out.dims[-1], x.dims[-1]
+    weight = Parameter(name="weight", dims=(features, contracted))
+    dims = (*out.dims, contracted)
+    flops = 2 * x.num_elements * features.size
+    return Operator(
+        name=name, kind=OperatorKind.MATMUL, dims=dims, inputs=(x,), outputs=(out,), saved=(x,),
+        parameters=(weight, Parameter(name="bias", dims=(features,))) if bias else (weight,),
+        contracted=contracted.name, parallel_dim=parallel_dim, flops_forward=flops, flops_backward=2 * flops,
+    )
+
+
+def _attention(qkv: Tensor, context: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> Operator:
+    """softmax(q k^T) v for every head. Unfused it keeps the scores: 5 a S^2 b bytes with dropout, 2 a S^2 b without."""
+    rows = (shapes.batch, shapes.heads, shapes.sequence)
+    scores = (*rows, shapes.keys)
+    if training.attention is AttentionKernel.FLASH:
+        kept: tuple[Tensor, ...] = (qkv, Tensor(name="attention_logsumexp", dims=rows, element_bytes=FP32_BYTES))
+    else:
+        kept = (qkv, Tensor(name="attention_softmax", dims=scores, element_bytes=shapes.element_bytes))
+        if model.dropout:
+            kept += (
+                Tensor(name="attention_mask", dims=scores, element_bytes=MASK_BYTES),
+                Tensor(name="attention_dropped", dims=scores, element_bytes=shapes.element_bytes),
+            )
+    flops = 4 * shapes.batch.size * training.seq_length**2 * model.q_size
+    return Operator(
+        name="attention", kind=OperatorKind.ATTENTION, dims=(*scores, shapes.head_dim), inputs=(qkv,), outputs=(context,),
+        saved=kept, parallel_dim="heads", flops_forward=flops, flops_backward=2 * flops, causal=True,
+    )
+
+
+def _elementwise(name: str, inputs: tuple[Tensor, ...], out: Tensor, saved: tuple[Tensor, ...] = (), *, parallel_dim: str | None = None) -> Operator:
+    return Operator(
+        name=name, kind=OperatorKind.ELEMENTWISE, dims=out.dims, inputs=inputs, outputs=(out,), saved=saved, parallel_dim=parallel_dim)
+
+
+def _residual(name: str, inputs: tuple[Tensor, ...], out: Tensor, model: ModelSpec, shapes: _Shapes) -> Operator:
+    """Dropout of a sublayer's output, added to the residual stream: keeps only the mask."""
+    mask = (shapes.tokens(f"{name}_mask", shapes.hidden, MASK_BYTES),) if model.dropout else ()
+    return _elementwise(name, inputs, out, mask)
+
+
+def _embedding_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, ...]:
+    out = shapes.tokens("embedded", shapes.hidden)
+    table = Parameter(name="weight", dims=(shapes.vocab, shapes.hidden))
+    tokens = Operator(
+        name="tokens", kind=OperatorKind.EMBEDDING, dims=(*out.dims, shapes.vocab), inputs=(), outputs=(out,),
+        parameters=(table,), contracted="vocab", parallel_dim="vocab")
+    if model.positions is not Positions.LEARNED:
+        return (tokens,)
+    positioned = shapes.tokens("positioned", shapes.hidden)
+    mask = (shapes.tokens("embedding_mask", shapes.hidden, MASK_BYTES),) if model.dropout else ()
+    position_table = Parameter(name="weight", dims=(shapes.positions, shapes.hidden))
+    positions = Operator(
+        name="positions", kind=OperatorKind.ELEMENTWISE, dims=out.dims, inputs=(out,), outputs=(positioned,),
+        parameters=(position_table,), saved=mask)
+    return tokens, positions
+
+
+def _block_operators(model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> tuple[Operator, ...]:
+    hidden = shapes.hidden
+    x, normed1 = shapes.tokens("block_input", hidden), shapes.tokens("norm1", hidden)
+    qkv, context = shapes.tokens("qkv", shapes.qkv), shapes.tokens("context", shapes.context)
+    attended, middle = shapes.tokens("attention_out", hidden), shapes.tokens("residual1", hidden)
+    normed2, fc1 = shapes.tokens("norm2", hidden), shapes.tokens("fc1", shapes.fc1)
+    activated, fc2 = shapes.tokens("activation", shapes.ffn), shapes.tokens("fc2", hidden)
+    out = shapes.tokens("block_output", hidden)
+
+    rotated = shapes.tokens("qkv_rotated", shapes.qkv)
+    rotary = model.positions is Positions.ROTARY
+    attention = (
+        _norm("norm1", x, normed1, model, shapes),
+        _linear("qkv", normed1, qkv, parallel_dim="heads", bias=model.qkv_bias),
+        *((_elementwise("rotary", (qkv,), rotated, parallel_dim="heads"),) if rotary else ()),
+        _attention(rotated if rotary else qkv, context, model, training, shapes),
+        _linear("attention_out", context, attended, parallel_dim="heads", bias=model.linear_bias),
+    )
+    ffn_input = x if model.parallel_residual else middle
+    join = () if model.parallel_residual else (_residual("residual1", (x, attended), middle, model, shapes),)
+    summands = (x, attended, fc2) if model.parallel_residual else (middle, fc2)
+    return (
+        *attention, *join,
+        _norm("norm2", ffn_input, normed2, model, shapes),
+        _linear("fc1", normed2, fc1, parallel_dim="ffn", bias=model.linear_bias),
+        _elementwise("activation", (fc1,), activated, (fc1,), parallel_dim="ffn"),
+        _linear("fc2", activated, fc2, parallel_dim="ffn", bias=model.linear_bias),
+        _residual("residual2", summands, out, model, shapes),
+    )
+
+
+def _head_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, ...]:
+    x, normed = shapes.tokens("head_input", shapes.hidden), shapes.tokens("head_norm", shapes.hidden)
+    logits = shapes.tokens("logits", shapes.vocab)
+    probabilities = shapes.tokens("probabilities", shapes.vocab, FP32_BYTES)
+    loss = Tensor(name="loss", dims=(shapes.batch, shapes.sequence), element_bytes=FP32_BYTES)
+    weight = Parameter(name="weight", dims=(shapes.vocab, shapes.hidden), tied=model.tied_embeddings)
+    flops = 2 * x.num_elements * shapes.vocab.size
+    return (
+        _norm("norm", x, normed, model, shapes),
+        Operator(
+            name="lm_head", kind=OperatorKind.MATMUL, dims=(*logits.dims, shapes.hidden), inputs=(normed,), outputs=(logits,),
+            parameters=(weight,), saved=(normed,), contracted="hidden", parallel_dim="vocab",
+            flops_forward=flops, flops_backward=2 * flops),
+        Operator(
+            name="loss", kind=OperatorKind.CROSS_ENTROPY, dims=logits.dims, inputs=(logits,), outputs=(loss,),
+            saved=(probabilities,), parallel_dim="vocab"),
+    )
+
+
+def build_graph(model: ModelSpec, training: TrainingSpec, micro_batch_size: int) -> ModelGraph:
+    """The operator graph of `model` for micro-batches of `micro_batch_size` sequences of `training.seq_length` tokens."""
+    shapes = _Shapes(model, training, micro_batch_size)
+    return ModelGraph(
+        name=model.name,
+        micro_batch_size=micro_batch_size,
+        embedding=layer_class(LayerKind.EMBEDDING, 1, _embedding_operators(model, shapes)),
+        block=layer_class(LayerKind.BLOCK, model.num_layers, _block_operators(model, training, shapes)),
+        head=layer_class(LayerKind.HEAD, 1, _head_operators(model, shapes)),
+    )

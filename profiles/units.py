@@ -1,0 +1,44 @@
+"""The one place where units are converted: seconds, bytes and FLOPs inside, the field's units at the edges."""
+
+from __future__ import annotations
+
+KIB = 1024
+MIB = 1024**2
+GIB = 1024**3
+GB = 10**9
+TERA = 10**12
+US_PER_S = 1e6
+
+
+def gib(n_bytes: float) -> float:
+    """Bytes as GiB."""
+    return n_bytes / GIB
+
+
+def tflops(flops_per_s: float) -> float:
+    """FLOP/s as TFLOP/s."""
+    return flops_per_s / TERA
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration in the unit a person would say it in: `20.1 s`, `3.25 ms`, `12.0 us`."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 * scale else f"{seconds / scale:,.0f} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def format_bytes(n_bytes: float) -> str:
+    """A size in binary units: `61.2 GiB`, `3.5 MiB`, `512 B`."""
+    for scale, unit in ((1024 * GIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:,.1f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """A number of parameters or tokens: `20.6 B`, `1.5 M`, `432`."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f}"
