@@ -1,9 +1,149 @@
+"""Pipeline schedules: the list of actions each pipeline rank runs, and what follows from the lists in closed form.
+
+Every schedule here has one shape (EQUATIONS P, M4). A rank knows the order of its forwards and the order of its
+backwards; it runs `warm-up` forwards, then one forward and one backward in turn until the forwards are used up, then
+the remaining backwards. The schedules differ only in the two orders and in the length of the warm-up:
+
+    GPipe         M                                 Huang et al. 2019, arXiv:1811.06965
+    1F1B          min(M, P - rank - 1)              Narayanan et al. 2019 (PipeDream), 2021; with a flush per step
+    interleaved   min(M v, 2 (P - rank - 1) + (v - 1) P)
+                                                    Narayanan et al. 2021, arXiv:2104.04473, section 2.2 (Megatron-LM)
+
+P pipeline ranks, M micro-batches per step, v virtual stages (model chunks) per rank. Chunk c of rank r is virtual
+stage c P + r of the P v stages that a micro-batch walks through.
+"""
+
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+
+from profiles.errors import ConfigError
 
 
 class Schedule(StrEnum):
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+
+
+class Work(StrEnum):
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One forward or backward (with its recompute) of one micro-batch through the rank's local model chunk `chunk`."""
+
+    work: Work
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.work}{self.chunk}.{self.micro_batch}"
+
+
+def actions(
+    schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1
+) -> tuple[Action, ...]:
+    """The actions of pipeline rank `rank` in the order it runs them.
+
+    Each (chunk, micro-batch) occurs once as a forward and once as a backward. Backwards run oldest micro-batch first,
+    also in GPipe, as in torch.distributed.pipelining (the GPipe paper draws them newest first; the step is as long).
+    Raises ConfigError when the schedule is not `legal` for these counts.
+    """
+    _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
+    group = num_ranks if schedule is Schedule.INTERLEAVED else num_micro_batches
+    forwards, backwards = _orders(num_micro_batches, virtual_stages, group)
+    warm_up = _warm_up(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
+    steady = len(forwards) - warm_up
+    in_turn = (action for pair in zip(forwards[warm_up:], backwards[:steady], strict=True) for action in pair)
+    return (*forwards[:warm_up], *in_turn, *backwards[steady:])
+
+
+def legal(schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> str | None:
+    """None when the schedule exists for these counts, else the reason why not, for people to read.
+
+    Interleaved: P >= 2, v >= 2 and M a multiple of P (Narayanan et al. 2021, section 2.2). GPipe and 1F1B: v = 1.
+    """
+    if min(num_ranks, num_micro_batches, virtual_stages) < 1:
+        return (
+            f"a pipeline needs at least one rank, micro-batch and virtual stage, found {num_ranks} ranks, "
+            f"{num_micro_batches} micro-batches and {virtual_stages} virtual stages"
+        )
+    if schedule is not Schedule.INTERLEAVED:
+        return None if virtual_stages == 1 else f"{schedule} has 1 virtual stage per rank, found {virtual_stages}"
+    if num_ranks < 2:
+        return "interleaved needs at least 2 pipeline ranks, found 1"
+    if virtual_stages < 2:
+        return "interleaved needs at least 2 virtual stages per rank, found 1"
+    if num_micro_batches % num_ranks:
+        return f"interleaved needs micro-batches in multiples of the {num_ranks} pipeline ranks, found {num_micro_batches}"
+    return None
+
+
+def in_flight(
+    schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1
+) -> int:
+    """The largest number of (chunk, micro-batch) forwards whose stash the rank holds at once.
+
+        min(M v, warm-up + 1):   GPipe M;   1F1B min(M, P - rank);   interleaved min(M v, 2 (P - rank - 1) + (v - 1) P + 1)
+
+    A steady-state forward comes before the backward of its turn, hence the + 1 (EQUATIONS M4; the count of `actions`).
+    Interleaved counts chunk-stashes, each about 1/v of the rank's layers.
+    Raises ConfigError when the schedule is not `legal` for these counts.
+    """
+    _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
+    warm_up = _warm_up(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
+    return min(num_micro_batches * virtual_stages, warm_up + 1)
+
+
+def uniform_step_s(
+    schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int, stage_s: float
+) -> float:
+    """Seconds of one step when all virtual stages cost the same and communication is free.
+
+        t = (M + (P - 1) / v) stage_s          stage_s = F + B + R of one micro-batch on the whole rank (all its chunks)
+
+    The bubble is (P - 1) / (v M) of the useful time. EQUATIONS P; Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+    Leaves out: transfers, gradient synchronisation, optimizer. Raises ConfigError when the schedule is not `legal`.
+    """
+    _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
+    return (num_micro_batches + (num_ranks - 1) / virtual_stages) * stage_s
+
+
+def _warm_up(schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> int:
+    """Forwards the rank runs before its first steady-state pair; the table of the module docstring."""
+    assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
+    after = num_ranks - rank - 1
+    wanted = {
+        Schedule.GPIPE: num_micro_batches,
+        Schedule.ONE_F_ONE_B: after,
+        Schedule.INTERLEAVED: 2 * after + (virtual_stages - 1) * num_ranks,
+    }[schedule]
+    return min(wanted, num_micro_batches * virtual_stages)
+
+
+@lru_cache(maxsize=16)
+def _orders(num_micro_batches: int, virtual_stages: int, group: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    """Forwards and backwards in order, the same on every rank: `group` micro-batches go through a chunk, then the next.
+
+    Backwards visit the chunks from the last to the first.
+    """
+
+    def order(work: Work, chunks: range) -> Iterator[Action]:
+        for first in range(0, num_micro_batches, group):
+            for chunk in chunks:
+                for micro_batch in range(first, first + group):
+                    yield Action(work, chunk, micro_batch)
+
+    return tuple(order(Work.FORWARD, range(virtual_stages))), tuple(order(Work.BACKWARD, range(virtual_stages)[::-1]))
+
+
+def _require_legal(schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> None:
+    reason = legal(schedule, num_ranks, num_micro_batches, virtual_stages)
+    if reason is not None:
+        raise ConfigError(reason, hint="choose another schedule or other counts")

@@ -6,17 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from planner.plan import Objective
 from profiles.errors import ConfigError
-
-
-class Recompute(StrEnum):
-    """`selective`: the operators that hold many bytes for few FLOPs; see `recompute_operators`."""
-
-    NONE = "none"
-    SELECTIVE = "selective"
-    FULL = "full"
 
 
 class SolverName(StrEnum):

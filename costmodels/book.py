@@ -1,0 +1,117 @@
+"""The price book: every layer of one model on one machine, priced once per way of running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from costmodels.layer import DataParallelTime, LayerOperators, LayerTime, data_parallel_time, has_tied_head, price_operators, tied_reduction
+from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, zero_buffer_bytes
+from costmodels.mesh import Mesh
+from costmodels.recompute import Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
+from costmodels.sharding import Sharding
+from profiles.measured import Machine
+from profiles.model import LayerKind, ModelGraph
+from profiles.provenance import Seconds
+from profiles.spec import ModelSpec, TrainingSpec
+from profiles.transformer import build_graph
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBytes:
+    """Bytes of one layer and one micro-batch on one rank: kept for the backward pass, ideally kept, and temporary."""
+
+    saved: int
+    ideal_saved: float
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerStates:
+    """Bytes of the states of one layer on one rank, what they would be without redundancy, and ZeRO's buffers."""
+
+    states: StateBytes
+    ideal: tuple[float, float, float]
+    zero_buffer: int
+
+
+class PriceBook:
+    """Prices of the layers of `model` trained as `training` on `machine`; the head's recompute is always none."""
+
+    def __init__(self, model: ModelSpec, training: TrainingSpec, machine: Machine) -> None:
+        self.model = model
+        self.training = training
+        self.machine = machine
+        self._known: dict[Hashable, Any] = {}
+
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
+
+    def graph(self, micro_batch_size: int) -> ModelGraph:
+        return self._once(("graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size))
+
+    @property
+    def tied(self) -> bool:
+        return has_tied_head(self.graph(1).head)
+
+    def recompute_operators(self, kind: LayerKind, level: Recompute) -> tuple[str, ...]:
+        """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
+        return recompute_operators(self.graph(1).layer_class(kind), level) if kind is LayerKind.BLOCK else ()
+
+    def _operators(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> LayerOperators:
+        def make() -> LayerOperators:
+            return price_operators(self.graph(micro_batch_size).layer_class(kind), sharding, self.machine, self.training)
+
+        return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def layer_time(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Recompute = Recompute.NONE) -> LayerTime:
+        """One micro-batch through one layer of `kind`, without data-parallel communication."""
+        return self._once(
+            ("time", kind, micro_batch_size, sharding, level),
+            lambda: self._operators(kind, micro_batch_size, sharding).time(self.recompute_operators(kind, level)))
+
+    def activations(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Recompute = Recompute.NONE) -> ActivationBytes:
+        """Saved and temporary bytes of one layer of `kind` for one micro-batch."""
+
+        def make() -> ActivationBytes:
+            layer, again = self.graph(micro_batch_size).layer_class(kind), self.recompute_operators(kind, level)
+            return ActivationBytes(
+                saved=saved_bytes(layer, sharding, again), ideal_saved=ideal_saved_bytes(layer, sharding.tp, again),
+                workspace=workspace_bytes(layer, sharding, again))
+
+        return self._once(("activations", kind, micro_batch_size, sharding, level), make)
+
+    def data_parallel(self, kind: LayerKind, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
+        """Gradient reduction, gathers and the optimizer step of one layer of `kind` at ZeRO stage `zero`."""
+
+        def make() -> DataParallelTime:
+            return data_parallel_time(
+                self.graph(micro_batch_size).layer_class(kind), self.layer_time(kind, micro_batch_size, sharding),
+                mesh=mesh, sharding=sharding, zero=zero, machine=self.machine, training=self.training, with_tied=mesh.pp > 1)
+
+        return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
+
+    def states(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
+        """State bytes of one layer of `kind`; a tied head holds its own copy only when stages are apart."""
+
+        def make() -> LayerStates:
+            layer, with_tied = self.graph(1).layer_class(kind), mesh.pp > 1
+            local = owned_parameters(layer, sharding, with_tied=with_tied)
+            whole = owned_parameters(layer, Sharding(), with_tied=False)
+            return LayerStates(
+                states=layer_states(layer, sharding, zero, mesh.dp, self.training, with_tied=with_tied),
+                ideal=ideal_states(whole, mesh.dp * mesh.tp, self.training),
+                zero_buffer=zero_buffer_bytes(local, zero, mesh.dp, self.training))
+
+        return self._once(("states", kind, mesh, sharding, zero), make)
+
+    def tied_reduction(self, mesh: Mesh, sharding: Sharding) -> Seconds:
+        """The once-a-step reduction of a tied embedding's two gradients (call only when `tied` and pp > 1)."""
+        return self._once(("tied", mesh, sharding), lambda: tied_reduction(
+            self.graph(1).embedding, mesh=mesh, sharding=sharding, machine=self.machine, training=self.training))

@@ -1,0 +1,114 @@
+"""Bytes of parameters, gradients and optimizer states on one rank (EQUATIONS M1, M2), exact to the row.
+
+Data-parallel shards are what torch.chunk gives along the first dim of each tensor-parallel shard, as FSDP2 lays them
+out: the prediction is compared with the bytes that the executor really holds.
+
+Held during a step, bytes per parameter, D data-parallel ranks:
+
+    bf16/fp16   ZeRO 0        1           2           3
+    parameters  2             2           2           0 (the gathered copy of a layer is a temporary)
+    gradients   g             g           g/D         g/D
+    optimizer   12            12/D        12/D        12/D     fp32 master weights and two moments
+
+    fp32        ZeRO 0        1           2           3
+    parameters  4             4 + 4/D     4 + 4/D     4/D      the shard beside its gathered copy
+    gradients   4             4           4/D         4/D
+    optimizer   8             8/D         8/D         8/D
+
+with g = 4 for fp32 gradients and 2 otherwise. Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO stages;
+FSDP2 of torch 2.13 for what is resident.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from costmodels.sharding import Sharding
+from profiles.model import LayerClass
+from profiles.spec import Precision, TrainingSpec
+
+MASTER_BYTES = 4
+MOMENTS_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of the model states on one rank, by class."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
+            self.parameters + other.parameters, self.gradients + other.gradients, self.optimizer + other.optimizer)
+
+
+def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
+    """Elements of part `index` when torch.chunk cuts `shape` into `parts` along its first dim; part 0 is the largest."""
+    rows = -(-shape[0] // parts)
+    return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
+
+
+def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> StateBytes:
+    """States of `elements` tensor-parallel local parameters, `shard` of which this data-parallel rank owns."""
+    own = elements if zero == 0 else shard
+    gradients = training.gradient_precision.num_bytes * (shard if zero >= 2 else elements)
+    gathered = elements if zero < 3 else 0
+    if training.precision is Precision.FP32:
+        parameters = 4 * (elements if zero == 0 else gathered + shard)
+        return StateBytes(parameters, gradients, MOMENTS_BYTES * own)
+    return StateBytes(training.precision.num_bytes * gathered, gradients, (MASTER_BYTES + MOMENTS_BYTES) * own)
+
+
+def layer_states(
+    layer: LayerClass, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, dp_rank: int = 0, with_tied: bool = True,
+) -> StateBytes:
+    """States of one `layer` on data-parallel rank `dp_rank`; `with_tied` counts the head's copy of a tied embedding."""
+    zero = zero if dp > 1 else 0
+    total = StateBytes()
+    for operator in layer.operators:
+        for parameter in operator.parameters:
+            if parameter.tied and not with_tied:
+                continue
+            shape = sharding.parameter_shape(operator, parameter)
+            total += states_of(math.prod(shape), chunk_elements(shape, dp, dp_rank), zero, training)
+    return total
+
+
+def owned_parameters(layer: LayerClass, sharding: Sharding, shards: int = 1, *, with_tied: bool = True) -> int:
+    """Parameters of `layer` on one tensor-parallel rank, or the largest of `shards` data-parallel shards of them."""
+    return sum(
+        chunk_elements(sharding.parameter_shape(operator, parameter), shards)
+        for operator in layer.operators for parameter in operator.parameters if with_tied or not parameter.tied
+    )
+
+
+def ideal_states(num_parameters: int, ranks: int, training: TrainingSpec) -> tuple[float, float, float]:
+    """Parameter, gradient and optimizer bytes per rank when nothing is held twice over `ranks` ranks (EQUATIONS R).
+
+    In mixed precision the fp32 master is the one copy of the weights, so the ideal has no 16-bit copy besides.
+    """
+    share = num_parameters / ranks
+    if training.precision is Precision.FP32:
+        return 4 * share, training.gradient_precision.num_bytes * share, MOMENTS_BYTES * share
+    return 0.0, training.gradient_precision.num_bytes * share, (MASTER_BYTES + MOMENTS_BYTES) * share
+
+
+def zero_buffer_bytes(num_parameters: int, zero: int, dp: int, training: TrainingSpec) -> int:
+    """Temporary bytes that ZeRO needs for a layer of `num_parameters` tensor-parallel local parameters.
+
+    ZeRO 1 casts one layer for its reduce-scatter; ZeRO 2 and 3 also hold the layer's unreduced gradient; ZeRO 3 also
+    the gathered parameters of the current and the prefetched layer (EQUATIONS M2).
+    """
+    if zero == 0 or dp == 1:
+        return 0
+    reduce_input = training.gradient_precision.num_bytes * num_parameters
+    unreduced = training.precision.num_bytes * num_parameters if zero >= 2 else 0
+    gathered = 2 * training.precision.num_bytes * num_parameters if zero == 3 else 0
+    return reduce_input + unreduced + gathered

@@ -1,0 +1,52 @@
+"""A complete training strategy: everything a price needs besides the model, the machine and the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodels.mesh import Mesh
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
+from costmodels.sharding import Sharding
+from profiles.model import LayerKind
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """How one layer is run: what it recomputes and its ZeRO stage."""
+
+    kind: LayerKind
+    recompute: Recompute
+    zero: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """The outer choices that the layers of a strategy share (EQUATIONS I1)."""
+
+    mesh: Mesh
+    schedule: Schedule
+    virtual_stages: int
+    micro_batch_size: int
+    num_micro_batches: int
+    sequence_parallel: bool
+
+    @property
+    def sharding(self) -> Sharding:
+        return Sharding(self.mesh.tp, self.sequence_parallel)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        return self.mesh.pp * self.virtual_stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A frame and the layers of every virtual stage in model order; stage k runs on pipeline rank k % pp."""
+
+    frame: Frame
+    stages: tuple[tuple[LayerChoice, ...], ...]
+
+    def chunks(self, rank: int) -> tuple[tuple[LayerChoice, ...], ...]:
+        """The model chunks of one pipeline rank, first chunk first."""
+        return self.stages[rank :: self.frame.mesh.pp]

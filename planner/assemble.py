@@ -1,0 +1,145 @@
+"""A priced strategy -> the Plan: its layer plans and placements, and the predictions in the units of the file."""
+
+from __future__ import annotations
+
+from costmodels.book import PriceBook
+from costmodels.sharding import placements
+from costmodels.step import StepPrice, model_flops_utilization
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.plan import (
+    PLAN_VERSION,
+    Breakdown,
+    LayerPlan,
+    LayerRun,
+    OperatorPlacement,
+    Pipeline,
+    Plan,
+    Prediction,
+    Quantity,
+    Redundancy,
+    RunnerUp,
+    SearchRecord,
+    StageMemory,
+    StagePlan,
+)
+from profiles.model import LayerKind
+from profiles.provenance import Kind, Seconds
+from profiles.units import gib
+
+GIB_DIGITS = 4
+SIGNIFICANT = 6
+
+
+def _round(value: float) -> float:
+    """Six significant digits: what a reader can use, and the same bytes for the same plan."""
+    return float(f"{value:.{SIGNIFICANT}g}")
+
+
+def _gib(n_bytes: float) -> float:
+    return round(gib(n_bytes), GIB_DIGITS)
+
+
+def _layer_plan(choice: LayerChoice, frame: Frame, book: PriceBook) -> LayerPlan:
+    layer = book.graph(1).layer_class(choice.kind)
+    operators = {op.name: OperatorPlacement(**placements(op, frame.sharding)) for op in layer.operators} if frame.mesh.tp > 1 else {}
+    return LayerPlan(
+        layer=choice.kind, sequence_parallel=frame.sequence_parallel, zero=choice.zero if frame.mesh.dp > 1 else 0,
+        recompute=book.recompute_operators(choice.kind, choice.recompute), operators=operators)
+
+
+def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
+    """A name for every distinct layer plan: A, B, ... for blocks in order of use, the kind for embedding and head."""
+    names: dict[LayerChoice, str] = {}
+    for stage in strategy.stages:
+        for choice in stage:
+            if choice in names:
+                continue
+            alike = sum(known.kind is choice.kind for known in names)
+            if choice.kind is LayerKind.BLOCK:
+                names[choice] = chr(ord("A") + alike)
+            else:
+                names[choice] = choice.kind.value + (str(alike + 1) if alike else "")
+    return names
+
+
+def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePlan, ...]:
+    stages, block = [], 0
+    for index, stage in enumerate(strategy.stages):
+        runs: list[LayerRun] = []
+        for choice in stage:
+            name = names[choice]
+            if choice.kind is not LayerKind.BLOCK:
+                runs.append(LayerRun(plan=name))
+                continue
+            if runs and runs[-1].plan == name and runs[-1].blocks:
+                runs[-1] = LayerRun(plan=name, blocks=(runs[-1].blocks[0], block))
+            else:
+                runs.append(LayerRun(plan=name, blocks=(block, block)))
+            block += 1
+        stages.append(StagePlan(rank=index % strategy.frame.mesh.pp, layers=tuple(runs)))
+    return tuple(stages)
+
+
+def pipeline_of(frame: Frame) -> Pipeline:
+    """The pipeline fields of the plan file."""
+    return Pipeline(
+        schedule=frame.schedule, virtual_stages=frame.virtual_stages, micro_batch_size=frame.micro_batch_size,
+        num_micro_batches=frame.num_micro_batches)
+
+
+def _breakdown(price: StepPrice) -> Breakdown:
+    """By cause, on the pipeline rank that finishes last; what is left of the step is the bubble."""
+    simulated = price.simulated
+    rank = max(range(len(price.ranks)), key=lambda r: price.ranks[r].total.value_s)
+    time = price.ranks[rank]
+
+    def quantity(seconds: Seconds) -> Quantity:
+        return Quantity(value=_round(seconds.value_s), kind=seconds.kind)
+
+    bubble = Quantity(value=_round(max(0.0, simulated.step_s - time.total.value_s)), kind=time.total.kind)
+    return Breakdown(
+        compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
+        dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer))
+
+
+def _memory(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
+    return tuple(
+        StageMemory(
+            stage=rank, parameters=_gib(memory.states.parameters), gradients=_gib(memory.states.gradients),
+            optimizer=_gib(memory.states.optimizer), activations=_gib(memory.activations), temporaries=_gib(memory.temporaries),
+            reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes), kind=Kind.ANALYTIC)
+        for rank, memory in enumerate(price.memory))
+
+
+def _redundancy(price: StepPrice, devices_per_rank: int) -> Redundancy:
+    classes = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+    sums = {name: _gib(devices_per_rank * sum(getattr(rank, name) for rank in price.redundant)) for name in classes}
+    return Redundancy(**sums, total=_gib(devices_per_rank * sum(rank.total for rank in price.redundant)), kind=Kind.ANALYTIC)
+
+
+def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: PriceBook) -> Plan:
+    """The Plan of a priced strategy."""
+    frame, cluster, training = strategy.frame, book.machine.cluster, book.training
+    step_s, num_ranks = price.step_s, frame.mesh.num_ranks
+    kind = max((rank.total for rank in price.ranks), key=lambda total: total.value_s).kind
+    names = _name_choices(strategy)
+    predicted = Prediction(
+        step_time_s=Quantity(value=_round(step_s), kind=kind),
+        tokens_per_s_per_gpu=Quantity(value=_round(training.tokens_per_step / step_s / num_ranks), kind=kind),
+        mfu=Quantity(value=_round(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
+        breakdown=_breakdown(price),
+        memory_gib=_memory(price, cluster.device.memory_bytes),
+        redundancy_gib=_redundancy(price, frame.mesh.dp * frame.mesh.tp))
+    return Plan(
+        plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
+        layer_plans={name: _layer_plan(choice, frame, book) for choice, name in names.items()},
+        stages=_stages(strategy, names), predicted=predicted, search=record)
+
+
+def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
+    """The line of another candidate in the plan file."""
+    devices = strategy.frame.mesh.dp * strategy.frame.mesh.tp
+    return RunnerUp(
+        mesh=strategy.frame.mesh, pipeline=pipeline_of(strategy.frame), step_time_s=_round(price.step_s),
+        peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
+        redundancy_gib=_gib(devices * sum(rank.total for rank in price.redundant)))

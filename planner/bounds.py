@@ -1,0 +1,66 @@
+"""Lower bounds of a frame before any column is made (EQUATIONS I5): no plan of the frame can be below them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodels.step import receive_times
+from costmodels.strategy import Frame
+from planner.columns import MixTable
+from profiles.model import LayerKind
+
+ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBound:
+    """Seconds: the closed form is at least `step_s`, one block at least `block_s`, all layers together `total_s`."""
+
+    step_s: float
+    block_s: float
+    total_s: float
+
+    def longest_rank(self, frame: Frame, cut_s: float) -> int | None:
+        """How many blocks a rank may hold before the frame takes `cut_s` or more; None when there is no such limit."""
+        repeats_s = (frame.num_micro_batches - 1) * self.block_s
+        if cut_s == float("inf") or not repeats_s:
+            return None
+        return max(1, int((cut_s - self.total_s) / repeats_s) + 1)
+
+
+def time_bound(frame: Frame, table: MixTable) -> TimeBound:
+    """Every layer on its fastest way to run, memory unlimited.
+
+    The pace is at least the fullest rank's blocks and at least the mean over the ranks; the tail at least what the
+    blocks of the fullest rank cost once a step. Embedding, head and transfers are in the sum.
+    """
+    book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
+    stages, share = table.zero_choices(mesh), 1 / frame.virtual_stages
+    data = [book.data_parallel(LayerKind.BLOCK, b, mesh, sharding, zero) for zero in stages]
+    compute_s = min(book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s for level in table.allowed_levels)
+    block_s = compute_s + min(time.per_micro_batch_s for time in data)
+    ends_s = sum(
+        book.layer_time(kind, b, sharding).total_s
+        + min(book.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in stages)
+        for kind in ENDS)
+    transfers_s = sum(t.value_s for stage in range(frame.num_virtual_stages) for t in receive_times(stage, frame, book))
+    fullest = -(-book.model.num_layers // mesh.pp)
+    total_s = book.model.num_layers * block_s + ends_s + transfers_s
+    pace_s = max(total_s / mesh.pp, fullest * block_s)
+    step_s = (frame.num_micro_batches - share) * pace_s + share * total_s + fullest * min(time.per_step_s for time in data)
+    return TimeBound(step_s, block_s, share * total_s)
+
+
+def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
+    """Redundant bytes of the cluster: every layer at its leanest ZeRO stage and recompute level, one stash a layer."""
+    book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
+    stages = table.zero_choices(mesh)
+    sizes = [book.activations(LayerKind.BLOCK, b, sharding, level) for level in table.allowed_levels]
+    stored = 0.0
+    for kind, count in ((LayerKind.BLOCK, book.model.num_layers), (LayerKind.EMBEDDING, 1), (LayerKind.HEAD, 1)):
+        held = [book.states(kind, mesh, sharding, zero) for zero in stages]
+        stored += count * min(states.states.total - sum(states.ideal) for states in held)
+    kept = book.model.num_layers * min(size.saved - size.ideal_saved for size in sizes)
+    buffers = min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
+    temporaries = mesh.pp * (min(size.workspace for size in sizes) + buffers)
+    return mesh.dp * mesh.tp * (stored + kept + temporaries)

@@ -1,0 +1,61 @@
+"""Price one configuration by hand, with the same prices and the same Plan as the search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from costmodels.book import PriceBook
+from costmodels.recompute import Recompute
+from costmodels.step import price_step
+from costmodels.strategy import Frame
+from planner.assemble import assemble
+from planner.columns import LEVELS, MixTable, RankColumns, to_strategy
+from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
+from planner.request import Constraints
+from planner.space import illegal_frame, illegal_tensor_parallel
+from profiles.errors import ConfigError
+from profiles.hardware import Cluster
+from profiles.measured import machine_for
+from profiles.spec import ModelSpec, TrainingSpec
+
+
+def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Blocks for each pipeline rank, as equal as possible; the first ranks take the blocks that are left over."""
+    return tuple(num_layers // pp + (rank < num_layers % pp) for rank in range(pp))
+
+
+def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> None:
+    mesh = frame.mesh
+    if mesh.num_ranks != cluster.num_gpus:
+        raise ConfigError(
+            f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp} is {mesh.num_ranks} GPUs, the cluster has {cluster.num_gpus}",
+            hint="change a degree or --gpus")
+    reason = illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True) or illegal_frame(frame, model, training)
+    if reason:
+        raise ConfigError(reason, hint="change that option")
+    if len(blocks) != mesh.pp or sum(blocks) != model.num_layers or min(blocks) < 1:
+        raise ConfigError(
+            f"the stages hold {', '.join(map(str, blocks))} blocks: that is not {model.num_layers} over {mesh.pp} stages, at least one each")
+
+
+def estimate_plan(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, frame: Frame, *, zero: int = 0, recompute: Recompute = Recompute.NONE,
+    blocks: Sequence[int] | None = None,
+) -> Plan:
+    """The plan of one configuration: every block at the same recompute level and ZeRO stage, `blocks[s]` on rank s.
+
+    `blocks` defaults to an even split. A plan that does not fit is priced all the same: see `Plan.predicted.memory_gib`.
+    Raises ConfigError when the configuration cannot run.
+    """
+    blocks = tuple(blocks) if blocks is not None else even_split(model.num_layers, frame.mesh.pp)
+    _check(frame, blocks, model, cluster, training)
+    book = PriceBook(model, training, machine_for(cluster))
+    table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,)))
+    columns = tuple(RankColumns(rank, frame, table).smallest(count) for rank, count in enumerate(blocks))
+    assert all(column.counts[LEVELS.index(recompute)] == column.num_blocks for column in columns)
+    strategy = to_strategy(frame, columns)
+    price = price_step(strategy, book)
+    record = SearchRecord(
+        objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.closed_form_s, 6), bound=0.0, gap=1.0,
+        candidates=Candidates(considered=1, pruned=0, solved=1))
+    return assemble(strategy, price, record, book)

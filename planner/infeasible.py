@@ -1,0 +1,121 @@
+"""When nothing fits: how much the leanest plan is short, on which stage, and the smallest cluster on which one would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from costmodels.book import PriceBook
+from costmodels.memory import ideal_states
+from costmodels.recompute import Recompute
+from costmodels.strategy import Frame
+from planner.columns import Column, MixTable, RankColumns, block_counts
+from planner.request import Constraints, SearchOptions
+from planner.space import enumerate_space
+from profiles.errors import InfeasibleError
+from profiles.hardware import Cluster
+from profiles.measured import machine_for
+from profiles.spec import ModelSpec, TrainingSpec
+from profiles.units import gib
+
+MOST_TIMES_LARGER = 64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
+
+
+def limit_bytes(cluster: Cluster, options: SearchOptions) -> float:
+    """What a plan may fill of a device: the explicit limit, or the capacity less the margin."""
+    if options.memory_limit_bytes is not None:
+        return float(min(options.memory_limit_bytes, cluster.device.memory_bytes))
+    return cluster.device.memory_bytes * (1 - options.memory_margin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leanest:
+    """The frame whose fullest rank needs the fewest bytes, that rank, and its column."""
+
+    frame: Frame
+    rank: int
+    column: Column
+
+
+def _fits(smallest: list[list[Column]], limit: float, num_layers: int, *, equal: bool) -> bool:
+    most = [max((c.num_blocks for c in columns if c.memory_bytes <= limit), default=0) for columns in smallest]
+    return all(most) and (equal or sum(most) >= num_layers)
+
+
+def _leanest_of(frame: Frame, table: MixTable) -> _Leanest:
+    """The split of the blocks whose fullest rank needs least, by bisection over the memory limit."""
+    num_layers, ranks = table.book.model.num_layers, range(frame.mesh.pp)
+    equal = frame.virtual_stages > 1 or frame.mesh.pp == 1
+    counts = tuple(block_counts(frame, num_layers, -(-num_layers // frame.mesh.pp) + 4))
+    smallest = [[RankColumns(rank, frame, table).smallest(count) for count in counts] for rank in ranks]
+    needs = sorted({column.memory_bytes for columns in smallest for column in columns})
+    low, high = 0, len(needs) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fits(smallest, needs[middle], num_layers, equal=equal) else (middle + 1, high)
+    for rank in ranks:
+        for column in smallest[rank]:
+            if column.memory_bytes == needs[low]:
+                return _Leanest(frame, rank, column)
+    raise AssertionError("the bisection ended outside the columns")
+
+
+def _least_memory_frames(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Iterator[Frame]:
+    """The frames that can be leanest: per mesh the smallest micro-batch, without virtual stages, sequence parallel."""
+    seen: dict[object, Frame] = {}
+    for frame in enumerate_space(model, cluster, training, pins).frames:
+        known = seen.get(frame.mesh)
+        key = (frame.micro_batch_size, frame.virtual_stages, not frame.sequence_parallel)
+        if known is None or key < (known.micro_batch_size, known.virtual_stages, not known.sequence_parallel):
+            seen[frame.mesh] = frame
+    yield from seen.values()
+
+
+def _leanest(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> _Leanest | None:
+    table = MixTable(PriceBook(model, training, machine_for(cluster)), pins)
+    found = (_leanest_of(frame, table) for frame in _least_memory_frames(model, cluster, training, pins))
+    return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
+
+
+def smallest_cluster(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float,
+) -> int | None:
+    """The smallest number of GPUs, in whole nodes beyond `cluster`, on which some plan fits, or None within the range.
+
+    Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for.
+    """
+    pins = replace(pins, pp=None, dp=None)
+    book = PriceBook(model, training, machine_for(cluster))
+    num_parameters = book.graph(1).num_parameters
+    for nodes in range(cluster.nodes + 1, MOST_TIMES_LARGER * cluster.nodes + 1):
+        larger = replace(cluster, nodes=nodes)
+        if sum(ideal_states(num_parameters, larger.num_gpus, training)) > limit:
+            continue
+        lean = _leanest(model, larger, training, pins)
+        if lean and lean.column.memory_bytes <= limit:
+            return larger.num_gpus
+    return None
+
+
+def infeasible_error(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
+) -> InfeasibleError:
+    """The error that says what binds: the leanest plan, its fullest stage, the bytes it is short, and a way out."""
+    limit = limit_bytes(cluster, options)
+    lean = _leanest(model, cluster, training, pins)
+    assert lean is not None, "there are legal frames"
+    mesh = lean.frame.mesh
+    need = lean.column.memory_bytes
+    message = (
+        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan (pp {mesh.pp} x dp {mesh.dp} x "
+        f"tp {mesh.tp}, zero {lean.column.zero}, {_recompute_of(lean.column)} recompute, micro-batch {lean.frame.micro_batch_size}) "
+        f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable: {gib(need - limit):.1f} GiB short")
+    enough = smallest_cluster(model, cluster, training, pins, limit)
+    if enough:
+        return InfeasibleError(message, hint=f"{enough} GPUs are enough (--gpus {enough})")
+    return InfeasibleError(message, hint=f"no cluster up to {MOST_TIMES_LARGER * cluster.num_gpus} GPUs fits; use a larger device")
+
+
+def _recompute_of(column: Column) -> str:
+    used = [level.value for level, count in zip(Recompute, column.counts, strict=True) if count]
+    return " and ".join(used)

@@ -1,0 +1,88 @@
+"""The one module that names a MILP solver: CBC (bundled with PuLP) or HiGHS, run so that the same input gives the same answer.
+
+PuLP reports a solve that the time limit cut off as `Optimal`; only `sol_status` tells, and an infeasible problem still
+carries values. Both are checked here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import pulp
+
+from planner.request import SolverName
+from profiles.errors import SolverError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A feasible point; `proven` when the solver finished, so that it is optimal."""
+
+    objective: float
+    proven: bool
+
+
+class Problem:
+    """A minimisation problem: `binary` and `continuous` variables, linear rows named by their label."""
+
+    def __init__(self, name: str) -> None:
+        self._problem = pulp.LpProblem(name, pulp.LpMinimize)
+
+    def binary(self, name: str) -> Any:
+        return self._problem.add_variable(name, cat=pulp.LpBinary)
+
+    def continuous(self, name: str, lower: float = 0.0) -> Any:
+        return self._problem.add_variable(name, lowBound=lower)
+
+    def minimize(self, expression: Any) -> None:
+        self._problem.setObjective(expression)
+
+    def require(self, constraint: Any, label: str) -> None:
+        """Add a row. `label` must be unique in the problem."""
+        self._problem.addConstraint(constraint, label)
+
+    def solve(self, solver: SolverName, time_limit_s: float | None = None) -> Solution | None:
+        """The best point found, or None when there is none.
+
+        Raises SolverError when the solver is missing or crashed, or when the time ran out before it found any point.
+        """
+        try:
+            self._problem.solve(_command(solver, time_limit_s))
+        except pulp.PulpSolverError as error:
+            raise SolverError(f"{solver} failed: {str(error).strip().splitlines()[-1]}", hint=_other(solver)) from None
+        status, found = self._problem.status, self._problem.sol_status
+        if found in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            return Solution(float(pulp.value(self._problem.objective)), proven=found == pulp.LpSolutionOptimal)
+        if status == pulp.LpStatusInfeasible:
+            return None
+        raise SolverError(f"{solver} ended without an answer ({pulp.LpStatus[status].lower()})", hint="raise --time-limit")
+
+
+def weighted(terms: Iterable[tuple[Any, float]]) -> Any:
+    """sum of coefficient times variable."""
+    return pulp.LpAffineExpression(list(terms))
+
+
+def chosen(options: Mapping[T, Any]) -> T:
+    """The option whose binary variable is largest: solvers return 0.9999999 for 1."""
+    return max(options, key=lambda option: float(options[option].value() or 0.0))
+
+
+def _command(solver: SolverName, time_limit_s: float | None) -> Any:
+    if solver is SolverName.HIGHS:
+        command = pulp.HiGHS(msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0)
+    else:
+        command = pulp.COIN_CMD(
+            path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0,
+            options=["randomCbcSeed 1", "randomSeed 1"])
+    if not command.available():
+        raise SolverError(f"{solver} is not installed", hint=_other(solver))
+    return command
+
+
+def _other(solver: SolverName) -> str:
+    return "pip install highspy and use --solver highs" if solver is SolverName.CBC else "use --solver cbc, which comes with PuLP"

@@ -1,0 +1,156 @@
+"""The outer candidates: every mesh, micro-batch and schedule for a number of GPUs, each illegal one with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from costmodels.mesh import Mesh
+from costmodels.schedules import Schedule, legal
+from costmodels.strategy import Frame
+from planner.request import Constraints
+from profiles.hardware import Cluster
+from profiles.spec import ModelSpec, TrainingSpec
+
+MAX_MICRO_BATCH_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A candidate (or a family of them) that is not searched, and why."""
+
+    candidate: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The legal candidates and the pruned ones."""
+
+    frames: tuple[Frame, ...]
+    pruned: tuple[Pruned, ...]
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of `number`, ascending."""
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def describe(frame: Frame) -> str:
+    """A candidate in one line: `pp 4 x dp 16 x tp 1, 1f1b, micro-batch 4 x 16`."""
+    mesh = f"pp {frame.mesh.pp} x dp {frame.mesh.dp} x tp {frame.mesh.tp}"
+    schedule = f"{frame.schedule}" + (f" x {frame.virtual_stages} virtual stages" if frame.virtual_stages > 1 else "")
+    sequence = ", sequence parallel" if frame.sequence_parallel else ""
+    return f"{mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}"
+
+
+def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool) -> str | None:
+    """Why `tp` cannot split this model on this cluster, or None."""
+    for name, size in (
+        ("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads), ("ffn width", model.ffn_hidden_size),
+        ("vocabulary", model.padded_vocab_size),
+    ):
+        if size % tp:
+            return f"tp {tp} does not divide the {size} {name}"
+    if not across_nodes and (tp > cluster.gpus_per_node or cluster.gpus_per_node % tp):
+        return f"tp {tp} does not fit inside a node of {cluster.gpus_per_node} GPUs (--tp-across-nodes allows it)"
+    return None
+
+
+def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str | None:
+    """Why a frame on a legal mesh cannot run, or None: batch, schedule and sequence rules."""
+    mesh, batch = frame.mesh, training.global_batch_size
+    if frame.micro_batch_size * mesh.dp * frame.num_micro_batches != batch:
+        return f"the global batch of {batch} is not micro-batch {frame.micro_batch_size} x dp {mesh.dp} x a whole number"
+    reason = legal(frame.schedule, mesh.pp, frame.num_micro_batches, frame.virtual_stages)
+    if reason:
+        return reason
+    if frame.schedule is Schedule.ONE_F_ONE_B and frame.num_micro_batches < mesh.pp:
+        return f"1f1b needs at least pp {mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
+    if mesh.pp > model.num_layers:
+        return f"pp {mesh.pp} is more than the {model.num_layers} layers"
+    if frame.virtual_stages > 1 and model.num_layers % frame.num_virtual_stages:
+        return f"{model.num_layers} layers are not a multiple of pp {mesh.pp} x {frame.virtual_stages} virtual stages"
+    if frame.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
+        return f"sequence parallelism needs tp > 1 that divides the sequence of {training.seq_length}, tp is {mesh.tp}"
+    return None
+
+
+def _allowed(pinned: Collection[object] | None, value: object) -> bool:
+    return pinned is None or value in pinned
+
+
+def _meshes(model: ModelSpec, cluster: Cluster, pins: Constraints) -> Iterator[Mesh | Pruned]:
+    gpus = cluster.num_gpus
+    for tp in divisors(gpus):
+        reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
+        for pp in divisors(gpus // tp):
+            dp = gpus // tp // pp
+            name = f"pp {pp} x dp {dp} x tp {tp}"
+            if not (_allowed(pins.pp, pp) and _allowed(pins.dp, dp) and _allowed(pins.tp, tp)):
+                yield Pruned(name, "excluded by --pp, --dp or --tp")
+            elif reason:
+                yield Pruned(name, reason)
+            elif pp > model.num_layers:
+                yield Pruned(name, f"pp {pp} is more than the {model.num_layers} layers")
+            else:
+                yield Mesh(pp=pp, dp=dp, tp=tp)
+
+
+def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
+    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or it is pinned."""
+    if mesh.pp == 1:
+        yield Schedule.ONE_F_ONE_B, 1
+        return
+    asked = pins.schedule or ()
+    if num_micro_batches >= mesh.pp or Schedule.ONE_F_ONE_B in asked:
+        yield Schedule.ONE_F_ONE_B, 1
+    if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
+        yield Schedule.GPIPE, 1
+    if model.num_layers % mesh.pp == 0:
+        yield from ((Schedule.INTERLEAVED, v) for v in divisors(model.num_layers // mesh.pp) if v > 1)
+
+
+def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[Frame | Pruned]:
+    name = f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}"
+    if training.global_batch_size % mesh.dp:
+        yield Pruned(name, f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}")
+        return
+    per_replica = training.global_batch_size // mesh.dp
+    for micro_batch_size in divisors(per_replica):
+        if not _allowed(pins.micro_batch_size, micro_batch_size):
+            continue
+        if micro_batch_size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
+            yield Pruned(f"{name}, micro-batch {micro_batch_size}", f"micro-batches above {MAX_MICRO_BATCH_SIZE} are not tried unless pinned")
+            continue
+        num_micro_batches = per_replica // micro_batch_size
+        for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
+            for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
+                frame = Frame(
+                    mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
+                    num_micro_batches=num_micro_batches, sequence_parallel=sequence_parallel)
+                reason = _excluded(frame, pins) or illegal_frame(frame, model, training)
+                yield Pruned(describe(frame), reason) if reason else frame
+
+
+def _excluded(frame: Frame, pins: Constraints) -> str | None:
+    if frame.mesh.pp > 1 and not _allowed(pins.schedule, frame.schedule):
+        return "excluded by --schedule"
+    if frame.mesh.pp > 1 and not _allowed(pins.virtual_stages, frame.virtual_stages):
+        return "excluded by --virtual-stages"
+    if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
+        return "excluded by --sequence-parallel"
+    return None
+
+
+def enumerate_space(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Space:
+    """All candidates for `cluster`; nothing is left out without a Pruned entry, except micro-batches that a pin excludes."""
+    frames: list[Frame] = []
+    pruned: list[Pruned] = []
+    for mesh in _meshes(model, cluster, pins):
+        for found in (mesh,) if isinstance(mesh, Pruned) else _frames(mesh, model, training, pins):
+            if isinstance(found, Pruned):
+                pruned.append(found)
+            else:
+                frames.append(found)
+    return Space(tuple(frames), tuple(pruned))

@@ -1,0 +1,161 @@
+"""The master integer program: one column per pipeline rank (EQUATIONS I4).
+
+    throughput   min  (M - 1/v) Z + (1/v) sum_s t_s + E
+    memory       min  sum_s D T rho_s,   then the same time with the redundancy fixed at its minimum
+
+    (C1) sum_c z_sc = 1                    for each rank s: one column
+    (C2) sum_s sum_c n_c z_sc = L          all blocks are placed (only where ranks may differ)
+    (C3) sum_c t_c z_sc <= Z               for each rank s: the slowest rank sets the pace
+    (C4) sum_c tail_c z_sc <= E            for each rank s: what follows the last backward pass
+    (C5) time <= slowest allowed           memory objective
+    (C6) sum_s D T rho_s <= (1 + eps) R*   second phase of the memory objective
+
+Memory is inside the columns: each fits its device. Times are in microseconds and bytes in MiB, because CBC's tolerances
+are absolute: problems priced in seconds are answered wrongly and called optimal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from costmodels.step import closed_form_s
+from costmodels.strategy import Frame
+from planner.columns import Column
+from planner.request import SolverName
+from planner.solver import Problem, chosen, weighted
+from profiles.errors import SolverError
+from profiles.units import MIB, US_PER_S
+
+TOLERANCE = 1e-6  # relative slack of (C6): CBC's own feasibility tolerance is of that size
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A column for each rank, its closed-form time, the redundant bytes of the cluster, and whether it is proven best."""
+
+    columns: tuple[Column, ...]
+    step_s: float
+    redundant_bytes: float
+    proven: bool
+
+
+def evaluate(frame: Frame, columns: Sequence[Column], *, proven: bool) -> Choice:
+    """The price of one column for each rank."""
+    step_s = closed_form_s([c.time_s for c in columns], [c.tail_s for c in columns], frame.num_micro_batches, frame.virtual_stages)
+    devices = frame.mesh.dp * frame.mesh.tp
+    return Choice(tuple(columns), step_s, devices * sum(c.redundant_bytes for c in columns), proven)
+
+
+class Master:
+    """The program of one frame, over `options[s]`, the columns of rank s."""
+
+    def __init__(self, frame: Frame, options: Sequence[Sequence[Column]], num_layers: int) -> None:
+        self.frame, self.options = frame, options
+        self.problem = Problem("master")
+        self.picks = [
+            {column: self.problem.binary(f"z_{s}_{c}") for c, column in enumerate(columns)} for s, columns in enumerate(options)]
+        self.pace, self.tail = self.problem.continuous("Z"), self.problem.continuous("E")
+        for s, picks in enumerate(self.picks):
+            self.problem.require(weighted((z, 1.0) for z in picks.values()) == 1, f"C1_one_{s}")
+            self.problem.require(weighted((z, c.time_s * US_PER_S) for c, z in picks.items()) <= self.pace, f"C3_pace_{s}")
+            self.problem.require(weighted((z, c.tail_s * US_PER_S) for c, z in picks.items()) <= self.tail, f"C4_tail_{s}")
+        if frame.virtual_stages == 1 and frame.mesh.pp > 1:
+            blocks = [(z, float(c.num_blocks)) for picks in self.picks for c, z in picks.items()]
+            self.problem.require(weighted(blocks) == num_layers, "C2_blocks")
+
+    @property
+    def time_us(self) -> object:
+        share = 1 / self.frame.virtual_stages
+        times = [(z, share * c.time_s * US_PER_S) for picks in self.picks for c, z in picks.items()]
+        return weighted([(self.pace, self.frame.num_micro_batches - share), *times, (self.tail, 1.0)])
+
+    @property
+    def redundant_mib(self) -> object:
+        devices = self.frame.mesh.dp * self.frame.mesh.tp
+        return weighted((z, devices * c.redundant_bytes / MIB) for picks in self.picks for c, z in picks.items())
+
+    def _solve(self, solver: SolverName, time_limit_s: float | None) -> Choice | None:
+        solution = self.problem.solve(solver, time_limit_s)
+        if solution is None:
+            return None
+        picked = tuple(chosen(picks) for picks in self.picks)
+        return evaluate(self.frame, picked, proven=solution.proven)
+
+    def fastest(self, solver: SolverName, time_limit_s: float | None = None) -> Choice | None:
+        """The fastest choice, or None when the columns cannot place all blocks."""
+        self.problem.minimize(self.time_us)
+        return self._solve(solver, time_limit_s)
+
+    def leanest(self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None) -> Choice | None:
+        """The fastest of the choices with the least redundant bytes that take at most `slowest_s`, or None."""
+        self.problem.require(self.time_us <= slowest_s * US_PER_S, "C5_time")  # type: ignore[operator]
+        self.problem.minimize(self.redundant_mib)
+        least = self._solve(solver, time_limit_s)
+        if least is None:
+            return None
+        self.problem.require(self.redundant_mib <= _slackened(least.redundant_bytes / MIB), "C6_redundancy")  # type: ignore[operator]
+        self.problem.minimize(self.time_us)
+        best = self._solve(solver, time_limit_s)
+        if best is None:
+            raise SolverError(f"{solver} lost a feasible point between two solves", hint="use the other --solver")
+        return Choice(best.columns, best.step_s, best.redundant_bytes, proven=least.proven and best.proven)
+
+
+def _slackened(value: float) -> float:
+    return value + TOLERANCE * max(1.0, abs(value))
+
+
+def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers: int) -> float | None:
+    """A lower bound of the throughput master without solving it, or None when it is infeasible.
+
+    The pace is at least the smallest Z at which the ranks together can hold all blocks; the sum is at least each
+    rank's own cheapest column a block; the tail at least the largest of the ranks' smallest.
+    """
+    if any(not columns for columns in options):
+        return None
+    share = 1 / frame.virtual_stages
+    tail_s = max(min(column.tail_s for column in columns) for columns in options)
+    if frame.virtual_stages > 1 or frame.mesh.pp == 1:
+        fastest = [min(column.time_s for column in columns) for columns in options]
+        return (frame.num_micro_batches - share) * max(fastest) + share * sum(fastest) + tail_s
+    pace_s = _smallest_pace_s(options, num_layers)
+    if pace_s is None:
+        return None
+    at_least = max(_sum_bound(options, lambda column: column.time_s, num_layers), pace_s)
+    return (frame.num_micro_batches - 1) * pace_s + at_least + tail_s
+
+
+def _smallest_pace_s(options: Sequence[Sequence[Column]], num_layers: int) -> float | None:
+    """The least Z such that ranks limited to columns of at most Z can hold `num_layers` blocks, by bisection over Z."""
+    paces = sorted({column.time_s for columns in options for column in columns})
+
+    def most_blocks(pace_s: float) -> int:
+        most = 0
+        for columns in options:
+            within = [column.num_blocks for column in columns if column.time_s <= pace_s]
+            if not within:
+                return -1
+            most += max(within)
+        return most
+
+    low, high = 0, len(paces)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if most_blocks(paces[middle]) >= num_layers else (middle + 1, high)
+    return paces[low] if low < len(paces) else None
+
+
+def redundancy_bound_bytes(frame: Frame, options: Sequence[Sequence[Column]], num_layers: int) -> float | None:
+    """A lower bound of the memory master whatever its time, or None when it is infeasible."""
+    if any(not columns for columns in options):
+        return None
+    return frame.mesh.dp * frame.mesh.tp * _sum_bound(options, lambda column: column.redundant_bytes, num_layers)
+
+
+def _sum_bound(options: Sequence[Sequence[Column]], value: Callable[[Column], float], num_layers: int) -> float:
+    """sum_s value_s >= lambda L + sum_s min_c (value_c - lambda n_c) for any lambda (Lagrange): the best of a few."""
+    slopes = sorted({value(column) / column.num_blocks for columns in options for column in columns})
+    tried = (0.0, *slopes[:: max(1, len(slopes) // 8)])
+    return max(
+        slope * num_layers + sum(min(value(c) - slope * c.num_blocks for c in columns) for columns in options) for slope in tried)
