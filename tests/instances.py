@@ -1,0 +1,98 @@
+"""Small seeded instances for the search tests, and an enumeration of every strategy that shares no code with the search."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from costmodels.book import PriceBook
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
+from costmodels.step import StepPrice, price_step
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.request import Constraints
+from planner.space import enumerate_space
+from profiles.catalog import load_cluster, with_gpus
+from profiles.hardware import Cluster
+from profiles.measured import machine_for
+from profiles.model import LayerKind
+from profiles.spec import ModelSpec, TrainingSpec
+
+PINS = Constraints(schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED))
+
+
+@dataclass(frozen=True)
+class Instance:
+    model: ModelSpec
+    cluster: Cluster
+    training: TrainingSpec
+
+    def book(self) -> PriceBook:
+        return PriceBook(self.model, self.training, machine_for(self.cluster))
+
+
+def random_instance(seed: int) -> Instance:
+    """2 or 4 GPUs on one or two nodes with a random network, 2 or 3 blocks of random width."""
+    draw = random.Random(seed)
+    heads = draw.choice((2, 4))
+    hidden = heads * draw.choice((64, 128))
+    model = ModelSpec(
+        name=f"tiny-{seed}", num_layers=draw.choice((2, 3)), hidden_size=hidden, num_heads=heads, num_kv_heads=heads,
+        head_dim=hidden // heads, ffn_hidden_size=4 * hidden, vocab_size=draw.choice((128, 1024, 8192)), max_seq_length=512,
+        dropout=draw.choice((0.0, 0.1)), tied_embeddings=draw.random() < 0.5)
+    cluster = with_gpus(load_cluster("a100-80gb"), draw.choice((2, 4)), 2)
+    slow = draw.choice((1.0, 0.1, 0.02))
+    cluster = replace(cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * slow))
+    training = TrainingSpec(
+        global_batch_size=4, seq_length=draw.choice((128, 512)), attention=draw.choice(("flash", "unfused")),
+        overlap_grad_reduce=draw.random() < 0.5)
+    return Instance(model, cluster, training)
+
+
+def _splits(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        edges = (0, *cuts, total)
+        yield tuple(b - a for a, b in itertools.pairwise(edges))
+
+
+def _mixes(count: int) -> list[tuple[Recompute, ...]]:
+    return list(itertools.combinations_with_replacement(tuple(Recompute), count))
+
+
+def _rank_options(count: int, frame: Frame) -> list[tuple[int, tuple[Recompute, ...]]]:
+    zeros = range(4) if frame.mesh.dp > 1 else (0,)
+    return list(itertools.product(zeros, _mixes(count // frame.virtual_stages)))
+
+
+def every_strategy(frame: Frame, num_layers: int) -> Iterator[Strategy]:
+    """All strategies of a frame: splits of the blocks, and a ZeRO stage and recompute mix for every rank."""
+    pp, v = frame.mesh.pp, frame.virtual_stages
+    for split in [(num_layers // pp,) * pp] if v > 1 else _splits(num_layers, pp):
+        for ranks in itertools.product(*(_rank_options(count, frame) for count in split)):
+            stages = []
+            for stage in range(pp * v):
+                zero, mix = ranks[stage % pp]
+                blocks = tuple(LayerChoice(LayerKind.BLOCK, level, zero) for level in mix)
+                first = (LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero),) if stage == 0 else ()
+                last = (LayerChoice(LayerKind.HEAD, Recompute.NONE, zero),) if stage == pp * v - 1 else ()
+                stages.append(first + blocks + last)
+            yield Strategy(frame=frame, stages=tuple(stages))
+
+
+def every_price(instance: Instance) -> list[tuple[Strategy, StepPrice]]:
+    """Every strategy of every frame of the instance with its whole price."""
+    book = instance.book()
+    frames = enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames
+    return [(s, price_step(s, book)) for frame in frames for s in every_strategy(frame, instance.model.num_layers)]
+
+
+def redundant_bytes(strategy: Strategy, price: StepPrice) -> float:
+    """Redundant bytes of the cluster."""
+    return strategy.frame.mesh.dp * strategy.frame.mesh.tp * sum(rank.total for rank in price.redundant)
+
+
+def peak_bytes(price: StepPrice) -> float:
+    """Peak bytes of the fullest device."""
+    return max(memory.total for memory in price.memory)

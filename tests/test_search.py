@@ -1,0 +1,155 @@
+"""The search against the enumeration of everything, and what it promises: bound, gap, status, the same plan twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.bounds import redundancy_bound_bytes, time_bound
+from planner.columns import MixTable
+from planner.plan import Objective, Status, to_yaml
+from planner.request import Constraints, SearchOptions, SolverName
+from planner.search import find_plan
+from profiles.catalog import load_cluster, load_model, with_gpus
+from profiles.errors import ConfigError, InfeasibleError
+from profiles.spec import TrainingSpec
+from profiles.units import GIB
+from tests.instances import PINS, Instance, every_price, peak_bytes, random_instance, redundant_bytes
+
+SLOWDOWN = 0.2
+SEEDS = range(20)
+
+
+def search(instance: Instance, **options: object):
+    return find_plan(
+        instance.model, instance.cluster, instance.training, constraints=PINS, options=SearchOptions(**options))
+
+
+@pytest.fixture(scope="module")
+def priced() -> dict[int, list]:
+    return {}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_search_equals_brute_force_under_both_objectives_with_memory_binding(seed, priced):
+    instance = random_instance(seed)
+    everything = every_price(instance)
+    peaks = sorted(peak_bytes(price) for _, price in everything)
+    limit = int(peaks[len(peaks) // 10])  # nine in ten strategies do not fit
+    fitting = [(s, p) for s, p in everything if peak_bytes(p) <= limit]
+    fastest_s = min(p.closed_form_s for _, p in fitting)
+
+    plan = search(instance, memory_limit_bytes=limit)
+
+    assert plan.search.status is Status.OPTIMAL
+    assert plan.search.bound == pytest.approx(fastest_s, rel=1e-5, abs=2e-6)
+    assert plan.search.value <= 1.05 * fastest_s + 1e-6
+    simulated_s = min(p.step_s for _, p in fitting)
+    assert plan.predicted.step_time_s.value <= 1.05 * simulated_s
+
+    slowest_s = fastest_s * (1 + SLOWDOWN)
+    leanest = min(redundant_bytes(s, p) for s, p in fitting if p.closed_form_s <= slowest_s)
+    lean = search(instance, memory_limit_bytes=limit, objective=Objective.MEMORY, max_slowdown=SLOWDOWN)
+
+    assert lean.search.status is Status.OPTIMAL
+    assert lean.search.value == pytest.approx(leanest / GIB, rel=1e-5, abs=1e-5)
+    assert lean.predicted.redundancy_gib.total == pytest.approx(leanest / GIB, rel=1e-4, abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
+    instance = random_instance(seed)
+    table = MixTable(instance.book(), PINS)
+    best_s, best_bytes = {}, {}
+    for strategy, price in every_price(instance):
+        frame = strategy.frame
+        best_s[frame] = min(best_s.get(frame, float("inf")), price.closed_form_s)
+        best_bytes[frame] = min(best_bytes.get(frame, float("inf")), redundant_bytes(strategy, price))
+
+    for frame, optimum_s in best_s.items():
+        assert time_bound(frame, table).step_s <= optimum_s * (1 + 1e-9)
+        assert redundancy_bound_bytes(frame, table) <= best_bytes[frame] * (1 + 1e-9) + 1
+
+
+def gpt_20b_on_64():
+    entry = load_model("gpt-20b")
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+    return entry.spec, with_gpus(load_cluster("a100-80gb"), 64), training
+
+
+def test_the_same_request_gives_the_same_bytes_twice():
+    assert to_yaml(find_plan(*gpt_20b_on_64())) == to_yaml(find_plan(*gpt_20b_on_64()))
+
+
+def test_cbc_and_highs_find_the_same_optimum():
+    cbc = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=30 * GIB))
+    highs = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=30 * GIB, solver=SolverName.HIGHS))
+
+    assert cbc.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
+
+
+def test_the_plan_fits_the_memory_limit_and_says_what_was_proven():
+    plan = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=30 * GIB))
+
+    assert max(stage.total for stage in plan.predicted.memory_gib) <= 30.0
+    assert plan.search.bound <= plan.search.value
+    assert plan.search.gap == pytest.approx(1 - plan.search.bound / plan.search.value, abs=1e-5)
+    assert plan.search.candidates.considered == plan.search.candidates.pruned + plan.search.candidates.solved
+
+
+def test_the_memory_objective_is_leaner_and_within_the_slowdown():
+    fast = find_plan(*gpt_20b_on_64())
+    lean = find_plan(*gpt_20b_on_64(), options=SearchOptions(objective=Objective.MEMORY, max_slowdown=0.1))
+
+    assert lean.predicted.redundancy_gib.total < fast.predicted.redundancy_gib.total
+    assert lean.predicted.step_time_s.value <= 1.1 * fast.predicted.step_time_s.value * 1.02  # simulated against closed form
+
+
+def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap():
+    plan = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=14 * GIB, time_limit_s=0.3))
+
+    assert plan.search.bound <= plan.search.value
+    assert plan.search.status in (Status.FEASIBLE, Status.OPTIMAL)
+
+
+def test_an_interrupt_after_the_first_plan_returns_it_as_feasible():
+    calls = []
+
+    def interrupt(progress):
+        calls.append(progress)
+        if progress.incumbent is not None:
+            raise KeyboardInterrupt
+
+    plan = find_plan(*gpt_20b_on_64(), on_progress=interrupt)
+
+    assert plan.search.status is Status.FEASIBLE
+    assert plan.search.bound <= plan.search.value
+    assert calls
+
+
+def test_pins_are_respected():
+    plan = find_plan(*gpt_20b_on_64(), constraints=Constraints(tp=(8,), pp=(2, 4), zero=(1,)))
+
+    assert plan.mesh.tp == 8
+    assert plan.mesh.pp in (2, 4)
+    assert {layer.zero for layer in plan.layer_plans.values()} == {1}
+
+
+def test_a_model_too_large_says_how_much_where_and_how_many_gpus_would_do():
+    entry = load_model("gpt-175b")
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+    cluster = with_gpus(load_cluster("a100-80gb"), 8)
+
+    with pytest.raises(InfeasibleError, match=r"does not fit on 8 x a100-80gb.*needs [\d.]+ GiB on stage \d+, .* GiB short") as error:
+        find_plan(entry.spec, cluster, training)
+
+    enough = int(error.value.hint.split()[0])
+    find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), enough), training)  # they are enough
+    with pytest.raises(InfeasibleError):
+        find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), enough - 8), training)
+
+
+def test_no_legal_mesh_names_the_commonest_reason():
+    model, _, training = gpt_20b_on_64()
+
+    with pytest.raises(ConfigError, match="no legal way to use 53 GPUs.*because"):
+        find_plan(model, with_gpus(load_cluster("a100-80gb"), 53, 53), training)
