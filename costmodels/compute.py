@@ -19,6 +19,7 @@ from profiles.spec import AttentionKernel, Precision, TrainingSpec
 
 FLASH_BACKWARD_FLOPS = 2.5  # of the forward's: two products more, and one recomputed
 FP32_BYTES = 4
+TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
 ADAM_STATE_BYTES = 24  # fp32 master copy and two moments, each read and written
 
 
@@ -92,7 +93,7 @@ def _flash_time(operator: Operator, sharding: Sharding, machine: Machine, traini
 def _unfused_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
     """q k^T, masked softmax, dropout where its mask is saved, and probabilities times v, each over S x S scores (K2).
 
-    The backward has two products of each; causal does not shorten the products, it does the softmax's reads.
+    Backward: dP = dO v^T has the shape of q k^T; dV, dQ and dK that of p v. Causal shortens the softmax's reads only.
     """
     chip, compute = chip_of(machine, training.precision), machine.profile.compute
     batch, heads, seq, keys, head_dim = (sharding.dim_size(operator, dim.name) for dim in operator.dims)
@@ -103,7 +104,7 @@ def _unfused_time(operator: Operator, sharding: Sharding, machine: Machine, trai
     softmax_bytes = (1.5 * scores_bytes, 2.0 * scores_bytes) if operator.causal else (2.0 * scores_bytes, 3.0 * scores_bytes)
     forward = _products((qk, pv), compute.batched_forward, chip, machine)
     forward += _memory(softmax_bytes[0], compute.softmax.forward, machine)
-    backward = _products((qk, qk, pv, pv), compute.batched_backward, chip, machine)
+    backward = _products((qk, pv, pv, pv), compute.batched_backward, chip, machine)
     backward += _memory(softmax_bytes[1], compute.softmax.backward, machine)
     if any(tensor.element_bytes == 1 for tensor in operator.saved):
         dropout_bytes = scores_bytes * (2 + 1 / element)
@@ -113,7 +114,8 @@ def _unfused_time(operator: Operator, sharding: Sharding, machine: Machine, trai
 
 
 def _products(products: tuple[Product, ...], curve: MatmulCurve, chip: Chip, machine: Machine) -> Seconds:
-    kind = weakest(curve.kind_at((p.m, p.n, p.k)) for p in products)
+    """Seconds of batched products of un-fused attention; the curve's bounds are of sequence and head_dim."""
+    kind = weakest(curve.kind_at((p.m, min(p.n, p.k))) for p in products)
     return Seconds(sum(_launched(matmul_s(p, curve, chip), 1, kind, machine).value_s for p in products), kind)
 
 
@@ -161,11 +163,16 @@ def _residual_time(read: int, written: int, masks: int, branches: int, machine: 
 
 
 def _embedding_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
-    """Look-up: the bytes of the output both ways; the share covers masking and the scattered addition."""
+    """Look-up: the bytes of the output both ways, of which the share covers masking and the scattered addition.
+
+    The backward also zeroes, reads and writes the gradient of this rank's part of the table.
+    """
     chip_of(machine, training.precision)
+    compute = machine.profile.compute
     n_bytes = sum(tensor.num_bytes for tensor in operator.outputs)
-    passes = machine.profile.compute.embedding
-    return OperatorTime(_memory(n_bytes, passes.forward, machine), _memory(n_bytes, passes.backward, machine))
+    table_bytes = TABLE_PASSES * training.precision.num_bytes * sharding.parameter_elements(operator)
+    backward = _memory(n_bytes, compute.embedding.backward, machine) + _memory(table_bytes, compute.elementwise.backward, machine)
+    return OperatorTime(_memory(n_bytes, compute.embedding.forward, machine), backward)
 
 
 def _cross_entropy_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:

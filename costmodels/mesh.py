@@ -8,6 +8,8 @@ from enum import StrEnum
 
 from profiles.errors import ConfigError
 
+_FORBID = {"extra": "forbid"}
+
 
 class Axis(StrEnum):
     """Parallel axes in rank order, outermost first: tp ranks are neighbours."""
@@ -21,7 +23,7 @@ class Axis(StrEnum):
 class Mesh:
     """Degrees of pipeline, data and tensor parallelism. rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__ = _FORBID
 
     pp: int
     dp: int

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from profiles.errors import ConfigError
 
+_FORBID = {"extra": "forbid"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One accelerator. Peaks are dense, without sparsity, as the datasheet (`source`) gives them."""
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__ = _FORBID
 
     name: str
     memory_bytes: int
@@ -34,7 +36,7 @@ class Device:
 class Link:
     """A connection of one GPU (or one NIC): bytes per second in one direction, and the latency of one message."""
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__ = _FORBID
 
     name: str
     bytes_per_s: float
@@ -46,7 +48,7 @@ class Link:
 class Cluster:
     """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs leave the node."""
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__ = _FORBID
 
     name: str
     device: Device

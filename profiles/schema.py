@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from profiles.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+_UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
 def parse(cls: type[T], document: object, where: str) -> T:
@@ -21,18 +22,23 @@ def parse(cls: type[T], document: object, where: str) -> T:
     try:
         return TypeAdapter(cls).validate_python(document)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        # an unknown key first: it is often the misspelling of a key that is missing too
+        first = min(error.errors(include_url=False), key=lambda found: found["type"] not in _UNKNOWN)
         raise _config_error(cls, first["loc"], first["type"], first["msg"], first.get("input"), where) from None
+    except ConfigError as error:  # from a `__post_init__`, which does not know the file
+        raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
 
 
 def _config_error(cls: type, loc: tuple[int | str, ...], code: str, message: str, found: object, where: str) -> ConfigError:
-    path = ".".join(str(part) for part in loc) or "the document"
-    if code in ("unexpected_keyword_argument", "extra_forbidden"):
+    path = ".".join(str(part) for part in loc if part != "[key]") or "the document"
+    if code in _UNKNOWN:
         known = _known_keys(cls, loc[:-1])
         hint = did_you_mean(str(loc[-1]), known) or f"known keys: {', '.join(known)}"
         return ConfigError(f"{where}: unknown key {path}", hint=hint)
     if code in ("missing_argument", "missing"):
         return ConfigError(f"{where}: {path} is missing", hint=f"add {loc[-1]}")
+    if code in ("dataclass_type", "dataclass_exact_type"):
+        return ConfigError(f"{where}: {path} must be a mapping, found {type(found).__name__}", hint="correct that value")
     text = message[0].lower() + message[1:]
     shown = "" if isinstance(found, Mapping | list | tuple) else f", found {found!r}"
     return ConfigError(f"{where}: {path}: {text}{shown}", hint="correct that value")

@@ -8,6 +8,7 @@ from enum import StrEnum
 from profiles.errors import ConfigError
 
 VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by; makes every tensor parallel degree up to 128 legal
+_FORBID = {"extra": "forbid"}
 
 
 class Norm(StrEnum):
@@ -45,7 +46,7 @@ class Optimizer(StrEnum):
 class ModelSpec:
     """A decoder-only transformer, by its shape. `ffn_hidden_size` is the width of one of the two gated halves."""
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__ = _FORBID
 
     name: str
     num_layers: int
@@ -100,7 +101,7 @@ class TrainingSpec:
     `overlap_grad_reduce`: the gradient reduction runs under the last backward pass (FSDP2; Megatron's flag of that name).
     """
 
-    __pydantic_config__ = {"extra": "forbid"}
+    __pydantic_config__ = _FORBID
 
     global_batch_size: int
     seq_length: int

@@ -87,7 +87,9 @@ def _attention(qkv: Tensor, context: Tensor, model: ModelSpec, training: Trainin
     )
 
 
-def _elementwise(name: str, inputs: tuple[Tensor, ...], out: Tensor, saved: tuple[Tensor, ...] = (), *, parallel_dim: str | None = None) -> Operator:
+def _elementwise(
+    name: str, inputs: tuple[Tensor, ...], out: Tensor, saved: tuple[Tensor, ...] = (), *, parallel_dim: str | None = None,
+) -> Operator:
     return Operator(
         name=name, kind=OperatorKind.ELEMENTWISE, dims=out.dims, inputs=inputs, outputs=(out,), saved=saved, parallel_dim=parallel_dim)
 

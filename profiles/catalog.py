@@ -1,0 +1,331 @@
+"""Names and files -> model and cluster specs: the packaged configs, YAML files of the same shape, Hugging Face configs.
+
+Listing the names reads a folder and parses nothing. Units leave the key names here: GiB (2**30), GB (10**9), TFLOP/s
+and microseconds outside, bytes, bytes/s, FLOP/s and seconds inside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field
+
+from profiles.errors import ConfigError, unknown_name_error
+from profiles.hardware import Cluster, Device, Link
+from profiles.schema import document, parse
+from profiles.spec import ModelSpec, Precision
+from profiles.units import GB, GIB, TERA, US_PER_S
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=1)]
+_FORBID = {"extra": "forbid"}
+_CLUSTER_ALIASES = {
+    "v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "b200": "b200-180gb",
+    "rtx3090": "rtx3090-24gb", "3090": "rtx3090-24gb", "a10g": "a10g-24gb", "l4": "l4-24gb",
+}
+_MODEL_PREFIXES = {"gpt3-": "gpt-", "llama-2-": "llama2-", "llama-3-": "llama3-", "llama-3.1-": "llama3-", "llama3.1-": "llama3-"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """A model and the training defaults of its file: sequences in a step and tokens in a sequence."""
+
+    spec: ModelSpec
+    global_batch_size: int
+    seq_length: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TrainingDefaults:
+    __pydantic_config__ = _FORBID
+
+    global_batch_size: _Count
+    seq_length: _Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelFile:
+    __pydantic_config__ = _FORBID
+
+    model: ModelSpec
+    training: _TrainingDefaults
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DeviceDocument:
+    __pydantic_config__ = _FORBID
+
+    name: str
+    memory_gib: _Positive
+    memory_gb_per_s: _Positive
+    peak_tflops: Mapping[Precision, _Positive]
+    num_sms: _Count
+    context_gib: _NotNegative
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinkDocument:
+    """`gb_per_s` in one direction: of one GPU for the link inside a node, of one NIC between nodes."""
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    gb_per_s: _Positive
+    latency_us: _NotNegative
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NodeDocument:
+    __pydantic_config__ = _FORBID
+
+    gpus: _Count
+    link: _LinkDocument
+    nics: _Count
+    nic: _LinkDocument
+    host_memory_gib: _Positive
+    pcie_gb_per_s: _Positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ClusterDocument:
+    __pydantic_config__ = _FORBID
+
+    name: str
+    device: _DeviceDocument
+    node: _NodeDocument
+    nodes: _Count = 1
+
+
+def model_names() -> tuple[str, ...]:
+    """The packaged models, sorted."""
+    return _names("models")
+
+
+def cluster_names() -> tuple[str, ...]:
+    """The packaged clusters (one per device, with its usual node), sorted."""
+    return _names("clusters")
+
+
+def load_model(name_or_path: str) -> ModelEntry:
+    """A packaged model by name, a YAML of the same shape, or a Hugging Face config.json (or the folder that holds it).
+
+    Raises ConfigError: unknown name, unreadable or broken file (file:line), unknown keys or wrong types (key path).
+    """
+    name = _model_name(name_or_path)
+    if name in model_names():
+        return _model_from_file(_packaged("models", name))
+    path = _path_or_unknown("model", name_or_path, model_names())
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix != ".json":
+        return _model_from_file(path)
+    from profiles.huggingface import entry_from_config  # here, because it makes ModelEntry: no cycle at import
+
+    return entry_from_config(_mapping(_read_json(path), str(path)), str(path))
+
+
+def load_cluster(name_or_path: str) -> Cluster:
+    """A packaged cluster by name or a YAML of the same shape. Raises ConfigError, as `load_model` does."""
+    name = name_or_path.lower().replace("_", "-")
+    name = _CLUSTER_ALIASES.get(name, name)
+    if name in cluster_names():
+        source: Traversable = _packaged("clusters", name)
+    else:
+        source = _path_or_unknown("cluster", name_or_path, cluster_names())
+    return cluster_from_document(_read_yaml(source), _where(source))
+
+
+def cluster_from_document(document: object, where: str) -> Cluster:
+    """The cluster that a document of the YAML shape describes. Raises ConfigError with `where` and the key's path."""
+    cluster = parse(_ClusterDocument, document, where)
+    device, node = cluster.device, cluster.node
+    return Cluster(
+        name=cluster.name,
+        device=Device(
+            name=device.name,
+            memory_bytes=_bytes(device.memory_gib),
+            memory_bytes_per_s=_per_s(device.memory_gb_per_s),
+            peak_flops_per_s={str(precision): _flops(peak) for precision, peak in device.peak_tflops.items()},
+            num_sms=device.num_sms,
+            context_bytes=_bytes(device.context_gib),
+            source=device.source),
+        nodes=cluster.nodes,
+        gpus_per_node=node.gpus,
+        intra_node=_link(node.link),
+        nics_per_node=node.nics,
+        nic=_link(node.nic),
+        host_memory_bytes=_bytes(node.host_memory_gib),
+        pcie_bytes_per_s=_per_s(node.pcie_gb_per_s),
+    )
+
+
+def cluster_document(cluster: Cluster) -> dict[str, Any]:
+    """The YAML shape of `cluster`, with units in the key names: the inverse of `cluster_from_document`."""
+    device = cluster.device
+    body = _ClusterDocument(
+        name=cluster.name,
+        device=_DeviceDocument(
+            name=device.name,
+            memory_gib=_shortest(device.memory_bytes, GIB, _bytes),
+            memory_gb_per_s=_shortest(device.memory_bytes_per_s, GB, _per_s),
+            peak_tflops={Precision(name): _shortest(peak, TERA, _flops) for name, peak in device.peak_flops_per_s.items()},
+            num_sms=device.num_sms,
+            context_gib=_shortest(device.context_bytes, GIB, _bytes),
+            source=device.source),
+        node=_NodeDocument(
+            gpus=cluster.gpus_per_node,
+            link=_link_document(cluster.intra_node),
+            nics=cluster.nics_per_node,
+            nic=_link_document(cluster.nic),
+            host_memory_gib=_shortest(cluster.host_memory_bytes, GIB, _bytes),
+            pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s)),
+        nodes=cluster.nodes,
+    )
+    result: dict[str, Any] = document(body)
+    return result
+
+
+def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None) -> Cluster:
+    """The same kind of machine with `num_gpus` devices, `gpus_per_node` to a node (the cluster's own, unless given).
+
+    Fewer devices than a node: one node of that many. A node of another size has NICs in proportion, at least one.
+    Raises ConfigError when the devices do not fill whole nodes.
+    """
+    for flag, count in (("--gpus", num_gpus), ("--gpus-per-node", gpus_per_node)):
+        if count is not None and count < 1:
+            raise ConfigError(f"{flag} is {count}, it must be at least 1")
+    per_node = min(num_gpus, gpus_per_node or cluster.gpus_per_node)
+    if num_gpus % per_node:
+        below = num_gpus // per_node * per_node
+        raise ConfigError(
+            f"{num_gpus} GPUs do not fill whole nodes of {per_node} {cluster.device.name}",
+            hint=f"use --gpus {below} or --gpus {below + per_node}, or set --gpus-per-node to a divisor of {num_gpus}")
+    nics = max(1, math.ceil(cluster.nics_per_node * per_node / cluster.gpus_per_node))
+    return replace(cluster, nodes=num_gpus // per_node, gpus_per_node=per_node, nics_per_node=nics)
+
+
+def _names(folder: str) -> tuple[str, ...]:
+    found = (entry.name for entry in files("configs").joinpath(folder).iterdir())
+    return tuple(sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml")))
+
+
+def _packaged(folder: str, name: str) -> Traversable:
+    return files("configs").joinpath(folder, f"{name}.yaml")
+
+
+def _where(source: Traversable) -> str:
+    """A path as the user gave it; a packaged file by its place in the package, not in one machine's site-packages."""
+    text = str(source)
+    root = str(files("configs"))
+    return f"configs{text.removeprefix(root)}" if text.startswith(root) else text
+
+
+def _model_name(name: str) -> str:
+    """The catalogue's spelling: `gpt3_20b` (NeMo) is gpt-20b, `Llama-3.1-405B` llama3-405b."""
+    name = name.lower().replace("_", "-")
+    for alias, prefix in _MODEL_PREFIXES.items():
+        if name.startswith(alias):
+            return prefix + name.removeprefix(alias)
+    return name
+
+
+def _path_or_unknown(what: str, text: str, known: tuple[str, ...]) -> Path:
+    """`text` as a path when it is one or looks like one; otherwise the error for an unknown name."""
+    path = Path(text)
+    looks_like_path = "/" in text or "\\" in text or path.suffix in (".yaml", ".yml", ".json")
+    if not looks_like_path and not path.exists():
+        raise unknown_name_error(what, text, known)
+    return path
+
+
+def _read_text(source: Traversable) -> str:
+    try:
+        return source.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {_where(source)}: {error.strerror}", hint="check the path") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{_where(source)}: not UTF-8 text: {error.reason} at byte {error.start}", hint="correct that file") from None
+
+
+def _read_yaml(source: Traversable) -> object:
+    try:
+        return yaml.load(_read_text(source), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{_where(source)}:{mark.line + 1}" if mark else _where(source)
+        raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}", hint="correct that line") from None
+
+
+def _read_json(source: Traversable) -> object:
+    try:
+        return json.loads(_read_text(source))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{_where(source)}:{error.lineno}: not JSON: {error.msg}", hint="correct that line") from None
+
+
+def _mapping(body: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(body, Mapping):
+        raise ConfigError(f"{where}: a model is a mapping, found {type(body).__name__}", hint="correct that file")
+    return body
+
+
+def _model_from_file(source: Traversable) -> ModelEntry:
+    body = parse(_ModelFile, _read_yaml(source), _where(source))
+    training = body.training
+    return ModelEntry(
+        spec=body.model, global_batch_size=training.global_batch_size, seq_length=training.seq_length, source=body.source)
+
+
+def _link(link: _LinkDocument) -> Link:
+    return Link(name=link.name, bytes_per_s=_per_s(link.gb_per_s), latency_s=_seconds(link.latency_us), source=link.source)
+
+
+def _link_document(link: Link) -> _LinkDocument:
+    return _LinkDocument(
+        name=link.name,
+        gb_per_s=_shortest(link.bytes_per_s, GB, _per_s),
+        latency_us=_shortest(link.latency_s, 1 / US_PER_S, _seconds),
+        source=link.source)
+
+
+def _bytes(gib: float) -> int:
+    return round(gib * GIB)
+
+
+def _per_s(gb_per_s: float) -> float:
+    return gb_per_s * GB
+
+
+def _flops(tflops: float) -> float:
+    return tflops * TERA
+
+
+def _seconds(microseconds: float) -> float:
+    return microseconds / US_PER_S
+
+
+def _shortest(inside: float, unit: float, convert: Callable[[float], float]) -> float:
+    """The number with the fewest decimals that `convert` turns back into exactly `inside`, so that files keep their text."""
+    outside = inside / unit
+    return next((short for short in _spellings(outside) if convert(short) == inside), outside)
+
+
+def _spellings(number: float) -> Iterator[float]:
+    yield round(number)
+    for decimals in range(1, 18):
+        yield round(number, decimals)
+    yield math.nextafter(number, math.inf)
+    yield math.nextafter(number, -math.inf)

@@ -1,0 +1,190 @@
+"""What is known of the speed of one device and of its node, shipped as profiles/data/<device>.yaml.
+
+`profiles/calibrate.py` writes those files from public measurements. A device without a file gets the assumptions of
+`analytic_profile`, marked ANALYTIC throughout; it never gets another device's figures.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from profiles.curves import CollectiveCurve, FlashCurve, MatmulCurve, MemoryCurve
+from profiles.errors import ConfigError
+from profiles.hardware import Cluster
+from profiles.provenance import Kind
+from profiles.schema import parse
+
+LINK_TOLERANCE = 0.1  # datasheets round: 150 or 157 GB/s
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Passes:
+    """The forward and the backward curve of an operation bound by memory."""
+
+    __pydantic_config__ = _FORBID
+
+    forward: MemoryCurve
+    backward: MemoryCurve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Compute:
+    """Every curve of one device. `batched` are the products of un-fused attention.
+
+    host_launch_s: the least time between two kernels that Python launches; EQUATIONS K1's launch, seen from the host
+    """
+
+    __pydantic_config__ = _FORBID
+
+    host_launch_s: float
+    host_launch_source: str
+    forward: MatmulCurve
+    input_gradient: MatmulCurve
+    weight_gradient: MatmulCurve
+    batched_forward: MatmulCurve
+    batched_backward: MatmulCurve
+    flash_forward: FlashCurve
+    flash_backward: FlashCurve
+    norm: Passes
+    elementwise: Passes
+    residual: Passes
+    softmax: Passes
+    dropout: Passes
+    embedding: Passes
+    cross_entropy: Passes
+    optimizer: MemoryCurve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Intra:
+    """Between the GPUs of a node. The curves hold where the link runs at `link_bytes_per_s`; no other node uses them.
+
+    link_share: share of the link's bandwidth that a ring reaches where no curve holds
+    """
+
+    __pydantic_config__ = _FORBID
+
+    link_bytes_per_s: float
+    link_share: float
+    point_to_point_share: float
+    kind: Kind
+    source: str
+    curves: tuple[CollectiveCurve, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inter:
+    """Between nodes: the shares of the NICs' bandwidth that collectives and single messages reach."""
+
+    __pydantic_config__ = _FORBID
+
+    nic_share: float
+    point_to_point_share: float
+    kind: Kind
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Profile:
+    """The fitted constants of one device and its node. `name` is that of the device."""
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    compute: Compute
+    intra: Intra
+    inter: Inter
+
+
+@dataclass(frozen=True, eq=False)
+class Machine:
+    """A cluster and what is known of its speed: the one argument of every price."""
+
+    cluster: Cluster
+    profile: Profile
+
+    @functools.cached_property
+    def collective_curves(self) -> Mapping[str, tuple[CollectiveCurve, ...]]:
+        """The curves by collective, by rising number of ranks; none where the node's link is not the one they hold for."""
+        intra = self.profile.intra
+        if abs(self.cluster.intra_node.bytes_per_s / intra.link_bytes_per_s - 1) > LINK_TOLERANCE:
+            return {}
+        ordered = sorted(intra.curves, key=lambda curve: curve.ranks)
+        return {name: tuple(curve for curve in ordered if curve.collective == name) for name in {curve.collective for curve in ordered}}
+
+
+def machine_for(cluster: Cluster) -> Machine:
+    """The cluster with the shipped profile of its device, or with the analytic one when none is shipped."""
+    return Machine(cluster, shipped_profile(cluster.device.name) or analytic_profile(cluster.device.name))
+
+
+@functools.cache
+def shipped_profile(device_name: str) -> Profile | None:
+    """The profile in profiles/data/<device name>.yaml, or None. Raises ConfigError when the file is malformed."""
+    path = resources.files("profiles") / "data" / f"{device_name}.yaml"
+    return read_profile(path.read_text(encoding="ascii"), path.name) if path.is_file() else None
+
+
+def read_profile(text: str, where: str) -> Profile:
+    """A profile from its YAML. Raises ConfigError with `where` and the key when something is unknown or missing."""
+    import yaml
+
+    document: Any = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{where}: found {type(document).__name__}, needed a mapping", hint="rebuild it with profiles.calibrate")
+    return parse(Profile, document, where)
+
+
+# What is assumed of a device that nobody measured: round figures near the fits that are shipped, on its own datasheet.
+ASSUMED = "assumed: round figures near those fitted on A100 and H100, of this device's own datasheet"
+ASSUMED_SHARES = {  # forward, backward; un-fused cross entropy and embedding move many times their fewest bytes
+    "norm": (0.55, 0.45), "elementwise": (0.70, 0.75), "residual": (0.75, 0.75), "softmax": (0.60, 0.55),
+    "dropout": (0.70, 0.75), "embedding": (0.08, 0.07), "cross_entropy": (0.06, 0.20),
+}
+_LAUNCH_S = 4e-6
+_HOST_LAUNCH_S = 6e-6
+_OPTIMIZER_SHARE = 0.45
+_LINK_SHARE = 0.75
+_NIC_SHARE = 0.9
+_POINT_TO_POINT_SHARE = 0.7
+
+
+def assumed_memory(share: float) -> MemoryCurve:
+    """A memory-bound curve that nobody fitted."""
+    return MemoryCurve(launch_s=_LAUNCH_S, kind=Kind.ANALYTIC, source=ASSUMED, bandwidth_share=share)
+
+
+def _assumed_matmul() -> MatmulCurve:
+    return MatmulCurve(launch_s=_LAUNCH_S, kind=Kind.ANALYTIC, source=ASSUMED, efficiency=0.75, k_half=130.0, bandwidth_share=0.7)
+
+
+def _assumed_flash(efficiency: float) -> FlashCurve:
+    return FlashCurve(launch_s=_LAUNCH_S, kind=Kind.ANALYTIC, source=ASSUMED, efficiency=efficiency, keys_half=250.0, head_half=20.0)
+
+
+def _assumed_compute() -> Compute:
+    product = _assumed_matmul()
+    passes = {name: Passes(forward=assumed_memory(there), backward=assumed_memory(back)) for name, (there, back) in ASSUMED_SHARES.items()}
+    return Compute(
+        host_launch_s=_HOST_LAUNCH_S, host_launch_source=ASSUMED, forward=product, input_gradient=product, weight_gradient=product,
+        batched_forward=product, batched_backward=product, flash_forward=_assumed_flash(0.75), flash_backward=_assumed_flash(0.60),
+        optimizer=assumed_memory(_OPTIMIZER_SHARE), **passes,
+    )
+
+
+@functools.cache
+def analytic_profile(device_name: str) -> Profile:
+    """Assumed shares of the datasheet for a device without measurements, marked ANALYTIC throughout."""
+    return Profile(
+        name=device_name,
+        compute=_assumed_compute(),
+        intra=Intra(
+            link_bytes_per_s=1.0, link_share=_LINK_SHARE, point_to_point_share=_POINT_TO_POINT_SHARE, kind=Kind.ANALYTIC, source=ASSUMED),
+        inter=Inter(nic_share=_NIC_SHARE, point_to_point_share=_POINT_TO_POINT_SHARE, kind=Kind.ANALYTIC, source=ASSUMED),
+    )

@@ -1,0 +1,51 @@
+"""Conversions and the texts that the reports print."""
+
+from __future__ import annotations
+
+import pytest
+
+from profiles.units import GB, GIB, KIB, MIB, TERA, format_bytes, format_count, format_seconds, gib, tflops
+
+
+def test_binary_and_decimal_units_are_not_mixed():
+    assert (KIB, MIB, GIB) == (2**10, 2**20, 2**30)
+    assert (GB, TERA) == (10**9, 10**12)
+
+
+def test_bytes_and_flops_convert_by_their_unit():
+    assert gib(80 * 2**30) == 80.0
+    assert tflops(312e12) == 312.0
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    pytest.param(20.13, "20.1 s", id="seconds"),
+    pytest.param(1.0, "1 s", id="one-second"),
+    pytest.param(4321.0, "4,321 s", id="thousands-keep-every-digit"),
+    pytest.param(0.00325, "3.25 ms", id="milliseconds"),
+    pytest.param(12e-6, "12 us", id="microseconds"),
+    pytest.param(0.0, "0 us", id="zero"),
+])
+def test_a_duration_is_said_in_the_unit_of_a_person(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("n_bytes", "text"), [
+    pytest.param(512, "512 B", id="bytes"),
+    pytest.param(2048, "2.0 KiB", id="kib"),
+    pytest.param(3.5 * MIB, "3.5 MiB", id="mib"),
+    pytest.param(61.2 * GIB, "61.2 GiB", id="gib"),
+    pytest.param(1.25 * 1024 * GIB, "1.2 TiB", id="tib"),
+])
+def test_a_size_is_said_in_binary_units(n_bytes, text):
+    assert format_bytes(n_bytes) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [
+    pytest.param(432, "432", id="plain"),
+    pytest.param(1_500, "1.5 k", id="thousands"),
+    pytest.param(1_500_000, "1.5 M", id="millions"),
+    pytest.param(20_262_014_976, "20.3 B", id="billions"),
+    pytest.param(1_008_038_758_400, "1.01 T", id="trillions"),
+])
+def test_a_count_is_said_with_three_digits(count, text):
+    assert format_count(count) == text
