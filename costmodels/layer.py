@@ -140,7 +140,8 @@ def price_operators(layer: LayerClass, sharding: Sharding, machine: Machine, tra
 def _exposed(communication: Seconds, window_s: float, training: TrainingSpec) -> Seconds:
     """What is left of `communication` when it runs under `window_s` of compute; all of it without overlap."""
     hidden_s = window_s if training.overlap_grad_reduce else 0.0
-    return Seconds(max(0.0, communication.value_s - hidden_s), communication.kind)
+    whole_s = communication.value_s
+    return communication.scaled(max(0.0, 1 - hidden_s / whole_s)) if whole_s else ZERO
 
 
 def data_parallel_time(

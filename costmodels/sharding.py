@@ -68,26 +68,32 @@ class Sharding:
         return self.tp > 1 and operator.parallel_dim is not None and operator.contracted == operator.parallel_dim
 
 
-def placements(operator: Operator, sharding: Sharding) -> dict[str, tuple[str, ...] | dict[str, tuple[str, ...]]]:
-    """The DTensor placements over the tensor-parallel axis that `sharding` gives an operator's parameters, input, output.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placements:
+    """DTensor placements over the tensor-parallel axis, as `Shard(0)@tp`; an empty tuple is Replicate."""
 
-    Activations are [batch, sequence, feature]: `Shard(2)@tp` splits features, `Shard(1)@tp` tokens; an empty tuple is
-    Replicate. Derived from the operator's dims, for any operator of the graph.
+    parameters: dict[str, tuple[str, ...]]
+    input: tuple[str, ...]
+    output: tuple[str, ...]
+
+
+def placements(operator: Operator, sharding: Sharding) -> Placements:
+    """The placements that `sharding` gives an operator's parameters, input and output, derived from its dims.
+
+    Activations are [batch, sequence, feature]: `Shard(2)@tp` splits features, `Shard(1)@tp` tokens.
     """
     split = operator.parallel_dim
 
-    def activation(tensors: tuple[Tensor, ...], whole: bool) -> tuple[str, ...]:
-        if any(tensor.has(split) for tensor in tensors) and split is not None:
+    def activation(tensors: tuple[Tensor, ...], *, whole: bool) -> tuple[str, ...]:
+        if split is not None and any(tensor.has(split) for tensor in tensors):
             return (f"Shard({len(tensors[0].dims) - 1})@tp",)
         return () if whole or not sharding.sequence_parallel else ("Shard(1)@tp",)
 
-    parameters = {
-        parameter.name: () if (dim := parameter.tensor_dim(split)) is None else (f"Shard({dim})@tp",)
-        for parameter in operator.parameters
-    }
-    reads_whole = split is not None
-    return {
-        "parameters": parameters,
-        "input": activation(operator.inputs, whole=reads_whole),
-        "output": activation(operator.outputs, whole=not operator.outputs or not operator.outputs[0].has("hidden")),
-    }
+    def parameter(found: Parameter) -> tuple[str, ...]:
+        dim = found.tensor_dim(split)
+        return () if dim is None else (f"Shard({dim})@tp",)
+
+    return Placements(
+        parameters={found.name: parameter(found) for found in operator.parameters},
+        input=activation(operator.inputs, whole=split is not None),
+        output=activation(operator.outputs, whole=not operator.outputs or not operator.outputs[0].has("hidden")))

@@ -41,10 +41,11 @@ def _gib(n_bytes: float) -> float:
 
 def _layer_plan(choice: LayerChoice, frame: Frame, book: PriceBook) -> LayerPlan:
     layer = book.graph(1).layer_class(choice.kind)
-    operators = {op.name: OperatorPlacement(**placements(op, frame.sharding)) for op in layer.operators} if frame.mesh.tp > 1 else {}
+    placed = {op.name: placements(op, frame.sharding) for op in layer.operators} if frame.mesh.tp > 1 else {}
     return LayerPlan(
         layer=choice.kind, sequence_parallel=frame.sequence_parallel, zero=choice.zero if frame.mesh.dp > 1 else 0,
-        recompute=book.recompute_operators(choice.kind, choice.recompute), operators=operators)
+        recompute=book.recompute_operators(choice.kind, choice.recompute),
+        operators={name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()})
 
 
 def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:

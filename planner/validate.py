@@ -155,9 +155,11 @@ def _frame(row: Row) -> Frame:
         raise UnpricedError("context parallelism")
     mesh = Mesh(pp=int(row["pp"]), dp=int(row["dp"]), tp=int(row["tp"]))
     virtual_stages, micro_batch = int(row["vpp"] or 1), int(row["micro_batch"])
+    num_micro_batches = int(row["global_batch"]) // (micro_batch * mesh.dp)
+    plain = Schedule.ONE_F_ONE_B if num_micro_batches >= mesh.pp else Schedule.GPIPE  # the same order when the pipeline never fills
     return Frame(
-        mesh=mesh, schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B, virtual_stages=virtual_stages,
-        micro_batch_size=micro_batch, num_micro_batches=int(row["global_batch"]) // (micro_batch * mesh.dp),
+        mesh=mesh, schedule=Schedule.INTERLEAVED if virtual_stages > 1 else plain, virtual_stages=virtual_stages,
+        micro_batch_size=micro_batch, num_micro_batches=num_micro_batches,
         sequence_parallel=row["sequence_parallel"] == "true" and mesh.tp > 1)
 
 
@@ -194,7 +196,7 @@ def price_row(row: Row) -> Priced:
     except (UnpricedError, ConfigError) as error:
         return Priced(row["id"], source_of(row), reason=str(error))
     return Priced(
-        row["id"], source_of(row), measured_s=_number(row["step_time_s"]), predicted_s=predicted_s,
+        row["id"], source_of(row), measured_s=_number(row["step_time_s"] or row.get("derived_step_time_s")), predicted_s=predicted_s,
         measured_gib=_number(row["peak_memory_gib"]), predicted_gib=predicted_gib)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -129,4 +129,4 @@ def test_the_embedding_sums_over_its_vocabulary_and_the_head_gathers_its_input()
                  id="vocabulary-parallel-head"),
 ])
 def test_placements_are_megatrons(name, kind, sharding, expected):
-    assert placements(operator(name, kind=kind), sharding) == expected
+    assert asdict(placements(operator(name, kind=kind), sharding)) == expected

@@ -1,0 +1,105 @@
+"""Predicted against measured bytes of parameters, gradients and optimizer states on one rank.
+
+Parameters are what is held at the end of a micro-batch's backward pass, shards and gathered copies; gradients the most
+that is held then. In bf16 the fp32 shard is the master copy and counts as optimizer state. Tensors count by their own
+size: what FSDP pads to give every rank an equal share is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from costmodels.memory import StateBytes, layer_states
+from costmodels.sharding import Sharding
+from executor.layout import local_stages, stage_layers
+from executor.place import local
+from planner.plan import Plan
+from profiles.model import LayerKind
+from profiles.spec import Precision
+from profiles.transformer import build_graph
+from profiles.units import format_bytes
+
+
+def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> StateBytes:
+    """What the planner's memory model says a rank holds; every tensor-parallel rank holds the same."""
+    graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
+    stages = stage_layers(plan)
+    total = StateBytes()
+    for layer in (layer for k in local_stages(plan, pipeline_rank) for layer in stages[k]):
+        sharding = Sharding(tp=plan.mesh.tp, sequence_parallel=layer.plan.sequence_parallel)
+        shares_weight = layer.kind is LayerKind.HEAD and plan.mesh.pp == 1
+        total += layer_states(
+            graph.layer_class(layer.kind), sharding, layer.plan.zero, plan.mesh.dp, plan.training,
+            dp_rank=dp_rank, with_tied=not shares_weight)
+    return total
+
+
+class Meter:
+    """Collects the bytes that this rank really holds; `sample` is called after each micro-batch's backward pass."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+        self.most_parameters = 0
+        self.most_gradients = 0
+        self.active = True
+        self.stages: Sequence[nn.Module] = ()
+        self.shards: Sequence[nn.Parameter] = ()
+
+    def watch(self, stages: Sequence[nn.Module], shards: Sequence[nn.Parameter]) -> None:
+        """`shards` are the parameters between steps, which the optimizer holds; `stages` show the gathered ones."""
+        self.stages = stages
+        self.shards = shards
+
+    def sample(self) -> None:
+        if not self.active:
+            return
+        shards = {id(parameter) for parameter in self.shards}
+        current = {id(p): p for stage in self.stages for p in stage.parameters() if id(p) not in shards}
+        gathered = _held_bytes(current.values())
+        own = 0 if self.precision is not Precision.FP32 else _held_bytes(self.shards)
+        gradients = (parameter.grad for parameter in (*self.shards, *current.values()))
+        held = _held_bytes(gradients) + _held_bytes(_accumulated_gradients(self.stages))
+        self.most_parameters = max(self.most_parameters, own + gathered)
+        self.most_gradients = max(self.most_gradients, held)
+
+    def measured(self, optimizer: torch.optim.Optimizer) -> StateBytes:
+        """The bytes by class, once the optimizer has made its states; its step counters are left out."""
+        states = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
+        masters = 0 if self.precision is Precision.FP32 else _held_bytes(self.shards)
+        return StateBytes(self.most_parameters, self.most_gradients, _held_bytes(states) + masters)
+
+
+def _held_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of this rank's part of every tensor that has memory (FSDP empties the storage of what it frees)."""
+    parts = [local(tensor.detach()) for tensor in tensors if tensor is not None]
+    return sum(part.nbytes for part in parts if part.untyped_storage().size())
+
+
+def _accumulated_gradients(stages: Sequence[nn.Module]) -> Iterator[Tensor | None]:
+    """The fp32 gradients that FSDP keeps beside a bf16 parameter until they are reduced; it has no public name for them."""
+    modules = {id(m): m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)}
+    states = {id(m._get_fsdp_state()): m._get_fsdp_state() for m in modules.values()}
+    for state in states.values():
+        for group in state._fsdp_param_groups:
+            yield from (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
+
+
+Row = tuple[tuple[int, int, int], StateBytes, StateBytes]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line per rank: predicted and measured bytes of each class, and whether they are equal."""
+    lines = [f"{'pp dp tp':<10}{'parameters':>24}{'gradients':>24}{'optimizer':>24}  (predicted / measured)"]
+    for (pp, dp, tp), predicted, measured in rows:
+        pairs = zip(_classes(predicted), _classes(measured), strict=True)
+        cells = "".join(f"{format_bytes(p) + ' / ' + format_bytes(m):>24}" for p, m in pairs)
+        lines.append(f"{pp:>2} {dp:>2} {tp:>2}  {cells}  {'equal' if predicted == measured else 'DIFFERS'}")
+    return "\n".join(lines)
+
+
+def _classes(states: StateBytes) -> tuple[int, int, int]:
+    return states.parameters, states.gradients, states.optimizer

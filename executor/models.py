@@ -1,0 +1,249 @@
+"""GPT and Llama as plain modules: one submodule per operator of `profiles.transformer`, with its name and parameters.
+
+Layouts that let a tensor-parallel shard along dim 0 hold whole units: qkv rows are (kv groups, queries + 2, head_dim),
+gated fc1 rows are (ffn, gate and up). A module with `on_shards` computes on the local shards of its inputs; the others
+run on DTensors. Activations are [batch, sequence, feature].
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from profiles.model import LayerKind
+from profiles.spec import AttentionKernel, ModelSpec, Norm, Positions, TrainingSpec
+
+INIT_STD = 0.02  # GPT-2, Radford et al. 2019
+
+
+class Tokens(nn.Embedding):
+    """The token table, divided over the vocabulary under tensor parallelism."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = self.weight
+        if isinstance(weight, DTensor):
+            # DTensor gives the gradient of a vocabulary shard whole; through this no-op it is cut to the shard at once
+            weight = weight.redistribute(placements=weight.placements)
+        return functional.embedding(ids, weight)
+
+
+class LearnedPositions(nn.Module):
+    """Adds the learned position table to the token embeddings."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(model.max_seq_length, model.hidden_size))
+        self.dropout = model.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _dropped(x + self.weight[: x.shape[1]], self.dropout if self.training else 0.0)
+
+
+def _dropped(x: Tensor, probability: float) -> Tensor:
+    """Dropout of what this rank holds; tensor-parallel ranks draw the same mask."""
+    if not probability:
+        return x
+    if not isinstance(x, DTensor):
+        return functional.dropout(x, probability)
+    return DTensor.from_local(functional.dropout(x.to_local(), probability), x.device_mesh, x.placements, run_check=False)
+
+
+class Rotary(nn.Module):
+    """Rotates the first `rotary_fraction` of every query and key head (rotate-half, as Llama and NeoX)."""
+
+    on_shards = True
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        size = int(self.model.head_dim * self.model.rotary_fraction)
+        groups = _groups(qkv, self.model)
+        cos, sin = _rotary_tables(qkv.shape[1], size, self.model.rope_theta, qkv)
+        turned, kept = groups[..., :-1, :].split((size, self.model.head_dim - size), dim=-1)
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+        queries_keys = torch.cat((turned, kept), dim=-1)
+        return torch.cat((queries_keys, groups[..., -1:, :]), dim=-2).flatten(2)
+
+
+def _groups(qkv: Tensor, model: ModelSpec) -> Tensor:
+    """[batch, sequence, features] as [batch, sequence, kv groups, queries per group + key + value, head_dim]."""
+    return qkv.unflatten(-1, (-1, model.num_heads // model.num_kv_heads + 2, model.head_dim))
+
+
+def _rotary_tables(length: int, size: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of [sequence, 1, 1, size], computed in fp32."""
+    frequencies = theta ** -(torch.arange(0, size, 2, device=like.device, dtype=torch.float32) / size)
+    angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)[:, None, None]
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention over the heads in its input, however many a rank holds."""
+
+    on_shards = True
+
+    def __init__(self, model: ModelSpec, kernel: AttentionKernel) -> None:
+        super().__init__()
+        self.model = model
+        self.kernel = kernel
+        self.dropout = model.dropout
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        groups = _groups(qkv, self.model)
+        query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
+        key, value = (groups[..., i, :].transpose(1, 2) for i in (-2, -1))
+        run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
+        return run(query, key, value).transpose(1, 2).flatten(2)
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0, enable_gqa=key.shape[1] != query.shape[1])
+
+    def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        scores = query @ key.transpose(-2, -1) * self.model.head_dim**-0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        return functional.dropout(weights, self.dropout, self.training) @ value
+
+
+class Activation(nn.Module):
+    """GELU, or SwiGLU when the feed-forward network is gated (Shazeer 2020, arXiv 2002.05202)."""
+
+    on_shards = True
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.gated = model.gated_ffn
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return functional.gelu(x, approximate="tanh")
+        gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return functional.silu(gate) * up
+
+
+class Residual(nn.Module):
+    """Adds the (dropped-out) outputs of sublayers to the residual stream."""
+
+    on_shards = True
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.dropout = model.dropout
+
+    def forward(self, x: Tensor, *branches: Tensor) -> Tensor:
+        for branch in branches:
+            x = x + functional.dropout(branch, self.dropout, self.training)
+        return x
+
+
+class Loss(nn.Module):
+    """Cross entropy in fp32, summed over the tokens; over a vocabulary-parallel shard inside `loss_parallel`."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+class Embedding(nn.Module):
+    """Token ids [batch, sequence] -> [batch, sequence, hidden]."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.tokens = Tokens(model.padded_vocab_size, model.hidden_size)
+        if model.positions is Positions.LEARNED:
+            self.positions = LearnedPositions(model)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        return self.positions(x) if hasattr(self, "positions") else x
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, model: ModelSpec, training: TrainingSpec) -> None:
+        super().__init__()
+        hidden, ffn = model.hidden_size, model.ffn_hidden_size
+        self.parallel_residual = model.parallel_residual
+        self.norm1 = _norm(model)
+        self.qkv = nn.Linear(hidden, model.q_size + 2 * model.kv_size, bias=model.qkv_bias)
+        if model.positions is Positions.ROTARY:
+            self.rotary = Rotary(model)
+        self.attention = Attention(model, training.attention)
+        self.attention_out = nn.Linear(model.q_size, hidden, bias=model.linear_bias)
+        if not model.parallel_residual:
+            self.residual1 = Residual(model)
+        self.norm2 = _norm(model)
+        self.fc1 = nn.Linear(hidden, ffn * (2 if model.gated_ffn else 1), bias=model.linear_bias)
+        self.activation = Activation(model)
+        self.fc2 = nn.Linear(ffn, hidden, bias=model.linear_bias)
+        self.residual2 = Residual(model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x))
+        if hasattr(self, "rotary"):
+            qkv = self.rotary(qkv)
+        attended = self.attention_out(self.attention(qkv))
+        if self.parallel_residual:
+            return self.residual2(x, attended, self._feed_forward(x))
+        middle = self.residual1(x, attended)
+        return self.residual2(middle, self._feed_forward(middle))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.activation(self.fc1(self.norm2(x))))
+
+
+class Head(nn.Module):
+    """[batch, sequence, hidden] -> logits [batch, sequence, padded vocabulary]; `loss` is called on them by the schedule."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.norm = _norm(model)
+        self.lm_head = nn.Linear(model.hidden_size, model.padded_vocab_size, bias=False)
+        self.loss = Loss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.norm(x))
+
+
+def _norm(model: ModelSpec) -> nn.Module:
+    kind = nn.LayerNorm if model.norm is Norm.LAYER_NORM else nn.RMSNorm
+    return kind(model.hidden_size, eps=model.norm_epsilon)
+
+
+def build_layer(model: ModelSpec, training: TrainingSpec, kind: LayerKind, index: int, seed: int, device: torch.device) -> nn.Module:
+    """A whole fp32 layer on `device`, its values a function of `seed`, the layer's index and the parameter alone.
+
+    Every mesh therefore starts from the same model: each rank makes the layer and keeps its shard.
+    """
+    with torch.device("meta"):
+        layer = {
+            LayerKind.EMBEDDING: lambda: Embedding(model),
+            LayerKind.BLOCK: lambda: Block(model, training),
+            LayerKind.HEAD: lambda: Head(model),
+        }[kind]()
+    layer.to_empty(device=device)
+    for name, parameter in layer.named_parameters():
+        tied = model.tied_embeddings and name == "lm_head.weight"
+        _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
+    return layer
+
+
+@torch.no_grad()
+def _init(parameter: nn.Parameter, key: str) -> None:
+    """Matrices and tables are normal, norm weights one, biases zero."""
+    if parameter.ndim == 1:
+        parameter.fill_(0.0 if key.endswith("bias") else 1.0)
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    parameter.copy_(torch.empty(parameter.shape).normal_(0.0, INIT_STD, generator=generator))

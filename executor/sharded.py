@@ -1,0 +1,131 @@
+"""ZeRO through FSDP2: one unit per layer, one mechanism for the stages 1, 2 and 3, and one reduction per step for 0 and 1.
+
+stage | parameters during the step | gradients of a micro-batch
+0     | whole                      | accumulate whole, all-reduced at the end of the step
+1     | gathered once a step       | accumulate whole, reduce-scattered at the end of the step
+2     | gathered once a step       | reduce-scattered after every micro-batch
+3     | gathered per micro-batch   | reduce-scattered after every micro-batch
+
+bf16 runs on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is torch's `replicate`. Every
+reduction is a sum: the loss is already this rank's share of the mean over the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from executor.place import local
+from profiles.spec import Precision
+from profiles.units import MIB
+
+BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default bucket_cap_mb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Layers that are gathered and reduced together: one layer, or embedding and head when they share a Parameter."""
+
+    layers: tuple[nn.Module, ...]
+    zero: int
+
+
+def compute_dtype(precision: Precision) -> torch.dtype:
+    return torch.bfloat16 if precision is Precision.BF16 else torch.float32
+
+
+def shard_unit(unit: Unit, dp_mesh: DeviceMesh, precision: Precision) -> None:
+    """Apply the unit's ZeRO stage over `dp_mesh`; fp32 at stage 0 needs nothing."""
+    if precision is Precision.FP32:
+        policy = MixedPrecisionPolicy()
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=torch.float32)
+    modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
+    if unit.zero:
+        fully_shard(modules, mesh=dp_mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy)
+    elif precision is not Precision.FP32:
+        replicate(modules, mesh=dp_mesh, mp_policy=policy)
+    for module in _fsdp_modules(unit):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def shard_root(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh) -> None:
+    """Join the units of a stage under one FSDP root, which shares their streams; it manages no parameter itself."""
+    managed = [unit for unit in units if _fsdp_modules(unit)]
+    if not managed:
+        return
+    fully_shard(body, mesh=dp_mesh, ignored_params={p for unit in units if unit not in managed for p in _parameters(unit)})
+    # the first layer has none before it; by default it would gather the last layer of another micro-batch
+    for module in _fsdp_modules(managed[0]):
+        module.set_modules_to_backward_prefetch([module])
+
+
+def begin_step(body: nn.Module, units: Sequence[Unit]) -> None:
+    """Set what happens after each micro-batch's backward pass."""
+    for unit in units:
+        for module in _fsdp_modules(unit):
+            module.set_requires_gradient_sync(unit.zero >= 2, recurse=False)
+            module.set_reshard_after_backward(unit.zero == 3, recurse=False)
+    if isinstance(body, FSDPModule):
+        body.set_is_last_backward(False)
+
+
+def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh | None) -> None:
+    """End the step's backward passes: reduce what accumulated whole, free the gathered parameters."""
+    if isinstance(body, FSDPModule):
+        body.set_requires_gradient_sync(True)
+        body.set_reshard_after_backward(True)
+        body.set_is_last_backward(True)
+        # as torch.distributed.pipelining ends a step (PipelineStage.perform_reduce_grad)
+        body._get_fsdp_state()._root_post_backward_final_callback()
+    plain = [parameter for unit in units if not _fsdp_modules(unit) for parameter in _parameters(unit)]
+    _settle(plain)
+    if dp_mesh is not None:
+        _all_reduce([local(parameter.grad) for parameter in plain], dp_mesh.get_group())
+
+
+def _fsdp_modules(unit: Unit) -> list[FSDPModule]:
+    return [layer for layer in unit.layers if isinstance(layer, FSDPModule)]
+
+
+def _parameters(unit: Unit) -> list[nn.Parameter]:
+    return list(dict.fromkeys(parameter for layer in unit.layers for parameter in layer.parameters()))
+
+
+def _settle(parameters: Iterable[nn.Parameter]) -> None:
+    """Bring gradients that are partial sums over the tensor-parallel ranks to their parameter's placement."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum every tensor over `group`, in buckets."""
+    for bucket in _buckets(tensors):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group)
+        for tensor, reduced in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            tensor.copy_(reduced)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not buckets or tensor.nbytes > room:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(tensor)
+        room -= tensor.nbytes
+    return buckets

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from executor.__main__ import run
+from planner.plan import write
+from tests.executor_plans import LLAMA, SEQ_LENGTH, make_plan
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _run(monkeypatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["executor", *map(str, arguments)])
+    return run()
+
+
+def _write(plan, tmp_path) -> Path:
+    path = tmp_path / "plan.yaml"
+    write(plan, path)
+    return path
+
+
+@pytest.mark.multiproc
+def test_torchrun_trains_a_plan_on_a_token_file_and_reports_equal_bytes(tmp_path):
+    tokens = tmp_path / "tokens.bin"
+    (np.arange(64 * SEQ_LENGTH + 1) % 100).astype(np.uint32).tofile(tokens)
+    plan = _write(make_plan(LLAMA, pp=2, num_micro_batches=4), tmp_path)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "executor", str(plan),
+         "--steps", "3", "--data", str(tokens), "--data-dtype", "uint32", "--learning-rate", "0.01"],
+        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:3] for line in lines[:3]] == [["step", str(step), "loss"] for step in (1, 2, 3)]
+    assert all(line.endswith("tokens/s") for line in lines[:3])
+    assert [line.split()[-1] for line in lines[4:]] == ["equal", "equal"]
+    losses = [float(line.split()[3]) for line in lines[:3]]
+    assert losses[2] < losses[0]  # the next token is always the last plus one
+
+
+def test_one_rank_runs_without_torchrun(tmp_path, monkeypatch, capsys):
+    assert _run(monkeypatch, _write(make_plan(), tmp_path), "--steps", 1) == 0
+
+    out, err = capsys.readouterr()
+    assert out.startswith("step    1  loss 4.8")
+    assert err == ""
+
+
+def test_help_ends_with_an_example(monkeypatch, capsys):
+    assert _run(monkeypatch, "--help") == 0
+
+    assert "Example:\n    torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5" in capsys.readouterr().out
+
+
+def test_a_wrong_number_of_ranks_says_which_command_to_use(tmp_path, monkeypatch, capsys):
+    plan = _write(make_plan(pp=2, dp=2, tp=2), tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+
+    assert _run(monkeypatch, plan) == 2
+
+    err = capsys.readouterr().err
+    assert "the plan needs 8 ranks (pp 2 x dp 2 x tp 2), 4 started" in err
+    assert f"hint: start it with: torchrun --nproc-per-node 8 -m executor {plan}" in err
+
+
+def test_only_rank_0_says_what_is_wrong_with_a_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+
+    assert _run(monkeypatch, tmp_path / "none.yaml") == 2
+
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_in_the_data_is_one_line_and_a_hint(tmp_path, monkeypatch, capsys):
+    plan = _write(make_plan(), tmp_path)
+
+    assert _run(monkeypatch, plan, "--data", tmp_path / "none.bin") == 2
+
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: cannot read ")
+    assert hint == "hint: check --data and --data-dtype"
+
+
+def test_an_unknown_option_is_a_usage_error(monkeypatch, capsys):
+    assert _run(monkeypatch, "plan.yaml", "--stepz", 3) == 2
+
+    assert "--steps" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_run_without_a_traceback(tmp_path):
+    plan = _write(make_plan(), tmp_path)
+
+    with subprocess.Popen(
+            [sys.executable, "-u", "-m", "executor", str(plan), "--steps", "1000000"], cwd=ROOT, env=ENVIRONMENT,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+
+    assert process.returncode in (-signal.SIGINT, 130)
+    assert err == ""

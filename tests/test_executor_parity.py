@@ -1,0 +1,150 @@
+"""Every way to divide the model gives the losses and gradients of one process, and holds exactly the predicted bytes.
+
+Tolerances of EXECUTOR.md in fp32: first-step gradients 1e-6 (max |g - ref| / max(|ref| max, 1e-4)), losses 5e-7 relative.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+
+from costmodels.mesh import Mesh
+from costmodels.schedules import Schedule
+from planner.plan import Plan
+from profiles.spec import AttentionKernel, Positions, Precision
+from tests.executor_plans import GPT, LLAMA, make_plan
+from tests.executor_world import Outcome, gradient_error, run_plans, run_reference
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
+]
+
+GRADIENT_TOLERANCE = 1e-6
+LOSS_TOLERANCE = 5e-7
+# bf16 keeps 8 bits: one rounding is 2^-9 = 0.002, a gradient that sums many is compared with the largest entry
+BF16_GRADIENT_TOLERANCE = 0.08
+BF16_LOSS_TOLERANCE = 1e-3
+
+NEOX = dataclasses.replace(
+    GPT, name="tiny-neox", positions=Positions.ROTARY, rotary_fraction=0.25, parallel_residual=True, tied_embeddings=False)
+CHEAP = ("norm1", "activation", "norm2")  # the operators that a selective plan runs again
+BF16 = Precision.BF16
+INTERLEAVED = {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2, "num_micro_batches": 4}
+
+
+def half_sequence_parallel() -> Plan:
+    """Sequence parallelism on the first stage alone: the activation changes its placement at the border."""
+    first, second = (make_plan(LLAMA, pp=2, tp=2, sp=sp) for sp in (True, False))
+    later = dataclasses.replace(second.stages[1], layers=tuple(
+        dataclasses.replace(run, plan=f"later-{run.plan}") for run in second.stages[1].layers))
+    plans = {**first.layer_plans, **{f"later-{name}": plan for name, plan in second.layer_plans.items()}}
+    return dataclasses.replace(first, stages=(first.stages[0], later), layer_plans=plans)
+
+
+PLANS: dict[str, Plan] = {
+    "pp2-gpt-tied-across-stages": make_plan(GPT, pp=2),
+    "pp2-llama-uneven-gpipe": make_plan(LLAMA, pp=2, blocks=(1, 3), schedule=Schedule.GPIPE),
+    "pp2-llama-interleaved": make_plan(LLAMA, pp=2, **INTERLEAVED),
+    "dp2-zero0": make_plan(GPT, dp=2, zero=(0,)),
+    "dp2-zero1": make_plan(GPT, dp=2, zero=(1,)),
+    "dp2-zero1-one-micro-batch": make_plan(GPT, dp=2, zero=(1,), num_micro_batches=1),
+    "dp2-zero2": make_plan(GPT, dp=2, zero=(2,)),
+    "dp2-zero3": make_plan(GPT, dp=2, zero=(3,)),
+    "dp2-llama-a-zero-stage-per-block": make_plan(LLAMA, dp=2, zero=(0, 1, 2, 3)),
+    **{f"llama-dp2-zero{zero}": make_plan(LLAMA, dp=2, zero=(zero,), num_micro_batches=4) for zero in range(4)},
+    "dp2-zero3-full-recompute": make_plan(GPT, dp=2, zero=(3,), recompute="full", recompute_ends=True),
+    "dp2-llama-zero3-selective-recompute": make_plan(LLAMA, dp=2, zero=(3,), recompute=(*CHEAP, "rotary")),
+    "tp2-gpt": make_plan(GPT, tp=2),
+    "tp2-llama": make_plan(LLAMA, tp=2),
+    "tp2-sp-gpt": make_plan(GPT, tp=2, sp=True),
+    "tp2-sp-llama-selective-recompute": make_plan(LLAMA, tp=2, sp=True, recompute=CHEAP),
+    "tp2-sp-gpt-unfused-attention-recompute": make_plan(
+        GPT, tp=2, sp=True, recompute=("attention",), attention=AttentionKernel.UNFUSED),
+    "tp2-sp-neox-parallel-residual": make_plan(NEOX, tp=2, sp=True),
+    "dp3-uneven-shards": make_plan(LLAMA, dp=3, zero=(1, 2, 3, 0), global_batch_size=6),
+    "pp4-more-micro-batches-than-stages": make_plan(GPT, pp=4, num_micro_batches=8, blocks=(0, 1, 2, 1)),
+    "pp2-dp2-zero2": make_plan(GPT, pp=2, dp=2, zero=(2,), num_micro_batches=4),
+    "pp2-dp2-llama-zero3-interleaved": make_plan(LLAMA, pp=2, dp=2, zero=(3,), **INTERLEAVED),
+    "pp2-tp2-sp-on-the-first-stage": half_sequence_parallel(),
+    "dp2-tp2-sp-zero-mixed": make_plan(LLAMA, dp=2, tp=2, sp=True, zero=(3, 1, 0, 2)),
+    "pp2-dp2-tp2-sp-gpt-tied-zero1": make_plan(GPT, pp=2, dp=2, tp=2, sp=True, zero=(1,), blocks=(1, 3)),
+    "pp2-dp2-tp2-sp-llama-zero3-interleaved": make_plan(LLAMA, pp=2, dp=2, tp=2, sp=True, zero=(3,), recompute="full", **INTERLEAVED),
+    "bf16-one-rank": make_plan(GPT, precision=BF16),
+    "bf16-dp2-zero0": make_plan(GPT, dp=2, zero=(0,), precision=BF16),
+    "bf16-dp2-zero1": make_plan(GPT, dp=2, zero=(1,), precision=BF16),
+    "bf16-dp2-zero2": make_plan(GPT, dp=2, zero=(2,), precision=BF16),
+    "bf16-dp2-zero3": make_plan(GPT, dp=2, zero=(3,), precision=BF16),
+    "bf16-pp2-dp2-tp2-sp-tied-zero-mixed": make_plan(
+        GPT, pp=2, dp=2, tp=2, sp=True, zero=(1, 3, 2, 0), recompute="full", precision=BF16, num_micro_batches=4),
+}
+
+
+@cache
+def outcomes(world: int) -> dict[str, Outcome]:
+    """All plans of `world` ranks, run in one world: to start it costs more than to train."""
+    plans = {name: plan for name, plan in PLANS.items() if plan.mesh.num_ranks == world}
+    return dict(zip(plans, run_plans(list(plans.values())), strict=True))
+
+
+@cache
+def reference(name: str) -> Outcome:
+    return run_reference(dataclasses.replace(PLANS[name], mesh=Mesh(pp=1, dp=1, tp=1)))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """A fork must not inherit a pool of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_trains_like_one_process(name):
+    plan = PLANS[name]
+    found, expected = outcomes(plan.mesh.num_ranks)[name], reference(name)
+    exact = plan.training.precision is Precision.FP32
+
+    errors = {parameter: gradient_error(found.gradients[parameter], gradient) for parameter, gradient in expected.gradients.items()}
+
+    assert found.gradients.keys() == expected.gradients.keys()
+    assert max(errors.values()) <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), max(errors, key=errors.get)
+    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_rank_holds_exactly_the_predicted_bytes(name):
+    plan = PLANS[name]
+
+    states = outcomes(plan.mesh.num_ranks)[name].states
+
+    assert len(states) == plan.mesh.num_ranks
+    assert {rank: measured for rank, (_, measured) in states.items()} == {rank: predicted for rank, (predicted, _) in states.items()}
+
+
+LAYERS = LLAMA.num_layers + 2
+
+
+@pytest.mark.parametrize(("name", "gathers", "reduce_scatters", "all_reduces"), [
+    pytest.param("llama-dp2-zero0", 0, 0, 1, id="zero0-reduces-once-a-step"),
+    pytest.param("llama-dp2-zero1", LAYERS, LAYERS, 0, id="zero1-gathers-and-reduces-once-a-step"),
+    pytest.param("llama-dp2-zero2", LAYERS, 4 * LAYERS, 0, id="zero2-reduces-every-micro-batch"),
+    pytest.param("llama-dp2-zero3", 8 * LAYERS, 4 * LAYERS, 0, id="zero3-gathers-twice-every-micro-batch"),
+])
+def test_a_step_of_four_micro_batches_communicates_as_its_zero_stage_says(name, gathers, reduce_scatters, all_reduces):
+    found = outcomes(2)[name].collectives
+
+    assert found["_allgather_base_"] == gathers
+    assert found["_reduce_scatter_base_"] == reduce_scatters
+    assert found["allreduce_"] == all_reduces + 1  # one for the loss
+
+
+def test_training_changes_the_loss():
+    losses = reference("dp2-zero0").losses
+
+    assert abs(losses[-1] - losses[0]) > 1000 * LOSS_TOLERANCE
