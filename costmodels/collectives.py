@@ -73,8 +73,13 @@ def send_s(n_bytes: float, link: Link) -> float:
     return link.latency_s + n_bytes / link.bytes_per_s
 
 
+def all_reduce_s(n_bytes: float, p: int, link: Link) -> float:
+    """Seconds of the faster of ring and tree (EQUATIONS C1), as NCCL chooses by size."""
+    return min(ring_all_reduce_s(n_bytes, p, link), tree_all_reduce_s(n_bytes, p, link))
+
+
 _TEXTBOOK = {
-    Collective.ALL_REDUCE: ring_all_reduce_s,
+    Collective.ALL_REDUCE: all_reduce_s,
     Collective.ALL_GATHER: ring_all_gather_s,
     Collective.REDUCE_SCATTER: ring_all_gather_s,
     Collective.ALL_TO_ALL: pairwise_all_to_all_s,
@@ -141,22 +146,29 @@ def group_nic_bytes_per_s(placement: Placement, machine: Machine) -> float:
 
 
 def _across_nodes(collective: Collective, n_bytes: float, placement: Placement, inside: Seconds, machine: Machine) -> Seconds:
-    """max(inside the node, through the NICs) + latency of the hops between nodes (EQUATIONS C5, pipelined; C6).
+    """max(inside the node, bytes through the group's NICs / W) + hops alpha, of the best algorithm (EQUATIONS C5 pipelined, C6)."""
+    bytes_per_s = group_nic_bytes_per_s(placement, machine)
+    alpha_s = machine.cluster.nic.latency_s
+    value_s = min(
+        max(inside.value_s, crossing_bytes / bytes_per_s) + hops * alpha_s
+        for crossing_bytes, hops in _crossings(collective, n_bytes, placement)
+    )
+    return Seconds(value_s, machine.profile.inter.kind)
 
-    Through the NICs a ring over all p ranks moves 2 (p-1)/p n (all-reduce) or (p-1)/p n; all-to-all moves the part of the
-    g ranks' buffers that belongs to the other k - 1 of k nodes.
+
+def _crossings(collective: Collective, n_bytes: float, placement: Placement) -> tuple[tuple[float, int], ...]:
+    """(bytes that leave a node, hops between nodes one after another) of each algorithm; p ranks, k nodes of g ranks.
+
+    Ring over all p ranks: 2 (p-1)/p n in 2 (k-1) hops (all-reduce), (p-1)/p n in k - 1. Tree over nodes: 2 n in
+    2 ceil(log2 k) hops. All-to-all: what the g send buffers hold for the other nodes, g n (k-1)/k.
     """
     p, k, g = placement.num_ranks, placement.nodes, placement.ranks_per_node
-    bytes_per_s = group_nic_bytes_per_s(placement, machine)
-    alpha = machine.cluster.nic.latency_s
+    if collective is Collective.ALL_TO_ALL:
+        return ((g * n_bytes * (k - 1) / k, k - 1),)
+    ring_bytes = n_bytes * (p - 1) / p
     if collective is Collective.ALL_REDUCE:
-        crossing, hops = 2 * n_bytes * (p - 1) / p, min(2 * (k - 1), 2 * math.ceil(math.log2(k)) + 1)
-    elif collective is Collective.ALL_TO_ALL:
-        crossing, hops = g * n_bytes * (k - 1) / k, k - 1
-    else:
-        crossing, hops = n_bytes * (p - 1) / p, k - 1
-    value_s = max(inside.value_s, crossing / bytes_per_s) + hops * alpha
-    return Seconds(value_s, machine.profile.inter.kind)
+        return (2 * ring_bytes, 2 * (k - 1)), (2 * n_bytes, 2 * math.ceil(math.log2(k)))
+    return ((ring_bytes, k - 1),)
 
 
 def point_to_point_time(n_bytes: int, *, crosses_nodes: bool, sharing: int, machine: Machine) -> Seconds:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from costmodels.sharding import Sharding
 from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, flash_attention_s, matmul_s, memory_bound_s
-from profiles.measured import Machine, Passes
+from profiles.measured import Machine
 from profiles.model import Operator, OperatorKind
 from profiles.provenance import ZERO, Kind, Seconds, weakest
 from profiles.spec import AttentionKernel, Precision, TrainingSpec

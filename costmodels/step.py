@@ -147,7 +147,8 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
         [_stage_cost(chunk, rank + index * frame.mesh.pp, frame, book) for index, chunk in enumerate(strategy.chunks(rank))]
         for rank in ranks
     ]
-    micro_batch_s = [sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs]
+    micro_batch_s = [
+        sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs]
     return StepPrice(
         closed_form_s=closed_form_s(micro_batch_s, tails, frame.num_micro_batches, frame.virtual_stages),
         simulated=simulate(frame.schedule, frame.num_micro_batches, costs, tails),

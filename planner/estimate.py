@@ -35,7 +35,8 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
         raise ConfigError(reason, hint="change that option")
     if len(blocks) != mesh.pp or sum(blocks) != model.num_layers or min(blocks) < 1:
         raise ConfigError(
-            f"the stages hold {', '.join(map(str, blocks))} blocks: that is not {model.num_layers} over {mesh.pp} stages, at least one each")
+            f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over {mesh.pp} stages with at least one each",
+            hint="change the number of blocks of a stage")
 
 
 def estimate_plan(

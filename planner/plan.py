@@ -232,27 +232,32 @@ class Plan:
     search: SearchRecord
 
 
+def to_document(plan: Plan) -> dict[str, Any]:
+    """The plan as plain dicts, lists, strings and numbers: what the file holds."""
+    body: dict[str, Any] = document(plan)
+    body["cluster"] = cluster_document(plan.cluster)
+    return body
+
+
 def to_yaml(plan: Plan) -> str:
     """The plan as YAML; the same plan always gives the same text."""
-    body = document(plan)
-    body["cluster"] = cluster_document(plan.cluster)
-    return yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=120)
+    return yaml.safe_dump(to_document(plan), sort_keys=False, default_flow_style=None, width=120)
 
 
 def write(plan: Plan, path: Path) -> None:
     """Write the plan atomically: a reader sees the old file or the new one, never a part. Raises ConfigError."""
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
+        temporary = Path(name)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(to_yaml(plan))
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another file with --output") from None
 

@@ -23,7 +23,7 @@ from planner.request import Constraints, OnProgress, Progress, SearchOptions
 from planner.space import Space, enumerate_space
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from profiles.errors import ConfigError, InfeasibleError
+from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
@@ -31,6 +31,7 @@ from profiles.units import GIB
 
 REPLAYED = 10  # how many of the best frames the simulator replays
 WORTH_REPLAYING = 1.05  # those within 5 % of the best: what the closed form leaves out is smaller
+LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 INFINITY = float("inf")
 
 
@@ -63,8 +64,13 @@ class Session:
         self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
 
     def left_s(self) -> float | None:
-        """Seconds until the time limit, or None without one."""
+        """Seconds until the time limit (negative after it), or None without one."""
         return None if self.deadline_s is None else self.deadline_s - time.monotonic()
+
+    def solver_limit_s(self) -> float | None:
+        """What one solve may take: the time left, and enough to find some plan when none is known."""
+        left_s = self.left_s()
+        return None if left_s is None else max(left_s, LEAST_SOLVE_S)
 
     def columns(self, frame: Frame, make: Callable[[RankColumns, int], list[Column]], cut_s: float) -> list[list[Column]]:
         """The columns of every rank, over all block counts with which the frame can take less than `cut_s`."""
@@ -76,19 +82,22 @@ class Session:
 
 def _branch(
     bounded: Iterable[tuple[float, Frame]], solve: Callable[[Frame, float, float], Solved | None], cut: Callable[[Sequence[Solved]], float],
-    session: Session,
+    session: Session, known: Solved | None = None,
 ) -> Outcome:
-    """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved."""
+    """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
+
+    `known` is what an interrupt before the first solved frame falls back to. Raises KeyboardInterrupt without one.
+    """
     ordered = sorted(((bound, index, frame) for index, (bound, frame) in enumerate(bounded)))
     solved: list[Solved] = []
-    proven = INFINITY  # the least bound of the frames still to solve
+    proven = ordered[0][0] if ordered else INFINITY  # the least bound of the frames still to solve
     finished = True
     try:
         for done, (bound, _, frame) in enumerate(ordered):
             limit, left_s, proven = cut(solved), session.left_s(), bound
             if bound >= limit:
                 break
-            if left_s is not None and left_s <= 0:
+            if solved and left_s is not None and left_s <= 0:  # a plan late is better than none
                 finished = False
                 break
             found = solve(frame, bound, limit)
@@ -100,9 +109,9 @@ def _branch(
         else:
             proven = INFINITY
     except KeyboardInterrupt:
-        if not solved:
+        if not solved and known is None:
             raise
-        finished = False
+        solved, finished = solved or [known], False  # type: ignore[list-item]
     return Outcome(tuple(solved), min([proven, *(s.bound for s in solved)]), finished)
 
 
@@ -123,7 +132,8 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
         least_s = lower_bound_s(frame, options, num_layers)
         if least_s is None or least_s >= cut_s:
             return None
-        choice = Master(frame, options, num_layers).fastest(session.options.solver, session.left_s())
+        master = Master(frame, options, num_layers, tied=session.book.tied)
+        choice = master.fastest(session.options.solver, session.solver_limit_s())
         if choice is None:
             return None
         return Solved(frame, choice, choice.step_s, choice.step_s if choice.proven else max(bound_s, least_s))
@@ -132,15 +142,16 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
     return _branch(bounded, solve, _worth_replaying, session)
 
 
-def _search_leanest(frames: Sequence[Frame], slowest_s: float, session: Session) -> Outcome:
-    num_layers = session.book.model.num_layers
+def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) -> Outcome:
+    num_layers, slowest_s = session.book.model.num_layers, fastest.value * (1 + session.options.max_slowdown)
 
     def solve(frame: Frame, bound: float, cut: float) -> Solved | None:
         options = session.columns(frame, lambda rank, count: rank.leanest(count, session.limit_bytes), slowest_s)
         least_s, least = lower_bound_s(frame, options, num_layers), columns_redundancy_bound_bytes(frame, options, num_layers)
         if least_s is None or least is None or least_s > slowest_s or least >= cut:
             return None
-        choice = Master(frame, options, num_layers).leanest(slowest_s, session.options.solver, session.left_s())
+        master = Master(frame, options, num_layers, tied=session.book.tied)
+        choice = master.leanest(slowest_s, session.options.solver, session.solver_limit_s())
         if choice is None:
             return None
         return Solved(frame, choice, choice.redundant_bytes, choice.redundant_bytes if choice.proven else max(bound, least))
@@ -148,16 +159,21 @@ def _search_leanest(frames: Sequence[Frame], slowest_s: float, session: Session)
     bounded = (
         (redundancy_bound_bytes(frame, session.table), frame)
         for frame in frames if time_bound(frame, session.table).step_s <= slowest_s)
-    return _branch(bounded, solve, _best, session)
+    known = Solved(fastest.frame, fastest.choice, fastest.choice.redundant_bytes, 0.0)
+    return _branch(bounded, solve, _best, session, known)
 
 
 def _replay(outcome: Outcome, book: PriceBook) -> list[tuple[Solved, Strategy, StepPrice]]:
-    """The best solved frames priced in full, in the order of the search."""
-    replayed = []
-    for solved in outcome.solved[:REPLAYED]:
-        if solved.value <= WORTH_REPLAYING * outcome.solved[0].value:
+    """The best solved frames priced in full, in the order of the search; an interrupt keeps what is replayed."""
+    replayed: list[tuple[Solved, Strategy, StepPrice]] = []
+    worth = [solved for solved in outcome.solved[:REPLAYED] if solved.value <= WORTH_REPLAYING * outcome.solved[0].value]
+    try:
+        for solved in worth:
             strategy = to_strategy(solved.frame, solved.choice.columns)
             replayed.append((solved, strategy, price_step(strategy, book)))
+    except KeyboardInterrupt:
+        if not replayed:
+            raise
     return replayed
 
 
@@ -177,17 +193,11 @@ def find_plan(
     session = Session(book, pins, options, on_progress)
     outcome = _search_fastest(space.frames, session)
     if not outcome.solved:
-        if not outcome.finished:
-            raise InfeasibleError("the time ran out before the first plan was found", hint="raise --time-limit")
         raise infeasible_error(model, cluster, training, pins, options)
-    fastest = _replay(outcome, book)
     if options.objective is Objective.MEMORY:
-        slowest_s = outcome.solved[0].choice.step_s * (1 + options.max_slowdown)
-        outcome = _search_leanest(space.frames, slowest_s, session)
-        replayed = _replay(outcome, book) or fastest
-        replayed.sort(key=lambda found: found[0].value)
-    else:
-        replayed = sorted(fastest, key=lambda found: found[2].step_s)
+        outcome = _search_leanest(space.frames, outcome.solved[0], session)
+        return _plan(_replay(outcome, book), outcome, space, session)
+    replayed = sorted(_replay(outcome, book), key=lambda found: found[2].step_s)
     return _plan(replayed, outcome, space, session)
 
 

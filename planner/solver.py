@@ -50,8 +50,9 @@ class Problem:
 
         Raises SolverError when the solver is missing or crashed, or when the time ran out before it found any point.
         """
+        limit_s = None if time_limit_s is None else max(0.0, time_limit_s)  # HiGHS takes a negative limit for none
         try:
-            self._problem.solve(_command(solver, time_limit_s))
+            self._problem.solve(_command(solver, limit_s))
         except pulp.PulpSolverError as error:
             raise SolverError(f"{solver} failed: {str(error).strip().splitlines()[-1]}", hint=_other(solver)) from None
         status, found = self._problem.status, self._problem.sol_status
@@ -77,7 +78,7 @@ def _command(solver: SolverName, time_limit_s: float | None) -> Any:
         command = pulp.HiGHS(msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0)
     else:
         command = pulp.COIN_CMD(
-            path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0,
+            path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, timeLimit=time_limit_s, gapRel=0.0,  # -threads 1 stalls 10 s, once in 1,000
             options=["randomCbcSeed 1", "randomSeed 1"])
     if not command.available():
         raise SolverError(f"{solver} is not installed", hint=_other(solver))

@@ -121,7 +121,7 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
         if not _allowed(pins.micro_batch_size, micro_batch_size):
             continue
         if micro_batch_size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
-            yield Pruned(f"{name}, micro-batch {micro_batch_size}", f"micro-batches above {MAX_MICRO_BATCH_SIZE} are not tried unless pinned")
+            yield Pruned(f"{name}, micro-batch {micro_batch_size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned")
             continue
         num_micro_batches = per_replica // micro_batch_size
         for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):

@@ -9,6 +9,7 @@
     (C4) sum_c tail_c z_sc <= E            for each rank s: what follows the last backward pass
     (C5) time <= slowest allowed           memory objective
     (C6) sum_s D T rho_s <= (1 + eps) R*   second phase of the memory objective
+    (C7) sharded_first = sharded_last      a tied embedding: both copies' gradients whole, or both sharded (ZeRO > 0)
 
 Memory is inside the columns: each fits its device. Times are in microseconds and bytes in MiB, because CBC's tolerances
 are absolute: problems priced in seconds are answered wrongly and called optimal.
@@ -50,7 +51,7 @@ def evaluate(frame: Frame, columns: Sequence[Column], *, proven: bool) -> Choice
 class Master:
     """The program of one frame, over `options[s]`, the columns of rank s."""
 
-    def __init__(self, frame: Frame, options: Sequence[Sequence[Column]], num_layers: int) -> None:
+    def __init__(self, frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, *, tied: bool = False) -> None:
         self.frame, self.options = frame, options
         self.problem = Problem("master")
         self.picks = [
@@ -63,6 +64,9 @@ class Master:
         if frame.virtual_stages == 1 and frame.mesh.pp > 1:
             blocks = [(z, float(c.num_blocks)) for picks in self.picks for c, z in picks.items()]
             self.problem.require(weighted(blocks) == num_layers, "C2_blocks")
+        if tied and frame.mesh.pp > 1:
+            first, last = ([(z, 1.0) for c, z in picks.items() if c.zero] for picks in (self.picks[0], self.picks[-1]))
+            self.problem.require(weighted(first) == weighted(last), "C7_tied")
 
     @property
     def time_us(self) -> object:

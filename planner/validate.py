@@ -37,7 +37,8 @@ DEVICES = {
     "a100-80g": "a100-80gb", "a100-40g": "a100-40gb", "a100-sxm": "a100-80gb", "h100-80g": "h100-80gb", "h200-141g": "h200-141gb",
     "b200-180g": "b200-180gb", "v100-32g": "v100-32gb",
 }
-NEEDED = ("layers", "hidden", "heads", "ffn_hidden", "vocab", "seq_len", "global_batch", "dp", "tp", "pp", "micro_batch", "recompute", "n_gpus")
+NEEDED = (
+    "layers", "hidden", "heads", "ffn_hidden", "vocab", "seq_len", "global_batch", "n_gpus", "dp", "tp", "pp", "micro_batch", "recompute")
 PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16, "fp16/bf16": Precision.BF16}
 
 
@@ -99,7 +100,7 @@ def software_of(row: Row) -> Software:
     return Software(
         attention=AttentionKernel.UNFUSED if old else AttentionKernel.FLASH,
         dropout=0.1 if old and source != "bloom" else 0.0,
-        fp32_gradients=bf16, overlap=not ("egatron" in framework))
+        fp32_gradients=bf16, overlap="egatron" not in framework)
 
 
 def source_of(row: Row) -> str:
@@ -113,8 +114,9 @@ def _model(row: Row, dropout: float) -> ModelSpec:
     gated, heads, hidden = row["gated_ffn"] == "true", int(row["heads"]), int(row["hidden"])
     return ModelSpec(
         name=row["model"], num_layers=int(row["layers"]), hidden_size=hidden, num_heads=heads,
-        num_kv_heads=int(row["kv_heads"] or heads), head_dim=int(row["head_dim"] or hidden // heads), ffn_hidden_size=int(row["ffn_hidden"]),
-        vocab_size=int(row["vocab"]), max_seq_length=int(row["seq_len"]), dropout=dropout, gated_ffn=gated,
+        num_kv_heads=int(row["kv_heads"] or heads), head_dim=int(row["head_dim"] or hidden // heads),
+        ffn_hidden_size=int(row["ffn_hidden"]), vocab_size=int(row["vocab"]), max_seq_length=int(row["seq_len"]), dropout=dropout,
+        gated_ffn=gated,
         norm=Norm.RMS_NORM if gated else Norm.LAYER_NORM, positions=Positions.ROTARY if gated else Positions.LEARNED,
         linear_bias=not gated, qkv_bias=not gated, tied_embeddings=not gated and "untied" not in row["notes"])
 

@@ -20,8 +20,9 @@ from pydantic import Field
 
 from profiles.errors import ConfigError, unknown_name_error
 from profiles.hardware import Cluster, Device, Link
-from profiles.schema import document, parse
-from profiles.spec import ModelSpec, Precision
+from profiles.huggingface import entry_from_config
+from profiles.schema import document, json_schema, parse
+from profiles.spec import ModelEntry, ModelSpec, Precision
 from profiles.units import GB, GIB, TERA, US_PER_S
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -33,16 +34,6 @@ _CLUSTER_ALIASES = {
     "rtx3090": "rtx3090-24gb", "3090": "rtx3090-24gb", "a10g": "a10g-24gb", "l4": "l4-24gb",
 }
 _MODEL_PREFIXES = {"gpt3-": "gpt-", "llama-2-": "llama2-", "llama-3-": "llama3-", "llama-3.1-": "llama3-", "llama3.1-": "llama3-"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelEntry:
-    """A model and the training defaults of its file: sequences in a step and tokens in a sequence."""
-
-    spec: ModelSpec
-    global_batch_size: int
-    seq_length: int
-    source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,19 +123,17 @@ def load_model(name_or_path: str) -> ModelEntry:
         path = path / "config.json"
     if path.suffix != ".json":
         return _model_from_file(path)
-    from profiles.huggingface import entry_from_config  # here, because it makes ModelEntry: no cycle at import
-
     return entry_from_config(_mapping(_read_json(path), str(path)), str(path))
 
 
-def load_cluster(name_or_path: str) -> Cluster:
-    """A packaged cluster by name or a YAML of the same shape. Raises ConfigError, as `load_model` does."""
+def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
+    """A packaged cluster by name or a YAML of the same shape. Raises ConfigError, as `load_model` does; `what` was asked for."""
     name = name_or_path.lower().replace("_", "-")
     name = _CLUSTER_ALIASES.get(name, name)
     if name in cluster_names():
         source: Traversable = _packaged("clusters", name)
     else:
-        source = _path_or_unknown("cluster", name_or_path, cluster_names())
+        source = _path_or_unknown(what, name_or_path, cluster_names())
     return cluster_from_document(_read_yaml(source), _where(source))
 
 
@@ -196,6 +185,11 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
     )
     result: dict[str, Any] = document(body)
     return result
+
+
+def cluster_schema() -> dict[str, Any]:
+    """The JSON Schema of a cluster file."""
+    return json_schema(_ClusterDocument)
 
 
 def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None) -> Cluster:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from profiles.catalog import ModelEntry
 from profiles.errors import ConfigError
 from profiles.schema import parse
-from profiles.spec import ModelSpec, Norm, Positions
+from profiles.spec import ModelEntry, ModelSpec, Norm, Positions
 
 MAX_DEFAULT_SEQ_LENGTH = 8192  # longer contexts are reached by a short last phase of a training, not by most of its steps
 DEFAULT_GLOBAL_BATCH_SIZE = 512  # sequences: 4 M tokens at 8,192 a sequence, as Llama 3 starts (arXiv 2407.21783, 3.4.1)

@@ -121,3 +121,13 @@ class TrainingSpec:
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.seq_length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """A model and the training defaults of its file: sequences in a step and tokens in a sequence."""
+
+    spec: ModelSpec
+    global_batch_size: int
+    seq_length: int
+    source: str

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from profiles import catalog
 from profiles.catalog import (
-    ModelEntry,
     cluster_document,
     cluster_from_document,
     cluster_names,
@@ -23,7 +22,7 @@ from profiles.catalog import (
     with_gpus,
 )
 from profiles.errors import ConfigError
-from profiles.spec import ModelSpec, TrainingSpec
+from profiles.spec import ModelEntry, ModelSpec, TrainingSpec
 
 MODELS = (
     "gpt-1.5b", "gpt-175b", "gpt-1t", "gpt-2.5b", "gpt-20b", "gpt-22b", "gpt-530b", "gpt-7.5b", "gpt-8.3b", "gpt-tiny", "llama2-13b",

@@ -1,0 +1,146 @@
+"""What the user typed -> what the planner takes: specs, with a word on every default that filled a gap."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from pathlib import Path
+
+from planner.request import Constraints
+from planner.space import illegal_tensor_parallel
+from profiles.catalog import load_cluster, load_model, with_gpus
+from profiles.errors import ConfigError
+from profiles.hardware import Cluster
+from profiles.spec import AttentionKernel, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
+from profiles.units import GB, GIB, MIB, TERA
+
+DEFAULT_GPU = "a100-80gb"
+_SIZE_UNITS = {"gib": GIB, "mib": MIB, "tib": 1024 * GIB, "gb": GB, "mb": 10**6, "tb": TERA}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The options that say what is trained on what, as given; None where the user left it open."""
+
+    model: str | None = None
+    gpus: int | None = None
+    gpu: str | None = None
+    cluster: str | None = None
+    gpus_per_node: int | None = None
+    global_batch_size: int | None = None
+    seq_length: int | None = None
+    precision: str | None = None
+    attention: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The model, the cluster and the training to plan for, and the defaults that were taken, one phrase each."""
+
+    model: ModelSpec
+    cluster: Cluster
+    training: TrainingSpec
+    assumed: tuple[str, ...]
+
+
+def question(asked: Asked) -> Question:
+    """Resolve what was asked. Raises ConfigError: something missing, unknown, or a precision the device lacks."""
+    if asked.model is None:
+        raise ConfigError("--model is missing", hint="for example: plan --model gpt-20b --gpus 64 (plan models lists the names)")
+    entry = load_model(asked.model)
+    cluster, assumed_cluster = _cluster(asked)
+    training, assumed_training = _training(asked, entry)
+    cluster.device.peak(training.precision)
+    _check_positions(entry.spec, training)
+    return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training))
+
+
+def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
+    if model.positions is Positions.LEARNED and training.seq_length > model.max_seq_length:
+        raise ConfigError(
+            f"--seq-length is {training.seq_length}, {model.name} learns {model.max_seq_length} positions",
+            hint=f"use at most {model.max_seq_length}, or a model file with a larger max_seq_length")
+
+
+def _cluster(asked: Asked) -> tuple[Cluster, tuple[str, ...]]:
+    if asked.cluster is not None:
+        return _cluster_of_file(asked, asked.cluster), ()
+    if asked.gpus is None:
+        raise ConfigError("--gpus is missing", hint="say how many: --gpus 64, or describe the machine with --cluster FILE")
+    cluster = with_gpus(load_cluster(asked.gpu or DEFAULT_GPU, what="GPU"), asked.gpus, asked.gpus_per_node)
+    assumed = () if asked.gpu else (f"--gpu {DEFAULT_GPU}",)
+    return cluster, assumed if asked.gpus_per_node else (*assumed, f"--gpus-per-node {cluster.gpus_per_node}")
+
+
+def _cluster_of_file(asked: Asked, name: str) -> Cluster:
+    if asked.gpu is not None:
+        raise ConfigError("--gpu and --cluster both name the device", hint="leave out --gpu")
+    cluster = load_cluster(name)
+    if asked.gpus is None and asked.gpus_per_node is None:
+        return cluster
+    return with_gpus(cluster, cluster.num_gpus if asked.gpus is None else asked.gpus, asked.gpus_per_node)
+
+
+def _training(asked: Asked, entry: ModelEntry) -> tuple[TrainingSpec, tuple[str, ...]]:
+    training = TrainingSpec(
+        global_batch_size=entry.global_batch_size if asked.global_batch_size is None else asked.global_batch_size,
+        seq_length=entry.seq_length if asked.seq_length is None else asked.seq_length,
+        precision=Precision(asked.precision or Precision.BF16), attention=AttentionKernel(asked.attention or AttentionKernel.FLASH))
+    origins = {"global_batch_size": " (the model's)", "seq_length": " (the model's)", "precision": "", "attention": ""}
+    assumed = (f"--{_flag(name)} {getattr(training, name)}{origin}" for name, origin in origins.items() if getattr(asked, name) is None)
+    return training, tuple(assumed)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def require_possible(question: Question, pins: Constraints) -> None:
+    """Raises ConfigError for pins that exclude every mesh, with the one that does it: clearer than a count of candidates."""
+    num_gpus, batch = question.cluster.num_gpus, question.training.global_batch_size
+    if pins.tp is not None:
+        reasons = [
+            illegal_tensor_parallel(tp, question.model, question.cluster, across_nodes=pins.tp_across_nodes) for tp in pins.tp]
+        if all(reasons):
+            raise ConfigError(f"--tp {_listed(pins.tp)}: {reasons[0]}", hint="pin another --tp, or leave it to the search")
+    for name, whole, what in (
+        ("tp", num_gpus, "GPUs"), ("pp", num_gpus, "GPUs"), ("dp", num_gpus, "GPUs"), ("dp", batch, "sequences of the global batch"),
+        ("micro_batch_size", batch, "sequences of the global batch"),
+    ):
+        allowed = getattr(pins, name)
+        if allowed is not None and all(whole % value for value in allowed):
+            raise ConfigError(f"--{_flag(name)} {_listed(allowed)} does not divide the {whole} {what}", hint=f"pin a divisor of {whole}")
+    if pins.pp and pins.dp and pins.tp and num_gpus not in map(prod, product(pins.pp, pins.dp, pins.tp)):
+        raise ConfigError(f"no --pp x --dp x --tp that is pinned makes {num_gpus} GPUs", hint="leave --dp to the search")
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes of a size with its unit: 72GiB, 73728 MiB, 80GB. Raises ConfigError naming `flag`."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
+    scale = _SIZE_UNITS.get(found[2].lower()) if found else None
+    if found is None or scale is None:
+        raise ConfigError(f"{flag} is {text!r}, it must be a number and a unit", hint=f"for example {flag} 72GiB (or MiB, GB, MB)")
+    size = round(float(found[1]) * scale)
+    if size < 1:
+        raise ConfigError(f"{flag} is {text}, it must be more than nothing", hint=f"for example {flag} 72GiB")
+    return size
+
+
+def require_writable(path: Path) -> None:
+    """Raises ConfigError when a file could not be put at `path`: found before the search, not after it."""
+    hint = "choose another file with --output, or - for stdout"
+    folder = path.parent
+    if not folder.is_dir():
+        reason = "not a folder" if folder.exists() else "no such folder"
+        raise ConfigError(f"cannot write {path}: {folder}: {reason}", hint=hint)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"cannot write {path}: {'a folder' if path.is_dir() else 'not a regular file'}", hint=hint)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write {path}: no permission to write in {folder}", hint=hint)
