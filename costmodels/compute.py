@@ -41,7 +41,8 @@ def chip_of(machine: Machine, precision: Precision) -> Chip:
 def operator_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
     """Seconds of one rank's share of `operator`, forward and backward, without communication and without recompute.
 
-    No kernel is faster than the host can launch it. Raises ConfigError when the device lacks the precision.
+    No operation is faster than the host can launch it (`Compute.host_launch_s`); that a host which runs ahead hides some of
+    this is left out. Raises ConfigError when the device lacks the precision.
     """
     return _PRICES[operator.kind](operator, sharding, machine, training)
 

@@ -21,6 +21,7 @@ SPLIT_LAUNCH_S = 2e-6  # assumed: the kernel that adds the parts
 ROOFLINE_EXPONENT = 4.0  # how sharply the bounds of compute and memory meet: 4 was best of 2, 4 and 50 on A100, H100, B200
 THROTTLE_SLOPE = 3.0  # a power limit sets in over about a factor 5 of work
 FLASH_ROWS = 128  # queries of one tile of a fused attention kernel
+FLASH_TAIL_WAVES = 0.5  # of 0, 0.5, 1 and 2 the best on A100, and no worse than 0 on H100
 FLASH_HEAD_STEP = 32  # head_dim is padded to a multiple of it
 
 _FORBID = {"extra": "forbid"}
@@ -32,8 +33,8 @@ class Bounds:
 
     __pydantic_config__ = _FORBID
 
-    low: tuple[float, ...]
-    high: tuple[float, ...]
+    low: tuple[int, ...]
+    high: tuple[int, ...]
 
     def contain(self, sizes: tuple[float, ...]) -> bool:
         return all(low <= size <= high for low, size, high in zip(self.low, sizes, self.high, strict=True))
@@ -157,12 +158,13 @@ def matmul_s(product: Product, curve: MatmulCurve, chip: Chip, *, sustained: boo
     compute_s = _tiles_s(product, curve, chip) * (1 + curve.throttle * (1.0 if sustained else _heat(product.flops, curve)))
     memory_s = product.num_bytes / (chip.bytes_per_s * curve.bandwidth_share)
     larger, smaller = max(compute_s, memory_s), min(compute_s, memory_s)
-    return float(curve.launch_s + larger * (1 + (smaller / larger) ** ROOFLINE_EXPONENT) ** (1 / ROOFLINE_EXPONENT))
+    rounded: float = (1 + (smaller / larger) ** ROOFLINE_EXPONENT) ** (1 / ROOFLINE_EXPONENT)
+    return curve.launch_s + larger * rounded
 
 
 def _heat(flops: float, curve: MatmulCurve) -> float:
     """How far one product alone brings a rested device to its power limit, 0..1: logistic in log10 of its FLOPs."""
-    return 1 / (1 + (flops / curve.throttle_flops) ** (-THROTTLE_SLOPE / math.log(10)))
+    return float(1 / (1 + (flops / curve.throttle_flops) ** (-THROTTLE_SLOPE / math.log(10))))
 
 
 def _tiles_s(product: Product, curve: MatmulCurve, chip: Chip) -> float:
@@ -188,12 +190,13 @@ def _tiles_s(product: Product, curve: MatmulCurve, chip: Chip) -> float:
 def flash_attention_s(flops: float, *, heads: int, seq: int, keys: float, head_dim: int, curve: FlashCurve, chip: Chip) -> float:
     """Seconds of a fused attention kernel that does `flops` for `heads` heads (batch included) of `seq` queries (EQUATIONS K2).
 
-        t = launch + flops (D/d) / (peak e q K/(K + K_half) D/(D + D_half))
+        t = launch + flops (D/d) / (peak e q K/(K + K_half) D/(D + D_half))         q = w / (max(w, 1) + 1/2)
 
-    d: head_dim, D: d rounded up to 32; K `keys`: the mean number of keys a query meets, half the sequence when causal; q:
-    the part of the multiprocessors that get one of the tiles of 128 queries. Leaves out: memory traffic, which it hides.
+    d: head_dim, D: d rounded up to 32; K `keys`: the mean number of keys a query meets, half the sequence when causal; w:
+    tiles of 128 queries per multiprocessor, of which the last wave is half empty. Leaves out: memory traffic, which it hides.
     """
-    filled = min(1.0, heads * -(-seq // FLASH_ROWS) / chip.num_sms)
+    waves = heads * -(-seq // FLASH_ROWS) / chip.num_sms
+    filled = waves / (max(waves, 1.0) + FLASH_TAIL_WAVES)
     padded = -(-head_dim // FLASH_HEAD_STEP) * FLASH_HEAD_STEP
     share = curve.efficiency * filled * keys / (keys + curve.keys_half) * padded / (padded + curve.head_half)
     return curve.launch_s + flops * padded / head_dim / (chip.peak_flops_per_s * share)

@@ -1,0 +1,230 @@
+"""Operator prices: each kind by hand on a machine of round figures, what divides, what is marked, what rises."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from costmodels.collectives import Collective, collective_time
+from costmodels.compute import adam_bytes_per_parameter, operator_time, optimizer_time
+from costmodels.mesh import Placement
+from costmodels.sharding import Sharding
+from profiles.catalog import load_cluster, load_model
+from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, flash_attention_s, matmul_s
+from profiles.errors import ConfigError
+from profiles.hardware import Cluster, Device, Link
+from profiles.measured import ASSUMED_SHARES, Compute, Machine, Passes, analytic_profile, machine_for
+from profiles.model import LayerKind
+from profiles.provenance import Kind
+from profiles.spec import AttentionKernel, Precision, TrainingSpec
+from profiles.transformer import build_graph
+
+BANDWIDTH = 1e12
+LINK = Link(name="made up", bytes_per_s=100e9, latency_s=1e-6, source="made up")
+DEVICE = Device(
+    name="round", memory_bytes=10**11, memory_bytes_per_s=BANDWIDTH, peak_flops_per_s={"bf16": 100e12, "fp32": 10e12}, num_sms=100,
+    context_bytes=0, source="made up")
+CLUSTER = Cluster(
+    name="round", device=DEVICE, nodes=1, gpus_per_node=8, intra_node=LINK, nics_per_node=8, nic=LINK, host_memory_bytes=10**12,
+    pcie_bytes_per_s=25e9)
+COMMON = {"launch_s": 0.0, "kind": Kind.INTERPOLATED, "source": "made up"}
+MATMUL = MatmulCurve(**COMMON, efficiency=0.5, k_half=0.0, bandwidth_share=1.0)
+FLASH = FlashCurve(**COMMON, efficiency=0.5, keys_half=0.0, head_half=0.0)
+WHOLE = MemoryCurve(**COMMON, bandwidth_share=1.0)
+ROUND = Machine(CLUSTER, replace(analytic_profile("round"), compute=Compute(
+    host_launch_s=0.0, host_launch_source="made up", forward=MATMUL, input_gradient=MATMUL,
+    weight_gradient=replace(MATMUL, efficiency=0.25), batched_forward=MATMUL, batched_backward=MATMUL, flash_forward=FLASH,
+    flash_backward=FLASH, optimizer=WHOLE,
+    **{name: Passes(forward=WHOLE, backward=WHOLE) for name in ASSUMED_SHARES})))
+CHIP = Chip(peak_flops_per_s=100e12, bytes_per_s=BANDWIDTH, num_sms=100)
+
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048)
+BF16_GRADIENTS = replace(TRAINING, gradient_precision=Precision.BF16)
+UNFUSED = replace(TRAINING, attention=AttentionKernel.UNFUSED)
+GPT_22B = replace(load_model("gpt-22b").spec, dropout=0.1)
+BATCH, SEQ, HIDDEN, FFN, HEADS, HEAD_DIM = 4, 2048, 6144, 24576, 64, 96
+TOKENS_BYTES = 2 * BATCH * SEQ * HIDDEN
+A100 = machine_for(load_cluster("a100-80gb"))
+
+
+def price(name, *, kind=LayerKind.BLOCK, sharding=None, training=TRAINING, machine=ROUND, model=GPT_22B, batch=BATCH):
+    graph = build_graph(model, training, batch)
+    return operator_time(graph.layer_class(kind).operator(name), sharding or Sharding(), machine, training)
+
+
+def test_a_matmul_is_one_product_forward_and_two_of_their_own_shape_backward():
+    m, n, k = BATCH * SEQ, FFN // 8, HIDDEN
+    forward = matmul_s(Product(m=m, n=n, k=k), MATMUL, CHIP)
+    input_gradient = matmul_s(Product(m=m, n=k, k=n), MATMUL, CHIP)
+    weight_gradient = matmul_s(Product(m=k, n=n, k=m), replace(MATMUL, efficiency=0.25), CHIP)
+    bias_s = 2 * m * n / BANDWIDTH  # the output gradient is read once more
+
+    found = price("fc1", sharding=Sharding(tp=8), training=BF16_GRADIENTS)
+    assert found.forward.value_s == pytest.approx(forward, rel=1e-12)
+    assert found.backward.value_s == pytest.approx(input_gradient + weight_gradient + bias_s, rel=1e-12)
+
+
+def test_the_whole_sequence_enters_a_matmul_under_sequence_parallelism():
+    assert price("fc2", sharding=Sharding(tp=8)) == price("fc2", sharding=Sharding(tp=8, sequence_parallel=True))
+
+
+def test_gradients_that_accumulate_in_fp32_take_longer():
+    assert price("fc1").backward.value_s > price("fc1", training=BF16_GRADIENTS).backward.value_s
+    assert price("fc1").forward == price("fc1", training=BF16_GRADIENTS).forward
+
+
+def test_causal_flash_attention_does_half_of_the_model_flops():
+    flops = 4 * BATCH * HEADS * SEQ**2 * HEAD_DIM / 2
+    expected = {
+        work: flash_attention_s(work * flops, heads=BATCH * HEADS, seq=SEQ, keys=SEQ / 2, head_dim=HEAD_DIM, curve=FLASH, chip=CHIP)
+        for work in (1.0, 2.5)
+    }
+
+    found = price("attention")
+    assert found.forward.value_s == pytest.approx(expected[1.0], rel=1e-12)
+    assert found.backward.value_s == pytest.approx(expected[2.5], rel=1e-12)
+    assert found.forward.value_s > flops / 50e12  # no faster than half of the peak
+
+
+def test_unfused_attention_is_two_products_and_the_traffic_of_the_scores():
+    qk, pv = Product(m=SEQ, n=SEQ, k=HEAD_DIM, batch=BATCH * HEADS), Product(m=SEQ, n=HEAD_DIM, k=SEQ, batch=BATCH * HEADS)
+    qk_s, pv_s = matmul_s(qk, MATMUL, CHIP), matmul_s(pv, MATMUL, CHIP)
+    scores = BATCH * HEADS * SEQ**2
+
+    found = price("attention", training=UNFUSED)
+    assert found.forward.value_s == pytest.approx(qk_s + pv_s + (3 + 5) * scores / BANDWIDTH, rel=1e-12)  # causal softmax, dropout
+    assert found.backward.value_s == pytest.approx(qk_s + 3 * pv_s + (4 + 5) * scores / BANDWIDTH, rel=1e-12)
+
+
+def test_unfused_attention_without_dropout_moves_no_mask():
+    plain = price("attention", training=UNFUSED, model=replace(GPT_22B, dropout=0.0))
+
+    saved_s = price("attention", training=UNFUSED).forward.value_s - plain.forward.value_s
+    assert saved_s == pytest.approx(5 * BATCH * HEADS * SEQ**2 / BANDWIDTH, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "dropout", "forward_bytes", "backward_bytes"), [
+    pytest.param("norm1", 0.1, 2 * TOKENS_BYTES, 3 * TOKENS_BYTES, id="norm-4-and-6-bytes-an-element"),
+    pytest.param("activation", 0.1, 8 * TOKENS_BYTES, 12 * TOKENS_BYTES, id="gelu-4-and-6-bytes-of-four-hidden"),
+    pytest.param("residual1", 0.1, 3.5 * TOKENS_BYTES, 5.5 * TOKENS_BYTES, id="dropout-and-residual-7-and-5-and-6-for-the-join"),
+    pytest.param("residual1", 0.0, 3 * TOKENS_BYTES, 3 * TOKENS_BYTES, id="residual-6-and-6-for-the-join"),
+])
+def test_streaming_operators_move_the_fewest_bytes(name, dropout, forward_bytes, backward_bytes):
+    found = price(name, model=replace(GPT_22B, dropout=dropout))
+
+    assert found.forward.value_s == pytest.approx(forward_bytes / BANDWIDTH, rel=1e-12)
+    assert found.backward.value_s == pytest.approx(backward_bytes / BANDWIDTH, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["norm1", "residual1"])
+def test_sequence_parallelism_divides_what_tensor_parallelism_replicates(name):
+    whole = price(name, sharding=Sharding(tp=8))
+    divided = price(name, sharding=Sharding(tp=8, sequence_parallel=True))
+
+    assert whole == price(name)
+    assert divided.forward.value_s == pytest.approx(whole.forward.value_s / 8, rel=1e-9)
+    assert divided.backward.value_s == pytest.approx(whole.backward.value_s / 8, rel=1e-9)
+
+
+def test_embedding_backward_also_goes_over_the_gradient_of_the_table():
+    found = price("tokens", kind=LayerKind.EMBEDDING, sharding=Sharding(tp=8))
+    table_bytes = 3 * 2 * GPT_22B.padded_vocab_size // 8 * HIDDEN
+
+    assert found.forward.value_s == pytest.approx(TOKENS_BYTES / BANDWIDTH, rel=1e-12)
+    assert found.backward.value_s == pytest.approx((TOKENS_BYTES + table_bytes) / BANDWIDTH, rel=1e-12)
+
+
+def test_cross_entropy_reads_its_part_of_the_logits():
+    found = price("loss", kind=LayerKind.HEAD, sharding=Sharding(tp=8))
+
+    assert found.forward.value_s == pytest.approx(2 * BATCH * SEQ * GPT_22B.padded_vocab_size / 8 / BANDWIDTH, rel=1e-12)
+
+
+def test_no_kernel_is_faster_than_the_host_launches_it():
+    host = replace(ROUND.profile.compute, host_launch_s=1e-3)
+    slow = Machine(CLUSTER, replace(ROUND.profile, compute=host))
+
+    tiny = price("qkv", machine=slow, model=load_model("gpt-tiny").spec, training=replace(TRAINING, seq_length=64), batch=1)
+    assert tiny.forward.value_s == 1e-3
+    assert tiny.backward.value_s >= 2e-3
+
+
+@pytest.mark.parametrize("name", ["norm1", "qkv", "attention", "attention_out", "residual1", "fc1", "activation", "fc2"])
+@pytest.mark.parametrize("training", [pytest.param(TRAINING, id="flash"), pytest.param(UNFUSED, id="unfused")])
+def test_more_tensor_parallelism_or_fewer_sequences_never_take_longer(name, training):
+    for smaller in ({"sharding": Sharding(tp=8, sequence_parallel=True)}, {"batch": 2}):
+        less, more = price(name, training=training, machine=A100, **smaller), price(name, training=training, machine=A100)
+
+        assert 0 < less.forward.value_s <= more.forward.value_s
+        assert 0 < less.backward.value_s <= more.backward.value_s
+
+
+def test_shapes_inside_the_measured_range_interpolate_and_others_do_not():
+    assert price("fc1", machine=A100, sharding=Sharding(tp=8)).forward.kind is Kind.INTERPOLATED
+    assert price("fc1", machine=A100, batch=4096).forward.kind is Kind.ANALYTIC
+    assert price("attention", machine=A100).backward.kind is Kind.INTERPOLATED
+
+
+@pytest.mark.parametrize("device", ["cpu", "l4-24gb"])
+def test_a_device_without_measurements_prices_every_operator_analytically(device):
+    machine = machine_for(load_cluster(device))
+    for name in ("norm1", "qkv", "attention", "residual1", "activation"):
+        found = price(name, machine=machine, model=load_model("gpt-tiny").spec, batch=1)
+        assert {found.forward.kind, found.backward.kind} == {Kind.ANALYTIC}
+    assert optimizer_time(1e6, machine, TRAINING).kind is Kind.ANALYTIC
+
+
+@pytest.mark.parametrize("name", ["qkv", "norm1", "attention"])
+def test_a_precision_that_the_device_lacks_is_an_error(name):
+    with pytest.raises(ConfigError, match="has no fp16 arithmetic"):
+        price(name, training=replace(TRAINING, precision=Precision.FP16))
+
+
+def test_fp32_runs_at_its_own_peak():
+    fp32 = replace(TRAINING, precision=Precision.FP32)
+
+    assert price("fc1", training=fp32).forward.value_s == pytest.approx(10 * price("fc1").forward.value_s, rel=0.01)
+
+
+@pytest.mark.parametrize(("precision", "gradients", "n_bytes"), [
+    pytest.param(Precision.FP16, Precision.FP16, 28, id="k5"),
+    pytest.param(Precision.BF16, Precision.FP32, 30, id="fp32-gradients"),
+    pytest.param(Precision.FP32, Precision.FP32, 28, id="fp32-has-no-second-copy"),
+])
+def test_adam_touches_its_bytes(precision, gradients, n_bytes):
+    training = replace(TRAINING, precision=precision, gradient_precision=gradients)
+
+    assert adam_bytes_per_parameter(training) == n_bytes
+    assert optimizer_time(10**9, ROUND, training).value_s == pytest.approx(n_bytes * 1e9 / BANDWIDTH, rel=1e-12)
+
+
+def test_no_parameters_cost_nothing():
+    assert optimizer_time(0, A100, TRAINING).value_s == 0.0
+
+
+# Korthikanti et al. 2022, arXiv 2205.05198, table 4: one layer of the 22B model, micro-batch 4, tensor and sequence
+# parallel 8, un-fused attention, no recompute; with two all-gathers and two reduce-scatters of 100 MB each way.
+@pytest.mark.parametrize(("way", "published_s"), [
+    pytest.param("forward", 7.2e-3, id="forward"),
+    pytest.param("backward", 11.8e-3, id="backward"),
+])
+def test_a_published_layer_is_within_a_tenth(way, published_s):
+    fp16 = replace(UNFUSED, precision=Precision.FP16, gradient_precision=Precision.FP16)
+    graph, sharding = build_graph(GPT_22B, fp16, BATCH), Sharding(tp=8, sequence_parallel=True)
+    node = Placement(nodes=1, ranks_per_node=8, groups_per_node=1)
+    compute_s = sum(getattr(operator_time(one, sharding, A100, fp16), way).value_s for one in graph.block.operators)
+    each_s = [collective_time(c, TOKENS_BYTES, node, A100).value_s for c in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)]
+
+    assert compute_s + 2 * sum(each_s) == pytest.approx(published_s, rel=0.10)
+
+
+def test_a_price_takes_a_few_microseconds():
+    graph = build_graph(GPT_22B, TRAINING, BATCH)
+    started_s = time.perf_counter()
+    for tp in (1, 2, 4, 8) * 5:
+        for one in graph.block.operators:
+            operator_time(one, Sharding(tp=tp), A100, TRAINING)
+
+    assert (time.perf_counter() - started_s) / (20 * len(graph.block.operators)) < 500e-6  # 12 us here; ten times slower may pass
