@@ -23,7 +23,7 @@ from planner.plan import (
     StagePlan,
 )
 from profiles.model import LayerKind
-from profiles.provenance import Kind, Seconds
+from profiles.provenance import Kind, Seconds, weakest
 from profiles.units import gib
 
 GIB_DIGITS = 4
@@ -97,7 +97,8 @@ def _breakdown(price: StepPrice) -> Breakdown:
     def quantity(seconds: Seconds) -> Quantity:
         return Quantity(value=_round(seconds.value_s), kind=seconds.kind)
 
-    bubble = Quantity(value=_round(max(0.0, simulated.step_s - time.total.value_s)), kind=time.total.kind)
+    bubble_kind = weakest(other.total.kind for other in price.ranks)
+    bubble = Quantity(value=_round(max(0.0, simulated.step_s - time.total.value_s)), kind=bubble_kind)
     return Breakdown(
         compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
         dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer))
@@ -122,7 +123,7 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
     """The Plan of a priced strategy."""
     frame, cluster, training = strategy.frame, book.machine.cluster, book.training
     step_s, num_ranks = price.step_s, frame.mesh.num_ranks
-    kind = max((rank.total for rank in price.ranks), key=lambda total: total.value_s).kind
+    kind = weakest(rank.total.kind for rank in price.ranks)  # a rank waits for all others
     names = _name_choices(strategy)
     predicted = Prediction(
         step_time_s=Quantity(value=_round(step_s), kind=kind),

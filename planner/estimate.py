@@ -37,6 +37,10 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
         raise ConfigError(
             f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over {mesh.pp} stages with at least one each",
             hint="change the number of blocks of a stage")
+    if any(count % frame.virtual_stages for count in blocks):
+        raise ConfigError(
+            f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {frame.virtual_stages} virtual stages",
+            hint="change the number of blocks of a rank")
 
 
 def estimate_plan(

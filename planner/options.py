@@ -1,15 +1,25 @@
-"""What the user typed -> what the planner takes: specs, with a word on every default that filled a gap."""
+"""What the user typed -> what the planner takes: specs, pins and options, with a word on every default that filled a gap.
+
+`Options` are the values of the command line by option name, None where the user said nothing.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
-from planner.request import Constraints
+from costmodels.mesh import Mesh
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
+from costmodels.strategy import Frame
+from planner.plan import Objective
+from planner.request import Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
@@ -17,6 +27,7 @@ from profiles.hardware import Cluster
 from profiles.spec import AttentionKernel, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.units import GB, GIB, MIB, TERA
 
+Options = Mapping[str, Any]
 DEFAULT_GPU = "a100-80gb"
 _SIZE_UNITS = {"gib": GIB, "mib": MIB, "tib": 1024 * GIB, "gb": GB, "mb": 10**6, "tb": TERA}
 
@@ -90,31 +101,79 @@ def _training(asked: Asked, entry: ModelEntry) -> tuple[TrainingSpec, tuple[str,
         seq_length=entry.seq_length if asked.seq_length is None else asked.seq_length,
         precision=Precision(asked.precision or Precision.BF16), attention=AttentionKernel(asked.attention or AttentionKernel.FLASH))
     origins = {"global_batch_size": " (the model's)", "seq_length": " (the model's)", "precision": "", "attention": ""}
-    assumed = (f"--{_flag(name)} {getattr(training, name)}{origin}" for name, origin in origins.items() if getattr(asked, name) is None)
-    return training, tuple(assumed)
+    taken = [name for name in origins if getattr(asked, name) is None]
+    return training, tuple(f"--{name.replace('_', '-')} {getattr(training, name)}{origins[name]}" for name in taken)
 
 
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+def question_of(options: Options) -> Question:
+    """The question that the options ask. Raises ConfigError, as `question` does."""
+    return question(Asked(**{field.name: options[field.name] for field in fields(Asked)}))
+
+
+def constraints(options: Options) -> Constraints:
+    """The pinned choices."""
+    sequence_parallel = options["sequence_parallel"]
+    return Constraints(
+        **{name: options[name] for name in ("pp", "dp", "tp", "micro_batch_size", "virtual_stages", "zero", "tp_across_nodes")},
+        schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),
+        recompute=options["recompute"] and tuple(map(Recompute, options["recompute"])),
+        sequence_parallel=None if sequence_parallel is None else (sequence_parallel,))
+
+
+def search_options(options: Options) -> SearchOptions:
+    """How to search. Raises ConfigError for numbers out of range and a size without a unit."""
+    given = {name: options[name] for name in ("max_slowdown", "memory_margin") if options[name] is not None}
+    limit = options["memory_limit"]
+    return SearchOptions(
+        **given, objective=Objective(options["objective"]), solver=SolverName(options["solver"]), time_limit_s=options["time_limit"],
+        memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit))
+
+
+def all_assumed(question: Question, options: Options, how: SearchOptions) -> tuple[str, ...]:
+    """Every default that a search took: those of the question, and the shares that bound it."""
+    assumed = question.assumed
+    if options["memory_margin"] is None and options["memory_limit"] is None:
+        assumed += (f"--memory-margin {how.memory_margin}",)
+    if how.objective is Objective.MEMORY and options["max_slowdown"] is None:
+        assumed += (f"--max-slowdown {how.max_slowdown}",)
+    return assumed
+
+
+def frame(question: Question, options: Options) -> Frame:
+    """The frame of a layout made by hand; what does not divide is left to the planner's check, which says why."""
+    pp, tp, micro_batch_size = options["pp"], options["tp"], options["micro_batch_size"]
+    dp = options["dp"] or max(1, question.cluster.num_gpus // (pp * tp))
+    schedule = options["schedule"] or (Schedule.INTERLEAVED if options["virtual_stages"] > 1 else Schedule.ONE_F_ONE_B)
+    return Frame(
+        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule(schedule), virtual_stages=options["virtual_stages"],
+        micro_batch_size=micro_batch_size, num_micro_batches=max(1, question.training.global_batch_size // (micro_batch_size * dp)),
+        sequence_parallel=options["sequence_parallel"])
 
 
 def require_possible(question: Question, pins: Constraints) -> None:
     """Raises ConfigError for pins that exclude every mesh, with the one that does it: clearer than a count of candidates."""
     num_gpus, batch = question.cluster.num_gpus, question.training.global_batch_size
-    if pins.tp is not None:
-        reasons = [
-            illegal_tensor_parallel(tp, question.model, question.cluster, across_nodes=pins.tp_across_nodes) for tp in pins.tp]
-        if all(reasons):
-            raise ConfigError(f"--tp {_listed(pins.tp)}: {reasons[0]}", hint="pin another --tp, or leave it to the search")
-    for name, whole, what in (
-        ("tp", num_gpus, "GPUs"), ("pp", num_gpus, "GPUs"), ("dp", num_gpus, "GPUs"), ("dp", batch, "sequences of the global batch"),
-        ("micro_batch_size", batch, "sequences of the global batch"),
-    ):
-        allowed = getattr(pins, name)
-        if allowed is not None and all(whole % value for value in allowed):
-            raise ConfigError(f"--{_flag(name)} {_listed(allowed)} does not divide the {whole} {what}", hint=f"pin a divisor of {whole}")
+    _require_tensor_parallel(question, pins)
+    _require_divisor({"tp": pins.tp}, num_gpus, "GPUs")
+    _require_divisor({"pp": pins.pp}, num_gpus, "GPUs")
+    _require_divisor({"dp": pins.dp}, num_gpus, "GPUs")
+    _require_divisor({"dp": pins.dp, "micro-batch-size": pins.micro_batch_size}, batch, "sequences of the global batch")
     if pins.pp and pins.dp and pins.tp and num_gpus not in map(prod, product(pins.pp, pins.dp, pins.tp)):
         raise ConfigError(f"no --pp x --dp x --tp that is pinned makes {num_gpus} GPUs", hint="leave --dp to the search")
+
+
+def _require_tensor_parallel(question: Question, pins: Constraints) -> None:
+    reasons = [
+        illegal_tensor_parallel(tp, question.model, question.cluster, across_nodes=pins.tp_across_nodes) for tp in pins.tp or ()]
+    if reasons and all(reasons):
+        raise ConfigError(f"--tp is pinned: {reasons[0]}", hint="pin another --tp, or leave it to the search")
+
+
+def _require_divisor(pins: Mapping[str, tuple[int, ...] | None], whole: int, what: str) -> None:
+    """Raises ConfigError when no product of one value of each pin divides `whole`; an open pin counts as 1."""
+    if all(whole % prod(values) for values in product(*(allowed or (1,) for allowed in pins.values()))):
+        named = " x ".join(f"--{name} {_listed(allowed)}" for name, allowed in pins.items() if allowed)
+        raise ConfigError(f"{named} does not divide the {whole} {what}", hint=f"pin a divisor of {whole}")
 
 
 def _listed(values: tuple[int, ...]) -> str:

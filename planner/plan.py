@@ -19,7 +19,7 @@ import yaml
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from profiles.catalog import cluster_document, cluster_from_document
-from profiles.errors import ConfigError
+from profiles.errors import ConfigError, unknown_name_error
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.provenance import Kind
@@ -280,4 +280,21 @@ def read(path: Path) -> Plan:
             f"{path}: plan_version is {version!r}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
     if "cluster" in body:
         body = {**body, "cluster": cluster_from_document(body["cluster"], f"{path}: cluster")}
-    return parse(Plan, body, str(path))
+    plan = parse(Plan, body, str(path))
+    _require_whole(plan, path)
+    return plan
+
+
+def _require_whole(plan: Plan, path: Path) -> None:
+    """Raises ConfigError where the parts of a file do not fit together: stages without their plan, rank or memory."""
+    known, ranks = plan.layer_plans, range(plan.mesh.pp)
+    for index, stage in enumerate(plan.stages):
+        unknown = [run.plan for run in stage.layers if run.plan not in known]
+        if unknown:
+            raise unknown_name_error("layer plan", unknown[0], known, where=f"{path}: stages.{index}")
+        if stage.rank not in ranks:
+            raise ConfigError(f"{path}: stages.{index}: rank is {stage.rank}, the mesh has pp {plan.mesh.pp}", hint="make the plan again")
+    if [memory.stage for memory in plan.predicted.memory_gib] != list(ranks):
+        raise ConfigError(
+            f"{path}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}",
+            hint="make the plan again")

@@ -1,0 +1,1 @@
+"""What the planner shows to people (rich) and to programs (JSON). Nothing is imported here: parts load when used."""

@@ -1,0 +1,60 @@
+"""What the parts of a plan are called when a person reads them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from costmodels.mesh import Mesh
+from costmodels.recompute import Recompute, recompute_operators
+from costmodels.schedules import Schedule
+from planner.plan import LayerPlan, Pipeline, Plan
+from profiles.model import LayerKind, ModelGraph
+from profiles.transformer import build_graph
+
+_SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "interleaved 1F1B"}
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """`pp 4 x dp 16 x tp 1`."""
+    return f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}"
+
+
+def pipeline_phrases(pipeline: Pipeline, mesh: Mesh) -> tuple[str, ...]:
+    """Schedule, virtual stages and micro-batches; without a pipeline there is no schedule to name."""
+    micro_batches = f"micro-batch {pipeline.micro_batch_size} x {pipeline.num_micro_batches}"
+    if mesh.pp == 1:
+        return ("no pipeline", micro_batches)
+    virtual = (f"{pipeline.virtual_stages} virtual stages",) if pipeline.virtual_stages > 1 else ()
+    return (_SCHEDULES[pipeline.schedule], *virtual, micro_batches)
+
+
+def graph_of(plan: Plan) -> ModelGraph:
+    """The operator graph of the plan's model, for one sequence."""
+    return build_graph(plan.model, plan.training, 1)
+
+
+def recompute_names(graph: ModelGraph) -> Mapping[tuple[str, ...], str]:
+    """What a block's list of recomputed operators is called: none, selective (with the operators), full."""
+    block = graph.layer_class(LayerKind.BLOCK)
+    selective = recompute_operators(block, Recompute.SELECTIVE)
+    return {
+        recompute_operators(block, Recompute.FULL): "full",
+        selective: f"selective ({', '.join(selective)})",
+        (): "none",
+    }
+
+
+def recompute_text(layer_plan: LayerPlan, names: Mapping[tuple[str, ...], str]) -> str:
+    """The name of what a layer plan recomputes, or its operators when they are nobody's preset."""
+    return names.get(layer_plan.recompute) or ", ".join(layer_plan.recompute)
+
+
+def blocks_by_plan(plan: Plan) -> dict[str, int]:
+    """How many blocks run on each of the layer plans of blocks, in the order of the file."""
+    counts: Counter[str] = Counter()
+    for stage in plan.stages:
+        for run in stage.layers:
+            if run.blocks is not None:
+                counts[run.plan] += run.blocks[1] - run.blocks[0] + 1
+    return {name: counts[name] for name in plan.layer_plans if counts[name]}

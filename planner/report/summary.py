@@ -1,0 +1,148 @@
+"""The summary of a plan, in the shape that `plan` and `plan show` print."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from planner.plan import Objective, Plan, RunnerUp, Status
+from planner.report.names import blocks_by_plan, graph_of, mesh_text, pipeline_phrases, recompute_names, recompute_text
+from planner.report.stages import fullest, print_stages
+from planner.report.text import LABEL_WIDTH, aligned, gib_text, joined, labelled, percent, say, seconds_text
+from profiles.provenance import Kind
+from profiles.units import format_count
+
+RUNNERS_UP = 3  # of the short form
+NOTHING = 1e-9  # share of the step below which a time is rounding
+_CAUSES = (
+    ("compute", "compute_s"), ("recompute", "recompute_s"), ("bubble", "pp_bubble_s"), ("data", "dp_comm_s"),
+    ("tensor", "tp_comm_s"), ("p2p", "pp_comm_s"), ("optimizer", "optimizer_s"),
+)
+_REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+_PRICE_NOTES = {
+    Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far to trust it' in the README",
+    Kind.INTERPOLATED: "the step time is a price interpolated between measured tables, not a measurement of this step",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What the summary says that the plan does not hold: defaults taken, how long it took, whether Ctrl-C ended it.
+
+    whole: every stage and every runner-up, however many
+    """
+
+    assumed: tuple[str, ...] = ()
+    elapsed_s: float | None = None
+    interrupted: bool = False
+    whole: bool = False
+
+
+def print_summary(plan: Plan, out: Console, context: Context) -> None:
+    """Print the plan for a person."""
+    say(out, _header(plan, out.width), "bold")
+    if context.assumed:
+        say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
+    say(out)
+    for line in aligned(((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in _facts(plan, context)), out.width, left=(0, 1, 2)):
+        say(out, line)
+    say(out)
+    say(out, _time(plan, out.width))
+    say(out, _redundancy(plan, out.width))
+    say(out)
+    print_stages(plan, out, whole=context.whole)
+    say(out)
+    _print_runners_up(plan, out, whole=context.whole)
+    note = _PRICE_NOTES.get(plan.predicted.step_time_s.kind)
+    if note:
+        say(out, joined(note.split(" "), " ", out.width, start=labelled("note")), "dim")
+
+
+def _header(plan: Plan, width: int) -> str:
+    model, cluster, training = plan.model, plan.cluster, plan.training
+    return joined((
+        f"{model.name}, {format_count(graph_of(plan).num_parameters)} parameters, {model.num_layers} layers",
+        f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
+        f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {training.precision}, {training.optimizer.capitalize()}",
+    ), " | ", width, indent=2)
+
+
+def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
+    predicted, worst = plan.predicted, fullest(plan)
+    yield "mesh", mesh_text(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
+    yield ("layers", *_layers(plan))
+    step = predicted.step_time_s
+    speed = f"{predicted.tokens_per_s_per_gpu.value:,.0f} tokens/s/GPU, {percent(predicted.mfu.value)} MFU"
+    yield "step", f"{seconds_text(step.value)} ({step.kind})", speed
+    free = worst.capacity - worst.total
+    place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
+    room = f"{gib_text(free)} GiB free" if free >= 0 else f"does not fit: {gib_text(-free)} GiB more than the device has"
+    yield "memory", f"{gib_text(worst.total)} GiB of {worst.capacity:.1f}", place + room
+    yield _proof(plan, context)
+
+
+def _layers(plan: Plan) -> tuple[str, str]:
+    """ZeRO stage and recompute of the blocks; with numbers of blocks where they differ."""
+    names, zero, recompute = recompute_names(graph_of(plan)), Counter[str](), Counter[str]()
+    for name, count in blocks_by_plan(plan).items():
+        zero[f"ZeRO {plan.layer_plans[name].zero}"] += count
+        recompute[recompute_text(plan.layer_plans[name], names)] += count
+    sequence = ", sequence parallel" if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ""
+    return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}"
+
+
+def _shares(counts: Counter[str]) -> Iterator[str]:
+    for index, (name, count) in enumerate(counts.items()):
+        yield name if len(counts) == 1 else f"{name} on {count}{' blocks' if index == 0 else ''}"
+
+
+def _proof(plan: Plan, context: Context) -> tuple[str, str, str]:
+    search = plan.search
+    if search.status is Status.ESTIMATE:
+        return "proven", "nothing", "priced by hand, not searched"
+    took = "" if context.elapsed_s is None else f", {context.elapsed_s:.1f} s"
+    counts = f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, {search.candidates.solved:,} solved{took}"
+    what = "" if search.objective is Objective.THROUGHPUT else " of the redundancy"
+    gap = f"gap {percent(search.gap)}{what}"
+    if search.status is Status.OPTIMAL:
+        return "proven", gap, counts
+    reason = "stopped early (Ctrl-C); " if context.interrupted else "stopped early; "
+    return "proven", gap, reason + counts
+
+
+def _time(plan: Plan, width: int) -> str:
+    """Where the step goes; causes that cost nothing are left out."""
+    step_s = plan.predicted.step_time_s.value
+    scale, unit = (1.0, "s") if step_s >= 1 else (1e3, "ms")
+    digits = 1 if step_s * scale >= 100 else 2
+    found = ((name, getattr(plan.predicted.breakdown, field).value) for name, field in _CAUSES)
+    phrases = [f"{name} {seconds * scale:.{digits}f}" for name, seconds in found if seconds > NOTHING * step_s]
+    return joined((f"{phrases[0]} {unit}", *phrases[1:]), " | ", width, start=labelled("time"))
+
+
+def _redundancy(plan: Plan, width: int) -> str:
+    redundancy = plan.predicted.redundancy_gib
+    parts = [f"{name} {gib_text(getattr(redundancy, name))}" for name in _REDUNDANT if getattr(redundancy, name)]
+    return joined((f"{gib_text(redundancy.total)} GiB over all GPUs", *parts), " | ", width, start=labelled("redundant"))
+
+
+def _print_runners_up(plan: Plan, out: Console, *, whole: bool) -> None:
+    found = plan.search.runners_up if whole else plan.search.runners_up[:RUNNERS_UP]
+    if not found:
+        return
+    labels = ("also", *[""] * (len(found) - 1))
+    rows = ((f"{label:{LABEL_WIDTH - 4}}", *_runner_up(other, plan)) for label, other in zip(labels, found, strict=True))
+    for line in aligned(rows, out.width, left=(0, 4)):
+        say(out, line)
+
+
+def _runner_up(other: RunnerUp, plan: Plan) -> tuple[str, str, str, str]:
+    slower = other.step_time_s / plan.predicted.step_time_s.value - 1
+    memory = f"{gib_text(other.peak_memory_gib)} GiB"
+    if plan.search.objective is Objective.MEMORY:
+        memory += f", {gib_text(other.redundancy_gib)} redundant"
+    name = ", ".join((mesh_text(other.mesh), *pipeline_phrases(other.pipeline, other.mesh)))
+    return seconds_text(other.step_time_s), f"({100 * slower:+.1f} %)", memory, name

@@ -1,0 +1,391 @@
+"""The command line: what it prints and where, what it writes, and one line of error and hint for every bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+import cli
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
+from planner.plan import Objective, Status, read
+from planner.request import SolverName
+from planner.stage_ilp import Master
+from profiles.spec import AttentionKernel, Precision
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "2")
+BIG = ("--model", "gpt-20b", "--gpus", "64")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+def succeed(*arguments: str) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def fail(code: int, *arguments: str) -> str:
+    """The message of a run that must end with one `error:` and one `hint:` line and nothing on stdout."""
+    result = run(*arguments)
+    lines = result.stderr.splitlines()
+    assert result.exit_code == code, result.output
+    assert [line.split(":")[0] for line in lines] == ["error", "hint"], result.stderr
+    assert result.stdout == ""
+    return result.stderr
+
+
+def plan_file(*arguments: str) -> Path:
+    succeed(*(arguments or TINY))
+    return Path("plan.yaml")
+
+
+# What a search prints and writes
+
+
+def test_a_search_writes_the_plan_and_prints_its_summary_and_how_to_run_it():
+    result = succeed(*BIG)
+
+    plan = read(Path("plan.yaml"))
+    assert plan.model.name == "gpt-20b"
+    assert plan.mesh.num_ranks == 64
+    assert plan.search.status is Status.OPTIMAL
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0] == "gpt-20b, 20.3 B parameters, 44 layers | 64 x a100-80gb, 8 a node | 1,024 x 2,048 tokens, bf16, Adam"
+    assert f"pp {plan.mesh.pp} x dp {plan.mesh.dp} x tp {plan.mesh.tp}" in result.stdout
+    assert f"({plan.predicted.step_time_s.kind})" in result.stdout
+    assert lines[-2:] == ["wrote plan.yaml; run it with", "  torchrun --nnodes 8 --nproc-per-node 8 -m executor plan.yaml"]
+
+
+def test_every_default_that_was_taken_is_printed_and_no_other():
+    def assumed(*arguments: str) -> str:
+        found = re.search(r"assumed: (.*?)\n\n", succeed(*arguments).stdout, re.DOTALL)
+        return " ".join(found[1].split()) if found else ""
+
+    assert assumed(*TINY) == (
+        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), --precision bf16, "
+        "--attention flash, --memory-margin 0.08")
+    assert assumed(*TINY, "--precision", "fp32", "--memory-limit", "3GiB", "--global-batch-size", "8", "--objective", "memory") == (
+        "--gpus-per-node 2, --seq-length 64 (the model's), --attention flash, --max-slowdown 0.1")
+
+
+def test_a_model_on_one_node_is_run_without_nnodes():
+    assert succeed(*TINY).stdout.endswith("  torchrun --nproc-per-node 2 -m executor plan.yaml\n")
+
+
+def test_the_same_request_writes_the_same_bytes():
+    succeed(*BIG, "--output", "first.yaml")
+    succeed(*BIG, "--output", "second.yaml")
+
+    assert Path("first.yaml").read_bytes() == Path("second.yaml").read_bytes()
+
+
+def test_json_is_the_plan_and_the_elapsed_time_and_nothing_else():
+    body = json.loads(succeed(*TINY, "--json").stdout)
+
+    assert body.pop("elapsed_s") >= 0
+    assert body == yaml.safe_load(Path("plan.yaml").read_text())
+
+
+def test_output_dash_puts_the_plan_on_stdout_and_the_summary_on_stderr():
+    result = succeed(*TINY, "--output", "-")
+
+    assert yaml.safe_load(result.stdout)["model"]["name"] == "gpt-tiny"
+    assert "tokens/s/GPU" in result.stderr
+    assert not Path("plan.yaml").exists()
+
+
+def test_pins_and_options_reach_the_search():
+    succeed(
+        *TINY, "--tp", "2", "--micro-batch-size", "2,4", "--zero", "0", "--recompute", "full", "--sequence-parallel", "--precision", "fp32",
+        "--seq-length", "32", "--objective", "memory", "--max-slowdown", "0.5", "--solver", "cbc", "--time-limit", "60")
+
+    plan = read(Path("plan.yaml"))
+    assert (plan.mesh.tp, plan.training.seq_length, plan.training.precision) == (2, 32, Precision.FP32)
+    assert plan.pipeline.micro_batch_size in (2, 4)
+    assert plan.search.objective is Objective.MEMORY
+    assert all(layer.sequence_parallel for layer in plan.layer_plans.values())
+    assert len(plan.layer_plans["A"].recompute) == 10
+
+
+def test_pipeline_pins_reach_the_search():
+    succeed(*TINY, "--pp", "2", "--schedule", "interleaved", "--virtual-stages", "2")
+
+    assert read(Path("plan.yaml")).pipeline.schedule is Schedule.INTERLEAVED
+
+
+def test_a_memory_limit_is_kept():
+    succeed(*BIG, "--memory-limit", "40GiB")
+
+    assert max(stage.total for stage in read(Path("plan.yaml")).predicted.memory_gib) <= 40.001
+
+
+def test_a_cluster_file_says_what_and_how_many():
+    source = (ROOT / "configs/clusters/cpu.yaml").read_text().replace("name: cpu", "name: mine", 1).replace("nodes: 1", "nodes: 2")
+    Path("mine.yaml").write_text(source)
+
+    def planned(*arguments: str) -> tuple[str, int, int]:
+        succeed("--model", "gpt-tiny", "--cluster", "mine.yaml", *arguments)
+        cluster = read(Path("plan.yaml")).cluster
+        return cluster.name, cluster.nodes, cluster.gpus_per_node
+
+    assert planned() == ("mine", 2, 2)
+    assert planned("--gpus", "8") == ("mine", 4, 2)
+    assert planned("--gpus-per-node", "4") == ("mine", 1, 4)
+
+
+def test_explain_groups_the_pruned_candidates_by_reason():
+    output = succeed(*BIG, "--explain").stdout
+
+    assert re.match(r"\d+ candidates: \d+ legal, \d+ pruned before the search\n", output)
+    assert re.search(r"^ +\d+  tp 16 does not fit inside a node of 8 GPUs", output, re.MULTILINE)
+    assert "such as pp 1 x dp 4 x tp 16" in output
+
+
+# The other commands
+
+
+def test_show_prints_the_summary_of_the_search_with_layer_plans():
+    searched = succeed(*TINY, "--tp", "2").stdout
+
+    shown = succeed("show", "plan.yaml").stdout
+
+    assert searched.splitlines()[0] == shown.splitlines()[0]
+    assert re.search(r"A +0 +none +blocks 0-3", shown)
+    assert re.search(r"qkv +- +Shard\(2\)@tp +weight Shard\(0\)@tp", shown)
+
+
+def test_show_json_is_the_plan():
+    path = plan_file()
+
+    assert json.loads(succeed("show", str(path), "--json").stdout) == yaml.safe_load(path.read_text())
+
+
+def test_estimate_prices_a_layout_and_derives_the_data_parallel_degree():
+    output = succeed(
+        "estimate", "--model", "gpt-22b", "--gpus", "16", "--tp", "4", "--pp", "2", "--micro-batch-size", "2", "--recompute", "full",
+        "--zero", "1", "--sequence-parallel", "--output", "hand.yaml").stdout
+
+    plan = read(Path("hand.yaml"))
+    assert plan.mesh.dp == 2
+    assert plan.search.status is Status.ESTIMATE
+    assert "priced by hand, not searched" in output
+    assert "recompute full" in output
+    assert "wrote hand.yaml" in output
+
+
+def test_estimate_writes_nothing_unless_asked():
+    succeed("estimate", *TINY)
+
+    assert not list(Path().iterdir())
+
+
+def test_estimate_says_by_how_much_a_layout_does_not_fit():
+    output = succeed("estimate", "--model", "gpt-175b", "--gpus", "8").stdout
+
+    assert re.search(r"does not fit: [\d.,]+ GiB more than the device has", output)
+
+
+def test_models_and_clusters_are_listed():
+    models, clusters = succeed("models").stdout, succeed("clusters").stdout
+
+    assert re.search(r"^gpt-20b +20\.3 B +44 +6144 +64 \(64\) +2048 +1024 ", models, re.MULTILINE)
+    assert re.search(r"^a100-80gb +79\.2 +312 .*fitted$", clusters, re.MULTILINE)
+    assert re.search(r"^cpu .*assumed$", clusters, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", ["models", "clusters"])
+def test_lists_are_json_too(command):
+    rows = json.loads(succeed(command, "--json").stdout)
+
+    assert rows[0]["name"]
+
+
+def test_the_published_schema_is_that_of_the_code():
+    assert succeed("schema").stdout == (ROOT / "docs/plan.schema.json").read_text()
+
+
+@pytest.mark.parametrize("command", [[], ["show"], ["estimate"], ["models"], ["clusters"], ["schema"]], ids=lambda c: c[0] if c else "plan")
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_every_help_has_an_example(command, flag):
+    assert "\nExample:\n  plan" in succeed(*command, flag).stdout
+
+
+def test_version_is_printed():
+    assert succeed("--version").stdout.startswith("plan, ")
+
+
+def test_the_choices_of_the_options_are_those_of_the_planner():
+    assert set(Schedule) == set(cli.SCHEDULES)
+    assert set(Recompute) == set(cli.RECOMPUTE)
+    assert set(Precision) == set(cli.PRECISIONS)
+    assert set(AttentionKernel) == set(cli.ATTENTION)
+    assert set(SolverName) == {"cbc", "highs"}
+    assert set(Objective) == {"throughput", "memory"}
+
+
+# Bad input: one error, one hint, the exit code
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    pytest.param(("--model", "gtp-20b", "--gpus", "8"), r"unknown model 'gtp-20b'\nhint: did you mean 'gpt-20b'", id="unknown-model"),
+    pytest.param((*BIG, "--gpu", "a100-80"), r"unknown GPU 'a100-80'\nhint: did you mean 'a100-80gb'", id="unknown-gpu"),
+    pytest.param((), r"--model is missing\nhint: .*plan --model gpt-20b --gpus 64", id="nothing"),
+    pytest.param(("--model", "gpt-20b"), r"--gpus is missing", id="no-gpus"),
+    pytest.param(("--model", "gpt-20b", "--gpus", "12"), r"12 GPUs do not fill whole nodes of 8 .*\nhint: use --gpus 8 or", id="12-gpus"),
+    pytest.param(("--model", "gpt-20b", "--gpus", "97", "--gpus-per-node", "97"), r"no legal way to use 97 GPUs", id="prime"),
+    pytest.param(("--model", "gpt-20b", "--gpus", "-4"), r"--gpus is -4, it must be at least 1", id="negative-gpus"),
+    pytest.param((*BIG, "--tp", "3"), r"tp 3 does not divide the 64 attention heads", id="heads"),
+    pytest.param((*BIG, "--pp", "5,6"), r"--pp 5,6 does not divide the 64 GPUs", id="pins-that-do-not-divide"),
+    pytest.param((*BIG, "--pp", "2", "--dp", "2", "--tp", "2"), r"no --pp x --dp x --tp that is pinned makes 64", id="pins-together"),
+    pytest.param((*BIG, "--micro-batch-size", "3"), r"--micro-batch-size 3 does not divide the 1024 sequences", id="micro-batch"),
+    pytest.param((*BIG, "--dp", "64", "--micro-batch-size", "32"), r"--dp 64 x --micro-batch-size 32 does not", id="dp-x-micro-batch"),
+    pytest.param((*BIG, "--tp", "0"), r"--tp", id="tp-0"),
+    pytest.param((*BIG, "--tp", "two"), r"--tp", id="tp-word"),
+    pytest.param((*BIG, "--zero", "4"), r"--zero", id="zero-4"),
+    pytest.param((*BIG, "--schedule", "1f2b"), r"'1f2b' is not one of 'gpipe', '1f1b', 'interleaved'", id="schedule"),
+    pytest.param((*BIG, "--global-batch-size", "-1"), r"global_batch_size is -1", id="negative-batch"),
+    pytest.param((*BIG, "--seq-length", "4096"), r"--seq-length is 4096, gpt-20b learns 2048 positions", id="positions"),
+    pytest.param((*BIG, "--gpu", "v100-32gb"), r"v100-32gb has no bf16 .*\nhint: choose another --precision", id="precision"),
+    pytest.param((*BIG, "--memory-limit", "72"), r"--memory-limit is '72'.*\nhint: for example --memory-limit 72GiB", id="no-unit"),
+    pytest.param((*BIG, "--memory-limit", "72XB"), r"--memory-limit is '72XB'", id="unknown-unit"),
+    pytest.param((*BIG, "--memory-limit", "0GiB"), r"more than nothing", id="no-memory"),
+    pytest.param((*BIG, "--memory-margin", "2"), r"--memory-margin is 2.0", id="margin"),
+    pytest.param((*BIG, "--max-slowdown", "-1"), r"--max-slowdown is -1.0", id="slowdown"),
+    pytest.param((*BIG, "--time-limit", "-1"), r"--time-limit is -1.0", id="time-limit"),
+    pytest.param((*BIG, "--gpu", "cpu", "--cluster", "x.yaml"), r"--gpu and --cluster", id="gpu-and-cluster"),
+    pytest.param(("--model", "gpt-20b", "--cluster", "missing.yaml"), r"cannot read missing.yaml", id="no-cluster-file"),
+    pytest.param(("--modle", "gpt-20b"), r"no such option '--modle'\nhint: did you mean '--model'", id="wrong-flag"),
+    pytest.param(("shwo", "plan.yaml"), r"unknown command 'shwo'\nhint: did you mean 'show'", id="wrong-command"),
+    pytest.param((*BIG, "models"), r"--model stands before models", id="options-before-a-command"),
+    pytest.param(("--json", "models"), r"--json stands before models", id="json-before-a-command"),
+    pytest.param(("show",), r"missing argument 'PLAN'\nhint: see plan show --help", id="no-plan"),
+    pytest.param(("show", "missing.yaml"), r"cannot read missing.yaml", id="missing-plan"),
+    pytest.param(("estimate", *BIG, "--tp", "8", "--dp", "2"), r"pp 1 x dp 2 x tp 8 is 16 GPUs, the cluster has 64", id="estimate-mesh"),
+    pytest.param(("estimate", *TINY, "--micro-batch-size", "5"), r"the global batch of 16 is not micro-batch 5", id="estimate-batch"),
+])
+def test_bad_input_is_one_error_and_one_hint(arguments, message):
+    assert re.match(f"error: .*{message}", fail(2, *arguments))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    pytest.param(lambda text: "a: [1\n", r"plan.yaml:2: not YAML", id="broken"),
+    pytest.param(lambda text: "- 1\n", r"a plan is a mapping, found list", id="a-list"),
+    pytest.param(lambda text: text.replace("plan_version: 1", "plan_version: 2"), r"plan_version is 2, .* reads 1", id="version"),
+    pytest.param(lambda text: text.replace("\npipeline:", "\npiepline:"), r"unknown key piepline\nhint: did you mean 'pipeline'", id="key"),
+    pytest.param(lambda text: text.replace("{pp:", "{ppp:"), r"unknown key mesh.ppp\nhint: did you mean 'pp'", id="inner-key"),
+    pytest.param(lambda text: text.replace("nics: 1", "nicks: 1"), r"unknown key node.nicks\nhint: did you mean 'nics'", id="cluster"),
+    pytest.param(lambda text: text.replace("plan: A", "plan: B"), r"unknown layer plan 'B' in plan.yaml: stages.0", id="layer-plan"),
+    pytest.param(lambda text: text.replace("rank: 0", "rank: 7"), r"stages.0: rank is 7, the mesh has pp 1", id="rank"),
+    pytest.param(lambda text: text.replace("stage: 0", "stage: 1"), r"predicted.memory_gib has 1 stages", id="memory"),
+    pytest.param(lambda text: text.replace("zero: 0", "zero: 5").replace("zero: 3", "zero: 5"), r"zero is 5, it must be", id="value"),
+])
+def test_a_broken_plan_file_is_one_error_and_one_hint(change, message):
+    path = plan_file()
+    path.write_text(change(path.read_text()))
+
+    assert re.search(message, fail(2, "show", str(path)))
+
+
+@pytest.mark.parametrize(("output", "message"), [
+    pytest.param("missing/plan.yaml", "missing: no such folder", id="no-folder"),
+    pytest.param("file/plan.yaml", "file: not a folder", id="under-a-file"),
+    pytest.param(".", "a folder", id="a-folder"),
+    pytest.param("/dev/null", "not a regular file", id="a-device"),
+])
+def test_an_output_that_cannot_be_written_is_found_before_the_search(output, message, monkeypatch):
+    monkeypatch.setattr("planner.search.find_plan", None)
+    Path("file").touch()
+
+    assert re.match(f"error: cannot write .*{message}\nhint: .*--output", fail(2, *TINY, "--output", output))
+
+
+def test_a_model_that_does_not_fit_says_how_much_is_missing_and_how_many_gpus_are_enough():
+    error = fail(3, "--model", "gpt-175b", "--gpus", "8", "--tp", "8")
+
+    assert re.search(r"does not fit on 8 x a100-80gb: .* on stage \d+, .* usable: [\d.]+ GiB short\nhint: \d+ GPUs are enough", error)
+
+
+def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap():
+    output = succeed(*BIG, "--time-limit", "0.000001").stdout
+
+    assert re.search(r"gap [\d.]+ % +stopped early; [\d,]+ candidates", output)
+    assert read(Path("plan.yaml")).search.status is Status.FEASIBLE
+
+
+# Ctrl-C and pipes
+
+
+def test_ctrl_c_prints_and_writes_the_best_plan_so_far(monkeypatch):
+    solve, solved = Master.fastest, []
+
+    def interrupted(self, *arguments):
+        if solved:
+            signal.raise_signal(signal.SIGINT)
+        solved.append(self)
+        return solve(self, *arguments)
+
+    monkeypatch.setattr(Master, "fastest", interrupted)
+
+    result = run(*BIG)
+
+    assert result.exit_code == 130
+    assert re.search(r"gap [\d.]+ %.*stopped early \(Ctrl-C\)", result.stdout)
+    assert read(Path("plan.yaml")).search.status is Status.FEASIBLE
+
+
+def test_ctrl_c_before_the_first_plan_is_one_line(monkeypatch):
+    monkeypatch.setattr(Master, "fastest", lambda *_: signal.raise_signal(signal.SIGINT))
+
+    result = run(*BIG)
+
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "interrupted before a plan was found; nothing was written\n"
+    assert not Path("plan.yaml").exists()
+
+
+def in_a_shell(*arguments: str, **settings) -> subprocess.Popen[str]:
+    """The command in a process of its own, which Ctrl-C interrupts even where the tests run with it ignored."""
+    code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import cli; cli.main({list(arguments)!r})"
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, **settings)
+
+
+def test_a_search_in_another_process_ends_on_sigint_without_a_traceback():
+    process = in_a_shell("--model", "gpt-1t", "--gpus", "12288", "--explain")
+    process.stdout.readline()  # the pruned candidates are listed just before the search, which takes seconds
+    time.sleep(0.3)
+
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_a_closed_pipe_is_silent():
+    with in_a_shell("models") as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+
+    assert errors == ""

@@ -1,0 +1,273 @@
+"""What people read of a plan: every width keeps every number, alike stages are one row, text is the same off a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from costmodels.mesh import Mesh
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
+from costmodels.strategy import Frame
+from planner.estimate import estimate_plan
+from planner.options import Asked, parse_size, question, require_writable
+from planner.plan import Objective, Plan, RunnerUp, Status
+from planner.report.documents import plan_document, plan_schema
+from planner.report.explain import grouped
+from planner.report.layers import print_layers
+from planner.report.progress import progress_bar
+from planner.report.stages import layers_text, rows
+from planner.report.summary import Context, print_summary
+from planner.report.text import FIXED_WIDTH, aligned, console, gib_text, joined, seconds_text
+from planner.request import Progress
+from planner.space import Pruned
+from profiles.errors import ConfigError
+from profiles.provenance import Kind
+from profiles.units import GIB, MIB
+
+
+def estimated(
+    pp: int = 4, dp: int = 2, tp: int = 2, *, virtual_stages: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B, **choices: object,
+) -> Plan:
+    asked = question(Asked(model="gpt-20b", gpus=pp * dp * tp, gpu="a100-80gb", gpus_per_node=pp * dp * tp))
+    frame = Frame(
+        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=1,
+        num_micro_batches=1024 // dp, sequence_parallel=tp > 1)
+    return estimate_plan(asked.model, asked.cluster, asked.training, frame, **choices)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return estimated(zero=1, recompute=Recompute.SELECTIVE)
+
+
+def text_of(plan: Plan, width: int, **context: object) -> str:
+    out = Console(file=io.StringIO(), width=width, highlight=False)
+    print_summary(plan, out, Context(**context))
+    print_layers(plan, out)
+    return out.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_line_is_wider_than_the_terminal(plan, width):
+    assumed = ("--gpu a100-80gb", "--gpus-per-node 8", "--global-batch-size 1024 (the model's)", "--precision bf16", "--memory-margin 0.08")
+    text = text_of(plan, width, assumed=assumed)
+
+    assert max(map(len, text.splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_every_number_of_the_memory_table_is_whole_at_every_width(plan, width):
+    text = text_of(plan, width)
+
+    for memory in plan.predicted.memory_gib:
+        row = next(line for line in text.splitlines() if re.match(rf"  {memory.stage} ", line))
+        assert row.split()[-7:] == [f"{getattr(memory, name):.1f}" for name in (
+            "parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total")]
+
+
+def test_the_text_is_ascii_without_trailing_blanks(plan):
+    text = text_of(plan, 100)
+
+    assert text.isascii()
+    assert not [line for line in text.splitlines() if line != line.rstrip()]
+
+
+def test_the_headings_are_whole_words_where_they_fit(plan):
+    assert "temporaries  reserve" in text_of(plan, 120)
+    assert "temps  reserve" in text_of(plan, 80)
+
+
+def test_the_facts_of_a_plan_are_in_its_summary(plan):
+    text = " ".join(text_of(plan, 120).split())
+
+    assert "pp 4 x dp 2 x tp 2 1F1B, micro-batch 1 x 512" in text
+    assert "ZeRO 1 recompute selective (norm1, norm2, activation), sequence parallel" in text
+    assert f"({plan.predicted.step_time_s.kind})" in text
+    assert f"{100 * plan.predicted.mfu.value:.1f} % MFU" in text
+    assert "stage 0, the fullest;" in text
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Kind.ANALYTIC, True), (Kind.INTERPOLATED, True), (Kind.MEASURED, False)])
+def test_a_price_says_that_it_is_not_a_measurement(plan, kind, said):
+    predicted = replace(plan.predicted, step_time_s=replace(plan.predicted.step_time_s, kind=kind))
+
+    assert ("not a measurement" in text_of(replace(plan, predicted=predicted), 120)) is said
+
+
+@pytest.mark.parametrize(("status", "interrupted", "said"), [
+    (Status.OPTIMAL, False, "gap 2.0 %"),
+    (Status.FEASIBLE, False, "stopped early; "),
+    (Status.FEASIBLE, True, "stopped early (Ctrl-C); "),
+    (Status.ESTIMATE, False, "nothing"),
+])
+def test_what_was_proven_is_said(plan, status, interrupted, said):
+    plan = replace(plan, search=replace(plan.search, status=status, gap=0.02))
+
+    line = next(line for line in text_of(plan, 120, interrupted=interrupted, elapsed_s=1.26).splitlines() if "proven" in line)
+
+    assert said in line
+    assert (", 1.3 s" in line) is (status is not Status.ESTIMATE)
+
+
+def test_runners_up_say_how_much_slower_they_are(plan):
+    step_s = plan.predicted.step_time_s.value
+    others = tuple(
+        RunnerUp(mesh=plan.mesh, pipeline=plan.pipeline, step_time_s=step_s * (1 + n / 100), peak_memory_gib=10.0 + n, redundancy_gib=5.0)
+        for n in range(1, 6))
+    plan = replace(plan, search=replace(plan.search, runners_up=others))
+    lean = replace(plan, search=replace(plan.search, objective=Objective.MEMORY))
+
+    assert re.search(r"also .*\(\+1\.0 %\)  11\.0 GiB  pp 4 x dp 2 x tp 2, 1F1B", text_of(plan, 120))
+    assert "(+4.0 %)" not in text_of(plan, 120)
+    assert "(+5.0 %)" in text_of(plan, 120, whole=True)
+    assert "11.0 GiB, 5.00 redundant" in text_of(lean, 120)
+
+
+def test_stages_that_look_alike_are_one_row():
+    plan = estimated(pp=8, dp=1, tp=1, recompute=Recompute.FULL)
+    first = plan.predicted.memory_gib[0]
+    alike = replace(plan.predicted, memory_gib=tuple(replace(first, stage=stage) for stage in range(8)))
+
+    table = rows(replace(plan, predicted=alike))
+
+    # 44 blocks on 8 stages: 6 on the first four, 5 on the others
+    assert [(row.stages, layers_text(row, short=False)) for row in table] == [
+        ("0", "embedding, 0-5"), ("1-3", "6-23 (6 each)"), ("4-6", "24-38 (5 each)"), ("7", "39-43, head")]
+
+
+def test_interleaved_stages_show_their_chunks():
+    plan = estimated(pp=4, virtual_stages=11, schedule=Schedule.INTERLEAVED)
+
+    assert layers_text(rows(plan)[0], short=True) == "embed, 11 x 1 blocks"
+
+
+def test_a_long_pipeline_is_shortened_to_its_fullest_stages_unless_all_are_asked_for():
+    plan = estimated(pp=22, dp=1, tp=1)
+
+    assert "(10 less full stages left out: plan show lists them all)" in text_of(plan, 120)
+    assert "left out" not in text_of(plan, 120, whole=True)
+
+
+def test_placements_are_listed_once_per_kind_of_layer(plan):
+    text = text_of(plan, 100)
+
+    assert text.count("qkv") == 1
+    assert re.search(r"fc2 +Shard\(2\)@tp +Shard\(1\)@tp +weight Shard\(1\)@tp", text)
+    assert "placements" not in text_of(estimated(tp=1), 100)
+
+
+def test_pruned_candidates_are_grouped_by_reason_whatever_its_numbers():
+    groups = grouped([Pruned("a", "dp 3 does not divide 8"), Pruned("b", "too many"), Pruned("c", "dp 5 does not divide 8")])
+
+    assert [(group.count, group.example.candidate) for group in groups] == [(2, "a"), (1, "b")]
+
+
+def check(value: object, schema: dict, definitions: dict, path: str) -> None:
+    """`value` has the keys, and only those, that the schema gives, all the way down."""
+    if "$ref" in schema:
+        schema = definitions[schema["$ref"].rpartition("/")[2]]
+    if isinstance(value, dict):
+        properties, rest = schema.get("properties", {}), schema.get("additionalProperties")
+        assert set(schema.get("required", ())) <= set(value), path
+        for key, inner in value.items():
+            assert key in properties or isinstance(rest, dict), f"{path}.{key}"
+            check(inner, properties.get(key, rest), definitions, f"{path}.{key}")
+    elif isinstance(value, list) and "items" in schema:
+        for inner in value:
+            check(inner, schema["items"], definitions, path)
+    elif isinstance(value, str) and "enum" in schema:
+        assert value in schema["enum"], path
+
+
+def test_the_schema_describes_the_document_of_a_plan(plan):
+    schema = plan_schema()
+
+    check(plan_document(plan), schema, schema["$defs"], "plan")
+    assert not [name for name in schema["$defs"] if name.startswith("_")]
+
+
+def test_off_a_terminal_the_console_has_a_fixed_width_and_no_colour(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    out = console(io.StringIO())
+
+    out.print("text", style="bold red")
+
+    assert (out.width, out.file.getvalue()) == (FIXED_WIDTH, "text\n")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_colour_is_for_terminals_without_no_color(no_color, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    out = console(Terminal())
+
+    out.print("text", style="red")
+
+    assert ("\x1b[31m" in out.file.getvalue()) is not no_color
+
+
+def test_progress_is_shown_on_a_terminal_only():
+    with progress_bar(console(io.StringIO()), Objective.THROUGHPUT) as on_progress:
+        assert on_progress is None
+
+
+def test_progress_says_the_best_and_the_bound_in_the_unit_of_the_pass(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = console(Terminal())
+    with progress_bar(out, Objective.MEMORY) as on_progress:
+        on_progress(Progress(done=1, total=9, incumbent=20.0, bound=10.0))
+        on_progress(Progress(done=1, total=4, incumbent=3.0 * GIB, bound=None))
+
+    text = out.file.getvalue()
+    assert "best 20 s, at least 10 s" in text
+    assert "best 3.0 GiB" in text
+
+
+def test_phrases_break_only_between_phrases():
+    assert joined(("one two", "three", "four"), " | ", 17, start="a: ") == "a: one two |\n   three | four"
+
+
+def test_columns_align_and_the_last_text_column_wraps_after_commas():
+    assert aligned((("a", "1", "x" * 20 + ", " + "y" * 20), ("bb", "22", "z")), 40, left=(0, 2), indent=0) == [
+        "a    1  " + "x" * 20 + ",\n" + " " * 8 + "y" * 20, "bb  22  z"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.0, "0.00 us"), (2e-6, "2.00 us"), (0.0125, "12.5 ms"), (18.0, "18.0 s"), (2214.4, "2,214 s")])
+def test_times_keep_three_digits(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.0, "0.0"), (0.1234, "0.123"), (3.456, "3.46"), (61.25, "61.2"), (1234.5, "1,234.5")])
+def test_gib_have_the_decimals_worth_reading(value, text):
+    assert gib_text(value) == text
+
+
+@pytest.mark.parametrize(("text", "size"), [("72GiB", 72 * GIB), ("1.5 gib", 3 * GIB // 2), ("512MiB", 512 * MIB), ("80GB", 80 * 10**9)])
+def test_sizes_are_read_with_their_unit(text, size):
+    assert parse_size("--memory-limit", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "72", "GiB", "-1GiB", "1e3GiB", "7 2GiB", "0MiB", "nan GiB"])
+def test_a_size_that_is_not_a_number_and_a_unit_is_an_error(text):
+    with pytest.raises(ConfigError, match="--memory-limit"):
+        parse_size("--memory-limit", text)
+
+
+def test_a_folder_without_write_permission_is_found_before_the_search(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+
+    with pytest.raises(ConfigError, match="no permission"):
+        require_writable(tmp_path / "plan.yaml")
