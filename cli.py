@@ -218,8 +218,10 @@ def _search(options: dict[str, Any]) -> int:
         _explain(question, pins, to_stderr=options["as_json"] or output == STDOUT)
     require_possible(question, pins)
     started_s = time.monotonic()
-    with _noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr), how.objective) as on_progress:
-        plan = find_plan(question.model, question.cluster, question.training, constraints=pins, options=how, on_progress=on_progress)
+    with _noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
+        plan = find_plan(
+            question.model, question.cluster, question.training, options["objective"], constraints=pins, options=how,
+            on_progress=on_progress)
     context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
     _deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from costmodels.collectives import point_to_point_time
 from costmodels.layer import DataParallelTime, LayerOperators, LayerTime, data_parallel_time, has_tied_head, price_operators, tied_reduction
 from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, zero_buffer_bytes
 from costmodels.mesh import Mesh
@@ -110,6 +111,17 @@ class PriceBook:
                 zero_buffer=zero_buffer_bytes(local, zero, mesh.dp, self.training))
 
         return self._once(("states", kind, mesh, sharding, zero), make)
+
+    def transfer(self, micro_batch_size: int, sharding: Sharding, *, crosses_nodes: bool, sharing: int) -> Seconds:
+        """One micro-batch's boundary activation from one pipeline rank to another; `sharing` of them leave a node at once."""
+
+        def make() -> Seconds:
+            boundary = self.graph(micro_batch_size).block.input
+            assert boundary is not None
+            return point_to_point_time(
+                sharding.tensor_bytes(boundary), crosses_nodes=crosses_nodes, sharing=sharing, machine=self.machine)
+
+        return self._once(("transfer", micro_batch_size, sharding, crosses_nodes, sharing), make)
 
     def tied_reduction(self, mesh: Mesh, sharding: Sharding) -> Seconds:
         """The once-a-step reduction of a tied embedding's two gradients (call only when `tied` and pp > 1)."""

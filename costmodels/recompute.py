@@ -43,15 +43,21 @@ def kept_tensors(layer: LayerClass, recompute: Iterable[str]) -> tuple[Tensor, .
     """The activations held from the forward to the backward pass, each once.
 
     Everything some operator's backward needs and every input of a recomputed operator, except what the recomputed
-    operators make: their outputs and their own internal tensors.
+    operators make: their own internal tensors and their outputs. The output of a recomputed attention core stays for
+    an output projection that is not recomputed, as in Korthikanti's selective recompute (34 S b h).
     """
     again = frozenset(recompute)
-    remade = {t.name for op in layer.operators if op.name in again for t in (*op.outputs, *_internal(op))}
+    remade = {t.name for op in layer.operators if op.name in again for t in (*_remade_outputs(op, layer, again), *_internal(op))}
     kept: dict[str, Tensor] = {}
     for operator in layer.operators:
         needed = (*operator.saved, *operator.inputs) if operator.name in again else operator.saved
         kept.update({tensor.name: tensor for tensor in needed if tensor.name not in remade})
     return tuple(kept.values())
+
+
+def _remade_outputs(operator: Operator, layer: LayerClass, again: frozenset[str]) -> tuple[Tensor, ...]:
+    stays = operator.kind is OperatorKind.ATTENTION and not again.issuperset(layer.graph.successors(operator.name))
+    return () if stays else operator.outputs
 
 
 def _internal(operator: Operator) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodels.book import PriceBook
-from costmodels.collectives import point_to_point_time
 from costmodels.memory import StateBytes
 from costmodels.mesh import Axis, Mesh
 from costmodels.schedules import in_flight
@@ -114,16 +113,13 @@ def transfer_time(rank: int, frame: Frame, book: PriceBook) -> Seconds:
     The ranks of a stage that sits inside a node send together and share its NICs. Without sequence parallelism every
     tensor-parallel rank sends the whole boundary tensor.
     """
-    mesh, machine = frame.mesh, book.machine
+    mesh, gpus_per_node = frame.mesh, book.machine.cluster.gpus_per_node
     if mesh.pp == 1:
         return ZERO
-    boundary = book.graph(frame.micro_batch_size).block.input
-    assert boundary is not None
-    stride, gpus_per_node = mesh.stride(Axis.PP), machine.cluster.gpus_per_node
+    stride = mesh.stride(Axis.PP)
     here, there = rank * stride, (rank + 1) % mesh.pp * stride
     crosses = here // gpus_per_node != there // gpus_per_node
-    sharing = min(stride, gpus_per_node)
-    return point_to_point_time(frame.sharding.tensor_bytes(boundary), crosses_nodes=crosses, sharing=sharing, machine=machine)
+    return book.transfer(frame.micro_batch_size, frame.sharding, crosses_nodes=crosses, sharing=min(stride, gpus_per_node))
 
 
 def receive_times(stage: int, frame: Frame, book: PriceBook) -> tuple[Seconds, Seconds]:
@@ -132,6 +128,13 @@ def receive_times(stage: int, frame: Frame, book: PriceBook) -> tuple[Seconds, S
     forward = transfer_time((stage - 1) % pp, frame, book) if stage > 0 else ZERO
     backward = transfer_time(stage % pp, frame, book) if stage < frame.num_virtual_stages - 1 else ZERO
     return forward, backward
+
+
+def rank_receives(rank: int, frame: Frame, book: PriceBook) -> Seconds:
+    """What all chunks of a rank wait for in one micro-batch: the sum of `receive_times` over its virtual stages."""
+    pp, chunks = frame.mesh.pp, frame.virtual_stages
+    forward = transfer_time((rank - 1) % pp, frame, book).scaled(chunks - (rank == 0))
+    return forward + transfer_time(rank, frame, book).scaled(chunks - (rank == pp - 1))
 
 
 def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
@@ -193,7 +196,7 @@ def _tied(frame: Frame, rank: int, book: PriceBook) -> Seconds:
 
 def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
     frame = strategy.frame
-    compute = recompute = tp_comm = per_micro_batch = per_step = optimizer = transfers = ZERO
+    compute = recompute = tp_comm = per_micro_batch = per_step = optimizer = ZERO
     for choice in _layers(strategy, rank):
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute)
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding, choice.zero)
@@ -203,10 +206,7 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
         per_micro_batch += data.forward + data.backward
         per_step += data.step
         optimizer += data.optimizer
-    for index in range(frame.virtual_stages):
-        forward, backward = receive_times(rank + index * frame.mesh.pp, frame, book)
-        transfers += forward + backward
-    m = frame.num_micro_batches
+    transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches
     return RankTime(
         compute=compute.scaled(m), recompute=recompute.scaled(m), tp_comm=tp_comm.scaled(m), pp_comm=transfers.scaled(m),
         dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer)

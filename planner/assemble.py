@@ -98,7 +98,8 @@ def _breakdown(price: StepPrice) -> Breakdown:
         return Quantity(value=_round(seconds.value_s), kind=seconds.kind)
 
     bubble_kind = weakest(other.total.kind for other in price.ranks)
-    bubble = Quantity(value=_round(max(0.0, simulated.step_s - time.total.value_s)), kind=bubble_kind)
+    idle_s = max(0.0, round(simulated.step_s - time.total.value_s, 9))  # no bubble but for the order of the additions: zero
+    bubble = Quantity(value=_round(idle_s), kind=bubble_kind)
     return Breakdown(
         compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
         dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer))

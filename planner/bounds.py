@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from costmodels.step import receive_times
+from costmodels.step import rank_receives
 from costmodels.strategy import Frame
 from planner.columns import MixTable
 from profiles.model import LayerKind
@@ -43,7 +43,7 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
         book.layer_time(kind, b, sharding).total_s
         + min(book.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in stages)
         for kind in ENDS)
-    transfers_s = sum(t.value_s for stage in range(frame.num_virtual_stages) for t in receive_times(stage, frame, book))
+    transfers_s = sum(rank_receives(rank, frame, book).value_s for rank in range(mesh.pp))
     fullest = -(-book.model.num_layers // mesh.pp)
     total_s = book.model.num_layers * block_s + ends_s + transfers_s
     pace_s = max(total_s / mesh.pp, fullest * block_s)

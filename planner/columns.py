@@ -18,7 +18,7 @@ from costmodels.book import PriceBook
 from costmodels.memory import StateBytes
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
-from costmodels.step import RESERVED_SHARE, receive_times, reserve_constant_bytes, stashes, usable_bytes
+from costmodels.step import RESERVED_SHARE, rank_receives, reserve_constant_bytes, stashes, usable_bytes
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.request import Constraints
 from profiles.model import LayerKind
@@ -140,8 +140,7 @@ def _fixed(rank: int, frame: Frame, zero: int, book: PriceBook) -> _Fixed:
     b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
     block = book.data_parallel(LayerKind.BLOCK, b, mesh, sharding, zero)
     states, ideal, buffer = _states_and_ideal(LayerKind.BLOCK, frame, zero, book)
-    transfers = (t for c in range(frame.virtual_stages) for t in receive_times(rank + c * mesh.pp, frame, book))
-    time_s = sum(transfer.value_s for transfer in transfers)
+    time_s = rank_receives(rank, frame, book).value_s
     tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and mesh.pp > 1 and rank in (0, mesh.pp - 1) else 0.0
     ends_states = ends_ideal = ends_held = ends_ideal_held = ends_workspace = 0.0
     for kind in end_kinds(rank, mesh.pp):

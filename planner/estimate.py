@@ -62,5 +62,6 @@ def estimate_plan(
     price = price_step(strategy, book)
     record = SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.closed_form_s, 6), bound=0.0, gap=1.0,
+        fastest_step_time_s=round(price.closed_form_s, 6),
         candidates=Candidates(considered=1, pruned=0, solved=1))
     return assemble(strategy, price, record, book)

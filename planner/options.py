@@ -125,7 +125,7 @@ def search_options(options: Options) -> SearchOptions:
     given = {name: options[name] for name in ("max_slowdown", "memory_margin") if options[name] is not None}
     limit = options["memory_limit"]
     return SearchOptions(
-        **given, objective=Objective(options["objective"]), solver=SolverName(options["solver"]), time_limit_s=options["time_limit"],
+        **given, solver=SolverName(options["solver"]), time_limit_s=options["time_limit"],
         memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit))
 
 
@@ -134,7 +134,7 @@ def all_assumed(question: Question, options: Options, how: SearchOptions) -> tup
     assumed = question.assumed
     if options["memory_margin"] is None and options["memory_limit"] is None:
         assumed += (f"--memory-margin {how.memory_margin}",)
-    if how.objective is Objective.MEMORY and options["max_slowdown"] is None:
+    if options["objective"] == Objective.MEMORY and options["max_slowdown"] is None:
         assumed += (f"--max-slowdown {how.max_slowdown}",)
     return assumed
 

@@ -201,7 +201,10 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
-    """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower `bound`, their `gap`."""
+    """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower `bound`, their `gap`.
+
+    `fastest_step_time_s` is the closed form of the fastest plan, which the memory objective's slowdown is measured by.
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -210,6 +213,7 @@ class SearchRecord:
     value: float
     bound: float
     gap: float
+    fastest_step_time_s: float
     candidates: Candidates
     runners_up: tuple[RunnerUp, ...] = ()
 

@@ -50,7 +50,6 @@ DEFAULT_MEMORY_MARGIN = 0.08  # share of the device kept free
 class SearchOptions:
     """How to search. `max_slowdown` bounds the memory objective; `memory_limit_bytes` replaces capacity minus margin."""
 
-    objective: Objective = Objective.THROUGHPUT
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
     memory_margin: float = DEFAULT_MEMORY_MARGIN
     memory_limit_bytes: int | None = None
@@ -68,8 +67,12 @@ class SearchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Where the search stands: candidates finished of all, the best value so far and the proven bound (s or bytes)."""
+    """Where a pass of the search stands: candidates finished of all, the best value so far and the proven bound.
 
+    Seconds while `objective` is throughput, bytes of redundancy while it is memory.
+    """
+
+    objective: Objective
     done: int
     total: int
     incumbent: float | None

@@ -7,9 +7,11 @@ far and the bound reached. The best frames are replayed in the event simulator, 
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
 from costmodels.step import StepPrice, price_step
@@ -20,6 +22,7 @@ from planner.columns import Column, MixTable, RankColumns, block_counts, to_stra
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints, OnProgress, Progress, SearchOptions
+from planner.solver import Unsolved
 from planner.space import Space, enumerate_space
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
@@ -32,6 +35,7 @@ from profiles.units import GIB
 REPLAYED = 10  # how many of the best frames the simulator replays
 WORTH_REPLAYING = 1.05  # those within 5 % of the best: what the closed form leaves out is smaller
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
+MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap says so
 INFINITY = float("inf")
 
 
@@ -47,11 +51,12 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Solved frames, best first; the proven bound over all frames; whether the search ran to its end."""
+    """Solved frames, best first; the proven bound over all frames; whether the search ran to its end or Ctrl-C came."""
 
     solved: tuple[Solved, ...]
     bound: float
     finished: bool
+    interrupted: bool = False
 
 
 class Session:
@@ -67,32 +72,47 @@ class Session:
         """Seconds until the time limit (negative after it), or None without one."""
         return None if self.deadline_s is None else self.deadline_s - time.monotonic()
 
-    def solver_limit_s(self) -> float | None:
-        """What one solve may take: the time left, and enough to find some plan when none is known."""
+    def solver_limit_s(self) -> float:
+        """What one solve may take: the time left within bounds, so that one hard frame cannot hold up all others."""
         left_s = self.left_s()
-        return None if left_s is None else max(left_s, LEAST_SOLVE_S)
+        return MOST_SOLVE_S if left_s is None else min(max(left_s, LEAST_SOLVE_S), MOST_SOLVE_S)
 
-    def columns(self, frame: Frame, make: Callable[[RankColumns, int], list[Column]], cut_s: float) -> list[list[Column]]:
-        """The columns of every rank, over all block counts with which the frame can take less than `cut_s`."""
+    def report(self, objective: Objective, done: int, total: int, best: float, bound: float) -> None:
+        """Tell whoever watches."""
+        if self.on_progress:
+            incumbent = None if best == INFINITY else best
+            self.on_progress(Progress(objective=objective, done=done, total=total, incumbent=incumbent, bound=bound))
+
+    def columns(self, frame: Frame, make: Callable[[RankColumns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
+        """The columns of every rank, over all block counts with which the frame can take less than `cut_s`.
+
+        None as soon as one rank has none: nothing fits its device.
+        """
         longest = time_bound(frame, self.table).longest_rank(frame, cut_s)
         counts = tuple(block_counts(frame, self.book.model.num_layers, longest))
-        ranks = [RankColumns(rank, frame, self.table) for rank in range(frame.mesh.pp)]
-        return [[column for count in counts for column in make(rank, count)] for rank in ranks]
+        options: list[list[Column]] = []
+        for rank in range(frame.mesh.pp):
+            columns = RankColumns(rank, frame, self.table)
+            per_count = itertools.takewhile(bool, (make(columns, count) for count in counts))  # more blocks never need less memory
+            options.append(list(itertools.chain.from_iterable(per_count)))
+            if not options[-1]:
+                return None
+        return options
 
 
 def _branch(
-    bounded: Iterable[tuple[float, Frame]], solve: Callable[[Frame, float, float], Solved | None], cut: Callable[[Sequence[Solved]], float],
-    session: Session, known: Solved | None = None,
+    objective: Objective, bounded: Iterable[tuple[float, Frame]], solve: Callable[[Frame, float, float], Solved | None],
+    cut: Callable[[Sequence[Solved]], float], session: Session, known: Solved | None = None,
 ) -> Outcome:
     """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
 
     `known` is what an interrupt before the first solved frame falls back to. Raises KeyboardInterrupt without one.
     """
-    ordered = sorted(((bound, index, frame) for index, (bound, frame) in enumerate(bounded)))
     solved: list[Solved] = []
-    proven = ordered[0][0] if ordered else INFINITY  # the least bound of the frames still to solve
-    finished = True
+    open_bounds: list[float] = []  # of frames that the time limit of one solve left without any point
+    proven, finished, interrupted = 0.0, True, False  # `proven`: the least bound of the frames still to solve
     try:
+        ordered = sorted(((bound, index, frame) for index, (bound, frame) in enumerate(bounded)))
         for done, (bound, _, frame) in enumerate(ordered):
             limit, left_s, proven = cut(solved), session.left_s(), bound
             if bound >= limit:
@@ -100,19 +120,22 @@ def _branch(
             if solved and left_s is not None and left_s <= 0:  # a plan late is better than none
                 finished = False
                 break
-            found = solve(frame, bound, limit)
+            try:
+                found = solve(frame, bound, limit)
+            except Unsolved:
+                open_bounds.append(bound)
+                continue
             if found:
                 solved = sorted([*solved, found], key=lambda s: s.value)
-            if session.on_progress:
-                session.on_progress(Progress(
-                    done=done + 1, total=len(ordered), incumbent=solved[0].value if solved else None, bound=min(bound, _best(solved))))
+            session.report(objective, done + 1, len(ordered), _best(solved), min(bound, _best(solved), *open_bounds))
         else:
             proven = INFINITY
     except KeyboardInterrupt:
         if not solved and known is None:
             raise
-        solved, finished = solved or [known], False  # type: ignore[list-item]
-    return Outcome(tuple(solved), min([proven, *(s.bound for s in solved)]), finished)
+        solved, finished, interrupted = solved or [s for s in (known,) if s], False, True
+    bounds = (proven, *open_bounds, *(s.bound for s in solved))
+    return Outcome(tuple(solved), min(bounds), finished and not open_bounds, interrupted)
 
 
 def _best(solved: Sequence[Solved]) -> float:
@@ -129,8 +152,8 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
 
     def solve(frame: Frame, bound_s: float, cut_s: float) -> Solved | None:
         options = session.columns(frame, lambda rank, count: rank.fastest(count, session.limit_bytes), cut_s)
-        least_s = lower_bound_s(frame, options, num_layers)
-        if least_s is None or least_s >= cut_s:
+        least_s = lower_bound_s(frame, options, num_layers) if options else None
+        if options is None or least_s is None or least_s >= cut_s:
             return None
         master = Master(frame, options, num_layers, tied=session.book.tied)
         choice = master.fastest(session.options.solver, session.solver_limit_s())
@@ -139,7 +162,7 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
         return Solved(frame, choice, choice.step_s, choice.step_s if choice.proven else max(bound_s, least_s))
 
     bounded = ((time_bound(frame, session.table).step_s, frame) for frame in frames)
-    return _branch(bounded, solve, _worth_replaying, session)
+    return _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
 
 
 def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) -> Outcome:
@@ -147,6 +170,8 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
 
     def solve(frame: Frame, bound: float, cut: float) -> Solved | None:
         options = session.columns(frame, lambda rank, count: rank.leanest(count, session.limit_bytes), slowest_s)
+        if options is None:
+            return None
         least_s, least = lower_bound_s(frame, options, num_layers), columns_redundancy_bound_bytes(frame, options, num_layers)
         if least_s is None or least is None or least_s > slowest_s or least >= cut:
             return None
@@ -159,8 +184,12 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
     bounded = (
         (redundancy_bound_bytes(frame, session.table), frame)
         for frame in frames if time_bound(frame, session.table).step_s <= slowest_s)
-    known = Solved(fastest.frame, fastest.choice, fastest.choice.redundant_bytes, 0.0)
-    return _branch(bounded, solve, _best, session, known)
+    return _branch(Objective.MEMORY, bounded, solve, _best, session, _as_memory(fastest))
+
+
+def _as_memory(fastest: Solved) -> Solved:
+    """The fastest plan as an answer to the memory objective, with nothing proven about it."""
+    return Solved(fastest.frame, fastest.choice, fastest.choice.redundant_bytes, 0.0)
 
 
 def _replay(outcome: Outcome, book: PriceBook) -> list[tuple[Solved, Strategy, StepPrice]]:
@@ -178,14 +207,14 @@ def _replay(outcome: Outcome, book: PriceBook) -> list[tuple[Solved, Strategy, S
 
 
 def find_plan(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, *, constraints: Constraints | None = None,
-    options: SearchOptions | None = None, on_progress: OnProgress | None = None,
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, objective: Objective | str = Objective.THROUGHPUT, *,
+    constraints: Constraints | None = None, options: SearchOptions | None = None, on_progress: OnProgress | None = None,
 ) -> Plan:
-    """The best plan to train `model` on `cluster`: the fastest, or the least redundant within a slowdown.
+    """The best plan to train `model` on `cluster`: the fastest, or the one with least redundant memory within a slowdown.
 
     Raises ConfigError when no mesh is legal, InfeasibleError when nothing fits (with what is missing), SolverError.
     """
-    pins, options = constraints or Constraints(), options or SearchOptions()
+    objective, pins, options = Objective(objective), constraints or Constraints(), options or SearchOptions()
     space = enumerate_space(model, cluster, training, pins)
     if not space.frames:
         raise _no_frame_error(space, cluster)
@@ -194,35 +223,36 @@ def find_plan(
     outcome = _search_fastest(space.frames, session)
     if not outcome.solved:
         raise infeasible_error(model, cluster, training, pins, options)
-    if options.objective is Objective.MEMORY:
-        outcome = _search_leanest(space.frames, outcome.solved[0], session)
-        return _plan(_replay(outcome, book), outcome, space, session)
-    replayed = sorted(_replay(outcome, book), key=lambda found: found[2].step_s)
-    return _plan(replayed, outcome, space, session)
+    fastest = outcome.solved[0]
+    if objective is Objective.MEMORY and not outcome.interrupted:
+        outcome = _search_leanest(space.frames, fastest, session)
+    elif objective is Objective.MEMORY:
+        outcome = Outcome((_as_memory(fastest),), 0.0, finished=False, interrupted=True)
+    replayed = _replay(outcome, book)
+    if objective is Objective.THROUGHPUT:
+        replayed.sort(key=lambda found: found[2].step_s)
+    (best, strategy, price), *others = replayed
+    record = _record(objective, best, fastest, outcome, space)
+    runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
+    return assemble(strategy, price, replace(record, runners_up=runners_up), book)
 
 
-def _plan(
-    replayed: Sequence[tuple[Solved, Strategy, StepPrice]], outcome: Outcome, space: Space, session: Session,
-) -> Plan:
-    best, strategy, price = replayed[0]
-    memory = session.options.objective is Objective.MEMORY
-    unit = GIB if memory else 1.0
-    record = SearchRecord(
-        objective=session.options.objective,
-        status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
+def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcome, space: Space) -> SearchRecord:
+    """What the search proved about `best`, in the units of the plan file."""
+    unit = GIB if objective is Objective.MEMORY else 1.0
+    considered, solved = len(space.frames) + len(space.pruned), len(outcome.solved)
+    return SearchRecord(
+        objective=objective, status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
         value=round(best.value / unit, 6), bound=round(outcome.bound / unit, 6),
         gap=round(max(0.0, 1 - outcome.bound / best.value), 6) if best.value > 0 else 0.0,
-        candidates=Candidates(
-            considered=len(space.frames) + len(space.pruned), pruned=len(space.frames) + len(space.pruned) - len(outcome.solved),
-            solved=len(outcome.solved)),
-        runners_up=tuple(runner_up(strategy, price) for _, strategy, price in replayed[1:]))
-    return assemble(strategy, price, record, session.book)
+        fastest_step_time_s=round(fastest.choice.step_s, 6),
+        candidates=Candidates(considered=considered, pruned=considered - solved, solved=solved))
 
 
 def _no_frame_error(space: Space, cluster: Cluster) -> ConfigError:
     """The most common reason why no candidate is legal."""
-    reasons = [pruned.reason for pruned in space.pruned]
-    common = max(set(reasons), key=lambda reason: (reasons.count(reason), reason))
+    reasons = Counter(pruned.reason for pruned in space.pruned)
+    reason, _ = max(reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0))
     return ConfigError(
-        f"no legal way to use {cluster.num_gpus} GPUs: of {len(reasons)} candidates most fall because {common}",
+        f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates most fall because {reason}",
         hint="choose another --gpus or --global-batch-size, or drop a pinned degree")

@@ -18,6 +18,10 @@ from profiles.errors import SolverError
 T = TypeVar("T")
 
 
+class Unsolved(Exception):  # noqa: N818 - not an error: the caller keeps its bound
+    """The time ran out before any feasible point was found; there may be one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """A feasible point; `proven` when the solver finished, so that it is optimal."""
@@ -48,7 +52,7 @@ class Problem:
     def solve(self, solver: SolverName, time_limit_s: float | None = None) -> Solution | None:
         """The best point found, or None when there is none.
 
-        Raises SolverError when the solver is missing or crashed, or when the time ran out before it found any point.
+        Raises Unsolved when the time ran out before it found any point, SolverError when it is missing or crashed.
         """
         limit_s = None if time_limit_s is None else max(0.0, time_limit_s)  # HiGHS takes a negative limit for none
         try:
@@ -60,7 +64,9 @@ class Problem:
             return Solution(float(pulp.value(self._problem.objective)), proven=found == pulp.LpSolutionOptimal)
         if status == pulp.LpStatusInfeasible:
             return None
-        raise SolverError(f"{solver} ended without an answer ({pulp.LpStatus[status].lower()})", hint="raise --time-limit")
+        if time_limit_s is not None and status == pulp.LpStatusNotSolved:
+            raise Unsolved
+        raise SolverError(f"{solver} ended without an answer ({pulp.LpStatus[status].lower()})", hint=_other(solver))
 
 
 def weighted(terms: Iterable[tuple[Any, float]]) -> Any:

@@ -118,5 +118,5 @@ def _prediction() -> Prediction:
 
 def _search() -> SearchRecord:
     return SearchRecord(
-        objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=1.0, bound=0.0, gap=1.0,
+        objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=1.0, bound=0.0, gap=1.0, fastest_step_time_s=1.0,
         candidates=Candidates(considered=1, pruned=0, solved=1))

@@ -219,16 +219,16 @@ def test_colour_is_for_terminals_without_no_color(no_color, monkeypatch):
 
 
 def test_progress_is_shown_on_a_terminal_only():
-    with progress_bar(console(io.StringIO()), Objective.THROUGHPUT) as on_progress:
+    with progress_bar(console(io.StringIO())) as on_progress:
         assert on_progress is None
 
 
 def test_progress_says_the_best_and_the_bound_in_the_unit_of_the_pass(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     out = console(Terminal())
-    with progress_bar(out, Objective.MEMORY) as on_progress:
-        on_progress(Progress(done=1, total=9, incumbent=20.0, bound=10.0))
-        on_progress(Progress(done=1, total=4, incumbent=3.0 * GIB, bound=None))
+    with progress_bar(out) as on_progress:
+        on_progress(Progress(objective=Objective.THROUGHPUT, done=1, total=9, incumbent=20.0, bound=10.0))
+        on_progress(Progress(objective=Objective.MEMORY, done=1, total=4, incumbent=3.0 * GIB, bound=None))
 
     text = out.file.getvalue()
     assert "best 20 s, at least 10 s" in text

@@ -19,9 +19,9 @@ SLOWDOWN = 0.2
 SEEDS = range(20)
 
 
-def search(instance: Instance, **options: object):
+def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **options: object):
     return find_plan(
-        instance.model, instance.cluster, instance.training, constraints=PINS, options=SearchOptions(**options))
+        instance.model, instance.cluster, instance.training, objective, constraints=PINS, options=SearchOptions(**options))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_search_equals_brute_force_under_both_objectives_with_memory_binding(see
 
     slowest_s = fastest_s * (1 + SLOWDOWN)
     leanest = min(redundant_bytes(s, p) for s, p in fitting if p.closed_form_s <= slowest_s)
-    lean = search(instance, memory_limit_bytes=limit, objective=Objective.MEMORY, max_slowdown=SLOWDOWN)
+    lean = search(instance, Objective.MEMORY, memory_limit_bytes=limit, max_slowdown=SLOWDOWN)
 
     assert lean.search.status is Status.OPTIMAL
     assert lean.search.value == pytest.approx(leanest / GIB, rel=1e-5, abs=1e-5)
@@ -98,7 +98,7 @@ def test_the_plan_fits_the_memory_limit_and_says_what_was_proven():
 
 def test_the_memory_objective_is_leaner_and_within_the_slowdown():
     fast = find_plan(*gpt_20b_on_64())
-    lean = find_plan(*gpt_20b_on_64(), options=SearchOptions(objective=Objective.MEMORY, max_slowdown=0.1))
+    lean = find_plan(*gpt_20b_on_64(), Objective.MEMORY, options=SearchOptions(max_slowdown=0.1))
 
     assert lean.predicted.redundancy_gib.total < fast.predicted.redundancy_gib.total
     assert lean.predicted.step_time_s.value <= 1.1 * fast.predicted.step_time_s.value * 1.02  # simulated against closed form
@@ -164,7 +164,7 @@ def test_an_interrupt_in_the_memory_search_falls_back_to_the_fastest_plan(monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr("planner.stage_ilp.Master.leanest", interrupt)
-    plan = find_plan(*gpt_20b_on_64(), options=SearchOptions(objective=Objective.MEMORY))
+    plan = find_plan(*gpt_20b_on_64(), "memory")
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= plan.search.value

@@ -105,8 +105,10 @@ def _proof(plan: Plan, context: Context) -> tuple[str, str, str]:
         return "proven", "nothing", "priced by hand, not searched"
     took = "" if context.elapsed_s is None else f", {context.elapsed_s:.1f} s"
     counts = f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, {search.candidates.solved:,} solved{took}"
-    what = "" if search.objective is Objective.THROUGHPUT else " of the redundancy"
-    gap = f"gap {percent(search.gap)}{what}"
+    gap = f"gap {percent(search.gap)}"
+    if search.objective is Objective.MEMORY:
+        slower = plan.predicted.step_time_s.value / search.fastest_step_time_s - 1
+        gap, counts = f"{gap} of the redundancy", f"{percent(slower)} slower than the fastest; {counts}"
     if search.status is Status.OPTIMAL:
         return "proven", gap, counts
     reason = "stopped early (Ctrl-C); " if context.interrupted else "stopped early; "
