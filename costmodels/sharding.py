@@ -27,12 +27,6 @@ class Sharding:
         """Bytes of `tensor` that one rank stores."""
         return -(-tensor.num_bytes // self.tensor_degree(tensor))
 
-    def work_degree(self, operator: Operator) -> int:
-        """By how much the work of `operator` on one rank shrinks."""
-        if operator.parallel_dim is not None:
-            return self.tp
-        return self.tp if self.sequence_parallel else 1
-
     def dim_size(self, operator: Operator, dim_name: str) -> int:
         """The extent of one of the operator's dims on one rank; matmuls and attention see every token of the sequence."""
         if dim_name == operator.parallel_dim:

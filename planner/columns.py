@@ -48,7 +48,10 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Mixes:
-    """All counts of recompute levels that add up to n blocks, fastest first, with their sums for one micro-batch."""
+    """All counts of recompute levels that add up to n blocks, fastest first, with their sums for one micro-batch.
+
+    Time is that of all n blocks, saved bytes are those of one (the longest) chunk of the rank.
+    """
 
     counts: npt.NDArray[np.int64]
     time_s: Array
@@ -97,15 +100,17 @@ class MixTable:
         b, sharding = frame.micro_batch_size, frame.sharding
         times = np.array([self.book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s for level in LEVELS])
         sizes = [self.book.activations(LayerKind.BLOCK, b, sharding, level) for level in LEVELS]
-        counts = compositions(num_blocks // frame.virtual_stages, self._levels) * frame.virtual_stages
-        time_s = counts @ times
-        order = np.lexsort((counts @ np.array([float(size.saved) for size in sizes]), time_s))
-        counts = counts[order]
+        chunk = compositions(-(-num_blocks // frame.virtual_stages), self._levels)
+        counts = chunk * frame.virtual_stages
+        if num_blocks % frame.virtual_stages:  # the shorter chunk lacks a block of its last level
+            last = chunk.shape[1] - 1 - (chunk[:, ::-1] > 0).argmax(axis=1)
+            counts[np.arange(len(counts)), last] -= 1
+        time_s, saved = counts @ times, chunk @ np.array([float(size.saved) for size in sizes])
+        order = np.lexsort((saved, time_s))
         return Mixes(
-            counts=counts, time_s=time_s[order],
-            saved_bytes=counts @ np.array([float(size.saved) for size in sizes]),
-            ideal_saved_bytes=counts @ np.array([size.ideal_saved for size in sizes]),
-            workspace_bytes=((counts > 0) * np.array([float(size.workspace) for size in sizes])).max(axis=1))
+            counts=counts[order], time_s=time_s[order], saved_bytes=saved[order],
+            ideal_saved_bytes=(chunk @ np.array([size.ideal_saved for size in sizes]))[order],
+            workspace_bytes=((counts > 0) * np.array([float(size.workspace) for size in sizes])).max(axis=1)[order])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +171,7 @@ class RankColumns:
         self.rank, self.frame, self.table = rank, frame, table
         self.stages = table.zero_choices(frame.mesh)
         self._fixed = {zero: _fixed(rank, frame, zero, table.book) for zero in self.stages}
-        self._stashes = stashes(LayerKind.BLOCK, rank, frame) / frame.virtual_stages
+        self._stashes = stashes(LayerKind.BLOCK, rank, frame)
 
     def _priced(self, num_blocks: int, zero: int) -> tuple[Mixes, Array, Array, Array, float]:
         """Mixes with their time, allocated bytes and redundant bytes, and the tail, at ZeRO stage `zero`."""
@@ -235,18 +240,34 @@ def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
         column = columns[stage % pp]
         blocks = [
             LayerChoice(LayerKind.BLOCK, level, column.zero)
-            for level, count in zip(LEVELS, column.counts, strict=True) for _ in range(count // frame.virtual_stages)
+            for level, count in zip(LEVELS, column.counts, strict=True) for _ in range(-(-count // frame.virtual_stages))
         ]
+        if column.num_blocks % frame.virtual_stages and stage in (0, frame.num_virtual_stages - 1):
+            blocks.pop()
         first = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero)] * (stage == 0)
         last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (stage == frame.num_virtual_stages - 1)
         stages.append((*first, *blocks, *last))
     return Strategy(frame=frame, stages=tuple(stages))
 
 
-def block_counts(frame: Frame, num_layers: int, longest: int | None = None) -> Iterator[int]:
-    """How many blocks one rank may hold: all equal with virtual stages, else at least one and at most `longest`."""
+def shorter_ends(frame: Frame, num_layers: int) -> bool | None:
+    """How virtual stages share the blocks: False equally, True with one block less on the first and on the last.
+
+    The embedding and the head then take the place of a block, as in Llama 3 (arXiv 2407.21783, section 3.3.2). None when
+    neither divides the blocks into whole stages.
+    """
+    if num_layers % frame.num_virtual_stages == 0:
+        return False
+    return True if (num_layers + 2) % frame.num_virtual_stages == 0 and frame.mesh.pp > 1 else None
+
+
+def block_counts(rank: int, frame: Frame, num_layers: int, longest: int | None = None) -> Iterator[int]:
+    """How many blocks one rank may hold: given by `shorter_ends` with virtual stages, else from one to `longest`."""
     pp = frame.mesh.pp
-    if frame.virtual_stages > 1 or pp == 1:
-        yield num_layers // pp
-        return
-    yield from range(1, min(num_layers - pp + 1, longest or num_layers) + 1)
+    if pp == 1:
+        yield num_layers
+    elif frame.virtual_stages > 1:
+        missing = 2 if shorter_ends(frame, num_layers) else 0
+        yield (num_layers + missing) // pp - (missing > 0 and rank in (0, pp - 1))
+    else:
+        yield from range(1, min(num_layers - pp + 1, longest or num_layers) + 1)

@@ -9,7 +9,7 @@ from costmodels.recompute import Recompute
 from costmodels.step import price_step
 from costmodels.strategy import Frame
 from planner.assemble import assemble
-from planner.columns import LEVELS, MixTable, RankColumns, to_strategy
+from planner.columns import LEVELS, MixTable, RankColumns, block_counts, to_strategy
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints
 from planner.space import illegal_frame, illegal_tensor_parallel
@@ -22,6 +22,13 @@ from profiles.spec import ModelSpec, TrainingSpec
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
     """Blocks for each pipeline rank, as equal as possible; the first ranks take the blocks that are left over."""
     return tuple(num_layers // pp + (rank < num_layers % pp) for rank in range(pp))
+
+
+def default_blocks(frame: Frame, num_layers: int) -> tuple[int, ...]:
+    """Blocks for each pipeline rank: an even split, or what the virtual stages give."""
+    if frame.virtual_stages == 1:
+        return even_split(num_layers, frame.mesh.pp)
+    return tuple(next(block_counts(rank, frame, num_layers)) for rank in range(frame.mesh.pp))
 
 
 def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> None:
@@ -37,7 +44,8 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
         raise ConfigError(
             f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over {mesh.pp} stages with at least one each",
             hint="change the number of blocks of a stage")
-    if any(count % frame.virtual_stages for count in blocks):
+    whole_chunks = all(count % frame.virtual_stages == 0 for count in blocks)
+    if not whole_chunks and tuple(blocks) != default_blocks(frame, model.num_layers):
         raise ConfigError(
             f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {frame.virtual_stages} virtual stages",
             hint="change the number of blocks of a rank")
@@ -52,7 +60,7 @@ def estimate_plan(
     `blocks` defaults to an even split. A plan that does not fit is priced all the same: see `Plan.predicted.memory_gib`.
     Raises ConfigError when the configuration cannot run.
     """
-    blocks = tuple(blocks) if blocks is not None else even_split(model.num_layers, frame.mesh.pp)
+    blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)
     _check(frame, blocks, model, cluster, training)
     book = PriceBook(model, training, machine_for(cluster))
     table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,)))
@@ -63,5 +71,5 @@ def estimate_plan(
     record = SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.closed_form_s, 6), bound=0.0, gap=1.0,
         fastest_step_time_s=round(price.closed_form_s, 6),
-        candidates=Candidates(considered=1, pruned=0, solved=1))
+        candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
     return assemble(strategy, price, record, book)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from costmodels.book import PriceBook
 from costmodels.memory import ideal_states
@@ -16,7 +18,7 @@ from profiles.errors import InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
-from profiles.units import gib
+from profiles.units import MIB, gib
 
 MOST_TIMES_LARGER = 64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
 
@@ -37,27 +39,25 @@ class _Leanest:
     column: Column
 
 
-def _fits(smallest: list[list[Column]], limit: float, num_layers: int, *, equal: bool) -> bool:
-    most = [max((c.num_blocks for c in columns if c.memory_bytes <= limit), default=0) for columns in smallest]
-    return all(most) and (equal or sum(most) >= num_layers)
-
-
 def _leanest_of(frame: Frame, table: MixTable) -> _Leanest:
-    """The split of the blocks whose fullest rank needs least, by bisection over the memory limit."""
-    num_layers, ranks = table.book.model.num_layers, range(frame.mesh.pp)
-    equal = frame.virtual_stages > 1 or frame.mesh.pp == 1
-    counts = tuple(block_counts(frame, num_layers, -(-num_layers // frame.mesh.pp) + 4))
-    smallest = [[RankColumns(rank, frame, table).smallest(count) for count in counts] for rank in ranks]
-    needs = sorted({column.memory_bytes for columns in smallest for column in columns})
-    low, high = 0, len(needs) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits(smallest, needs[middle], num_layers, equal=equal) else (middle + 1, high)
-    for rank in ranks:
-        for column in smallest[rank]:
-            if column.memory_bytes == needs[low]:
-                return _Leanest(frame, rank, column)
-    raise AssertionError("the bisection ended outside the columns")
+    """The split of the blocks whose fullest rank needs least, by bisection over the memory limit, to 1 MiB."""
+    num_layers = table.book.model.num_layers
+    ranks = [RankColumns(rank, frame, table) for rank in range(frame.mesh.pp)]
+    counts = [tuple(block_counts(rank, frame, num_layers)) for rank in range(frame.mesh.pp)]
+    smallest = cache(lambda rank, count: ranks[rank].smallest(count))  # grows with the count
+
+    def most_blocks(rank: int, limit: float) -> int:
+        within = bisect_right(counts[rank], limit, key=lambda count: smallest(rank, count).memory_bytes)
+        return counts[rank][within - 1] if within else 0
+
+    even = -(-num_layers // frame.mesh.pp)
+    low, high = 0.0, max(smallest(rank, min(even, counts[rank][-1])).memory_bytes for rank in range(frame.mesh.pp))
+    while high - low > MIB:
+        middle = (low + high) / 2
+        most = [most_blocks(rank, middle) for rank in range(frame.mesh.pp)]
+        low, high = (low, middle) if all(most) and sum(most) >= num_layers else (middle, high)
+    fullest = max(range(frame.mesh.pp), key=lambda rank: smallest(rank, most_blocks(rank, high)).memory_bytes)
+    return _Leanest(frame, fullest, smallest(fullest, most_blocks(fullest, high)))
 
 
 def _least_memory_frames(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Iterator[Frame]:
@@ -65,10 +65,14 @@ def _least_memory_frames(model: ModelSpec, cluster: Cluster, training: TrainingS
     seen: dict[object, Frame] = {}
     for frame in enumerate_space(model, cluster, training, pins).frames:
         known = seen.get(frame.mesh)
-        key = (frame.micro_batch_size, frame.virtual_stages, not frame.sequence_parallel)
-        if known is None or key < (known.micro_batch_size, known.virtual_stages, not known.sequence_parallel):
+        if known is None or _thirst(frame) < _thirst(known):
             seen[frame.mesh] = frame
     yield from seen.values()
+
+
+def _thirst(frame: Frame) -> tuple[int, bool, int, bool]:
+    """Orders the frames of one mesh by the memory they need: of virtual stages many hold less than few, one least."""
+    return frame.micro_batch_size, frame.virtual_stages > 1, -frame.virtual_stages, not frame.sequence_parallel
 
 
 def _leanest(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> _Leanest | None:

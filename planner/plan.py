@@ -192,11 +192,14 @@ class RunnerUp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
+    """`pruned` are illegal, do not fit, or are above the best by their bound; `left` were not solved when the search ended."""
+
     __pydantic_config__ = _FORBID
 
     considered: int
     pruned: int
     solved: int
+    left: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,9 +282,10 @@ def read(path: Path) -> Plan:
     if not isinstance(body, dict):
         raise ConfigError(f"{path}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again")
     version = body.get("plan_version")
+    found = "missing" if version is None else repr(version)
     if version != PLAN_VERSION:
         raise ConfigError(
-            f"{path}: plan_version is {version!r}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
+            f"{path}: plan_version is {found}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
     if "cluster" in body:
         body = {**body, "cluster": cluster_from_document(body["cluster"], f"{path}: cluster")}
     plan = parse(Plan, body, str(path))

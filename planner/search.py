@@ -26,7 +26,7 @@ from planner.solver import Unsolved
 from planner.space import Space, enumerate_space
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from profiles.errors import ConfigError
+from profiles.errors import ConfigError, SolverError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
@@ -36,6 +36,7 @@ REPLAYED = 10  # how many of the best frames the simulator replays
 WORTH_REPLAYING = 1.05  # those within 5 % of the best: what the closed form leaves out is smaller
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap says so
+ROUNDING = 1e-9  # relative: sums of the same terms in another order
 INFINITY = float("inf")
 
 
@@ -51,12 +52,14 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Solved frames, best first; the proven bound over all frames; whether the search ran to its end or Ctrl-C came."""
+    """Solved frames, best first; the proven bound over all frames; whether the search ran to its end or Ctrl-C came; and
+    how many frames were left unsolved."""
 
     solved: tuple[Solved, ...]
     bound: float
     finished: bool
     interrupted: bool = False
+    left: int = 0
 
 
 class Session:
@@ -89,10 +92,9 @@ class Session:
         None as soon as one rank has none: nothing fits its device.
         """
         longest = time_bound(frame, self.table).longest_rank(frame, cut_s)
-        counts = tuple(block_counts(frame, self.book.model.num_layers, longest))
         options: list[list[Column]] = []
         for rank in range(frame.mesh.pp):
-            columns = RankColumns(rank, frame, self.table)
+            columns, counts = RankColumns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
             per_count = itertools.takewhile(bool, (make(columns, count) for count in counts))  # more blocks never need less memory
             options.append(list(itertools.chain.from_iterable(per_count)))
             if not options[-1]:
@@ -106,14 +108,16 @@ def _branch(
 ) -> Outcome:
     """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
 
-    `known` is what an interrupt before the first solved frame falls back to. Raises KeyboardInterrupt without one.
+    `known` is the answer when no frame was solved, because of an interrupt or the solver's time limit; without it an
+    interrupt is raised again.
     """
     solved: list[Solved] = []
     open_bounds: list[float] = []  # of frames that the time limit of one solve left without any point
-    proven, finished, interrupted = 0.0, True, False  # `proven`: the least bound of the frames still to solve
+    ordered: list[tuple[float, int, Frame]] = []
+    proven, finished, interrupted, reached = 0.0, True, False, 0  # `proven`: the least bound of the frames still to solve
     try:
         ordered = sorted(((bound, index, frame) for index, (bound, frame) in enumerate(bounded)))
-        for done, (bound, _, frame) in enumerate(ordered):
+        for reached, (bound, _, frame) in enumerate(ordered):
             limit, left_s, proven = cut(solved), session.left_s(), bound
             if bound >= limit:
                 break
@@ -127,15 +131,18 @@ def _branch(
                 continue
             if found:
                 solved = sorted([*solved, found], key=lambda s: s.value)
-            session.report(objective, done + 1, len(ordered), _best(solved), min(bound, _best(solved), *open_bounds))
+            session.report(objective, reached + 1, len(ordered), _best(solved), min(bound, _best(solved), *open_bounds))
         else:
             proven = INFINITY
     except KeyboardInterrupt:
         if not solved and known is None:
             raise
-        solved, finished, interrupted = solved or [s for s in (known,) if s], False, True
+        finished, interrupted = False, True
+    left = len(open_bounds) + (0 if finished else len(ordered) - reached)
+    if not solved and known is not None:
+        solved, finished = [known], False
     bounds = (proven, *open_bounds, *(s.bound for s in solved))
-    return Outcome(tuple(solved), min(bounds), finished and not open_bounds, interrupted)
+    return Outcome(tuple(solved), min(bounds), finished and not open_bounds, interrupted, left)
 
 
 def _best(solved: Sequence[Solved]) -> float:
@@ -166,7 +173,7 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
 
 
 def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) -> Outcome:
-    num_layers, slowest_s = session.book.model.num_layers, fastest.value * (1 + session.options.max_slowdown)
+    num_layers, slowest_s = session.book.model.num_layers, fastest.value * (1 + session.options.max_slowdown) * (1 + ROUNDING)
 
     def solve(frame: Frame, bound: float, cut: float) -> Solved | None:
         options = session.columns(frame, lambda rank, count: rank.leanest(count, session.limit_bytes), slowest_s)
@@ -221,6 +228,8 @@ def find_plan(
     book = PriceBook(model, training, machine_for(cluster))
     session = Session(book, pins, options, on_progress)
     outcome = _search_fastest(space.frames, session)
+    if not outcome.solved and not outcome.finished:
+        raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
     if not outcome.solved:
         raise infeasible_error(model, cluster, training, pins, options)
     fastest = outcome.solved[0]
@@ -246,7 +255,7 @@ def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcom
         value=round(best.value / unit, 6), bound=round(outcome.bound / unit, 6),
         gap=round(max(0.0, 1 - outcome.bound / best.value), 6) if best.value > 0 else 0.0,
         fastest_step_time_s=round(fastest.choice.step_s, 6),
-        candidates=Candidates(considered=considered, pruned=considered - solved, solved=solved))
+        candidates=Candidates(considered=considered, pruned=considered - solved - outcome.left, solved=solved, left=outcome.left))
 
 
 def _no_frame_error(space: Space, cluster: Cluster) -> ConfigError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule, legal
 from costmodels.strategy import Frame
+from planner.columns import shorter_ends
 from planner.request import Constraints
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
@@ -69,8 +70,8 @@ def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str
         return f"1f1b needs at least pp {mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
     if mesh.pp > model.num_layers:
         return f"pp {mesh.pp} is more than the {model.num_layers} layers"
-    if frame.virtual_stages > 1 and model.num_layers % frame.num_virtual_stages:
-        return f"{model.num_layers} layers are not a multiple of pp {mesh.pp} x {frame.virtual_stages} virtual stages"
+    if frame.virtual_stages > 1 and shorter_ends(frame, model.num_layers) is None:
+        return f"{model.num_layers} layers, or two more, are not a multiple of pp {mesh.pp} x {frame.virtual_stages} virtual stages"
     if frame.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
         return f"sequence parallelism needs tp > 1 that divides the sequence of {training.seq_length}, tp is {mesh.tp}"
     return None
@@ -107,8 +108,8 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
         yield Schedule.GPIPE, 1
-    if model.num_layers % mesh.pp == 0:
-        yield from ((Schedule.INTERLEAVED, v) for v in divisors(model.num_layers // mesh.pp) if v > 1)
+    shares = (layers // mesh.pp for layers in (model.num_layers, model.num_layers + 2) if layers % mesh.pp == 0)
+    yield from ((Schedule.INTERLEAVED, v) for v in sorted({v for share in shares for v in divisors(share) if v > 1}))
 
 
 def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[Frame | Pruned]:
@@ -124,6 +125,8 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
             yield Pruned(f"{name}, micro-batch {micro_batch_size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned")
             continue
         num_micro_batches = per_replica // micro_batch_size
+        if mesh.pp > 1 and num_micro_batches >= mesh.pp and not pins.schedule:
+            yield Pruned(f"{name}, gpipe, micro-batch {micro_batch_size}", "gpipe takes as long as 1f1b and holds more; --schedule gpipe")
         for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
             for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
                 frame = Frame(
@@ -144,7 +147,7 @@ def _excluded(frame: Frame, pins: Constraints) -> str | None:
 
 
 def enumerate_space(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Space:
-    """All candidates for `cluster`; nothing is left out without a Pruned entry, except micro-batches that a pin excludes."""
+    """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes."""
     frames: list[Frame] = []
     pruned: list[Pruned] = []
     for mesh in _meshes(model, cluster, pins):

@@ -18,14 +18,13 @@ are absolute: problems priced in seconds are answered wrongly and called optimal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodels.step import closed_form_s
 from costmodels.strategy import Frame
 from planner.columns import Column
 from planner.request import SolverName
-from planner.solver import Problem, chosen, weighted
-from profiles.errors import SolverError
+from planner.solver import Problem, Unsolved, chosen, weighted
 from profiles.units import MIB, US_PER_S
 
 TOLERANCE = 1e-6  # relative slack of (C6): CBC's own feasibility tolerance is of that size
@@ -100,9 +99,12 @@ class Master:
             return None
         self.problem.require(self.redundant_mib <= _slackened(least.redundant_bytes / MIB), "C6_redundancy")  # type: ignore[operator]
         self.problem.minimize(self.time_us)
-        best = self._solve(solver, time_limit_s)
-        if best is None:
-            raise SolverError(f"{solver} lost a feasible point between two solves", hint="use the other --solver")
+        try:
+            best = self._solve(solver, time_limit_s)
+        except Unsolved:
+            best = None
+        if best is None:  # out of time, or the solver's own tolerance on (C5) and (C6): the first answer stands
+            return replace(least, proven=False)
         return Choice(best.columns, best.step_s, best.redundant_bytes, proven=least.proven and best.proven)
 
 

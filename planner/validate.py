@@ -21,7 +21,7 @@ from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame
 from planner.columns import MixTable, RankColumns, to_strategy
-from planner.estimate import even_split
+from planner.estimate import default_blocks
 from planner.request import Constraints
 from planner.space import illegal_frame, illegal_tensor_parallel
 from profiles.catalog import load_cluster, with_gpus
@@ -39,6 +39,9 @@ DEVICES = {
 }
 NEEDED = (
     "layers", "hidden", "heads", "ffn_hidden", "vocab", "seq_len", "global_batch", "n_gpus", "dp", "tp", "pp", "micro_batch", "recompute")
+OPTIONAL = (
+    "gpu", "gpus_per_node", "interconnect", "model", "kv_heads", "head_dim", "gated_ffn", "vpp", "cp", "experts", "sequence_parallel",
+    "zero_stage", "dtype", "notes", "step_time_s", "derived_step_time_s", "peak_memory_gib")
 PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16, "fp16/bf16": Precision.BF16}
 
 
@@ -109,13 +112,13 @@ def source_of(row: Row) -> str:
 
 
 def _model(row: Row, dropout: float) -> ModelSpec:
-    if row.get("experts") and int(row["experts"]) > 1:
+    if _whole(row, "experts", 1) > 1:
         raise UnpricedError("mixture of experts")
-    gated, heads, hidden = row["gated_ffn"] == "true", int(row["heads"]), int(row["hidden"])
+    gated, heads, hidden = row["gated_ffn"] == "true", _whole(row, "heads"), _whole(row, "hidden")
     return ModelSpec(
-        name=row["model"], num_layers=int(row["layers"]), hidden_size=hidden, num_heads=heads,
-        num_kv_heads=int(row["kv_heads"] or heads), head_dim=int(row["head_dim"] or hidden // heads),
-        ffn_hidden_size=int(row["ffn_hidden"]), vocab_size=int(row["vocab"]), max_seq_length=int(row["seq_len"]), dropout=dropout,
+        name=row["model"], num_layers=_whole(row, "layers"), hidden_size=hidden, num_heads=heads,
+        num_kv_heads=_whole(row, "kv_heads", heads), head_dim=_whole(row, "head_dim", hidden // heads),
+        ffn_hidden_size=_whole(row, "ffn_hidden"), vocab_size=_whole(row, "vocab"), max_seq_length=_whole(row, "seq_len"), dropout=dropout,
         gated_ffn=gated,
         norm=Norm.RMS_NORM if gated else Norm.LAYER_NORM, positions=Positions.ROTARY if gated else Positions.LEARNED,
         linear_bias=not gated, qkv_bias=not gated, tied_embeddings=not gated and "untied" not in row["notes"])
@@ -126,7 +129,7 @@ def _cluster(row: Row) -> Cluster:
     if name is None:
         raise UnpricedError(f"no device profile for {row['gpu']}")
     cluster = load_cluster(name)
-    gpus, per_node = int(row["n_gpus"]), int(row["gpus_per_node"] or cluster.gpus_per_node)
+    gpus, per_node = _whole(row, "n_gpus"), _whole(row, "gpus_per_node", cluster.gpus_per_node)
     cluster = with_gpus(cluster, gpus, min(gpus, per_node))
     network = re.search(r"(\d+)x ?(\d+) ?Gb", row["interconnect"]) or re.search(r"()(\d+) Gb/s IB per node", row["interconnect"])
     if network:
@@ -147,17 +150,17 @@ def _training(row: Row, software: Software) -> TrainingSpec:
         raise UnpricedError(f"precision {row['dtype']!r}")
     precision = PRECISIONS[row["dtype"]]
     return TrainingSpec(
-        global_batch_size=int(row["global_batch"]), seq_length=int(row["seq_len"]), precision=precision,
+        global_batch_size=_whole(row, "global_batch"), seq_length=_whole(row, "seq_len"), precision=precision,
         gradient_precision=Precision.FP32 if software.fp32_gradients else precision, attention=software.attention,
         overlap_grad_reduce=software.overlap)
 
 
 def _frame(row: Row) -> Frame:
-    if int(row["cp"] or 1) > 1:
+    if _whole(row, "cp", 1) > 1:
         raise UnpricedError("context parallelism")
-    mesh = Mesh(pp=int(row["pp"]), dp=int(row["dp"]), tp=int(row["tp"]))
-    virtual_stages, micro_batch = int(row["vpp"] or 1), int(row["micro_batch"])
-    num_micro_batches = int(row["global_batch"]) // (micro_batch * mesh.dp)
+    mesh = Mesh(pp=_whole(row, "pp"), dp=_whole(row, "dp"), tp=_whole(row, "tp"))
+    virtual_stages, micro_batch = _whole(row, "vpp", 1), _whole(row, "micro_batch")
+    num_micro_batches = _whole(row, "global_batch") // (micro_batch * mesh.dp)
     plain = Schedule.ONE_F_ONE_B if num_micro_batches >= mesh.pp else Schedule.GPIPE  # the same order when the pipeline never fills
     return Frame(
         mesh=mesh, schedule=Schedule.INTERLEAVED if virtual_stages > 1 else plain, virtual_stages=virtual_stages,
@@ -176,15 +179,25 @@ def _price(row: Row) -> tuple[float, float]:
         raise UnpricedError("dp x tp x pp is not the number of GPUs")
     reason = illegal_tensor_parallel(frame.mesh.tp, model, cluster, across_nodes=True) or illegal_frame(frame, model, training)
     if reason:
-        raise UnpricedError(re.sub(r"\d+", "N", reason))
+        raise UnpricedError(re.sub(r"\b\d+\b", "N", reason))
     book = PriceBook(model, training, machine_for(cluster))
-    zero = int(row["zero_stage"] or 0)
+    zero = _whole(row, "zero_stage", 0)
     table = MixTable(book, Constraints(recompute=(_recompute(row),), zero=(zero,)))
     columns = tuple(
-        RankColumns(rank, frame, table).smallest(count) for rank, count in enumerate(even_split(model.num_layers, frame.mesh.pp)))
+        RankColumns(rank, frame, table).smallest(count) for rank, count in enumerate(default_blocks(frame, model.num_layers)))
     price = price_step(to_strategy(frame, columns), book)
     fullest = max(price.memory, key=lambda memory: memory.total)
     return price.step_s, (fullest.total - fullest.reserve) / GIB
+
+
+def _whole(row: Row, name: str, default: int | None = None) -> int:
+    """The whole number in a cell, or the default of an empty one. Raises UnpricedError."""
+    if not row[name] and default is not None:
+        return default
+    try:
+        return int(row[name])
+    except ValueError:
+        raise UnpricedError(f"{name} is no whole number") from None
 
 
 def _number(text: str | None) -> float | None:
@@ -206,10 +219,12 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a steps table. Raises ConfigError when the file cannot be read or lacks a needed column."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+            rows = [dict.fromkeys(OPTIONAL, "") | row for row in csv.DictReader(file)]
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give a table of measured steps with --steps") from None
-    missing = [name for name in (*NEEDED, "id", "framework", "step_time_s") if not rows or name not in rows[0]]
+    if not rows:
+        raise ConfigError(f"{path}: no rows", hint="give a table of measured steps with --steps")
+    missing = [name for name in (*NEEDED, "id", "framework") if name not in rows[0]]
     if missing:
         raise ConfigError(f"{path}: no column {missing[0]}", hint="the columns of a steps table are listed in docs/")
     return rows

@@ -21,6 +21,7 @@ from planner.plan import (
     Quantity,
     Redundancy,
     SearchRecord,
+    StageMemory,
     StagePlan,
     Status,
 )
@@ -77,7 +78,7 @@ def make_plan(
     return Plan(
         plan_version=PLAN_VERSION, model=model, cluster=CLUSTER, training=training, mesh=Mesh(pp=pp, dp=dp, tp=tp), pipeline=pipeline,
         layer_plans=layer_plans, stages=_stages(pp, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
-        predicted=_prediction(), search=_search())
+        predicted=_prediction(pp), search=_search())
 
 
 def _layer_plan(
@@ -105,18 +106,23 @@ def _stages(pp: int, zero: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[St
     return tuple(stages)
 
 
-def _prediction() -> Prediction:
+def _prediction(pp: int) -> Prediction:
     one = Quantity(value=1.0, kind=Kind.ANALYTIC)
     zero = Quantity(value=0.0, kind=Kind.ANALYTIC)
     return Prediction(
-        step_time_s=one, tokens_per_s_per_gpu=one, mfu=one, memory_gib=(),
+        step_time_s=one, tokens_per_s_per_gpu=one, mfu=one, memory_gib=tuple(_memory(stage) for stage in range(pp)),
         breakdown=Breakdown(
             compute_s=one, recompute_s=zero, tp_comm_s=zero, dp_comm_s=zero, pp_comm_s=zero, pp_bubble_s=zero, optimizer_s=zero),
         redundancy_gib=Redundancy(
             parameters=0.0, gradients=0.0, optimizer=0.0, activations=0.0, temporaries=0.0, total=0.0, kind=Kind.ANALYTIC))
 
 
+def _memory(stage: int) -> StageMemory:
+    sizes = dict.fromkeys(("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total"), 0.0)
+    return StageMemory(stage=stage, capacity=1.0, kind=Kind.ANALYTIC, **sizes)
+
+
 def _search() -> SearchRecord:
     return SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=1.0, bound=0.0, gap=1.0, fastest_step_time_s=1.0,
-        candidates=Candidates(considered=1, pruned=0, solved=1))
+        candidates=Candidates(considered=1, pruned=0, solved=1, left=0))

@@ -39,7 +39,7 @@ def random_instance(seed: int) -> Instance:
     heads = draw.choice((2, 4))
     hidden = heads * draw.choice((64, 128))
     model = ModelSpec(
-        name=f"tiny-{seed}", num_layers=draw.choice((2, 3)), hidden_size=hidden, num_heads=heads, num_kv_heads=heads,
+        name=f"tiny-{seed}", num_layers=draw.choice((2, 3, 4)), hidden_size=hidden, num_heads=heads, num_kv_heads=heads,
         head_dim=hidden // heads, ffn_hidden_size=4 * hidden, vocab_size=draw.choice((128, 1024, 8192)), max_seq_length=512,
         dropout=draw.choice((0.0, 0.1)), tied_embeddings=draw.random() < 0.5)
     cluster = with_gpus(load_cluster("a100-80gb"), draw.choice((2, 4)), 2)
@@ -69,12 +69,14 @@ def _rank_options(count: int, frame: Frame) -> list[tuple[int, tuple[Recompute, 
 def every_strategy(frame: Frame, num_layers: int) -> Iterator[Strategy]:
     """All strategies of a frame: splits of the blocks, and a ZeRO stage and recompute mix for every rank."""
     pp, v = frame.mesh.pp, frame.virtual_stages
-    for split in [(num_layers // pp,) * pp] if v > 1 else _splits(num_layers, pp):
+    short = v > 1 and num_layers % (pp * v) > 0  # the first and the last virtual stage hold one block less
+    for split in [(-(-(num_layers + 2 * short) // pp),) * pp] if v > 1 else _splits(num_layers, pp):
         for ranks in itertools.product(*(_rank_options(count, frame) for count in split)):
             stages = []
             for stage in range(pp * v):
                 zero, mix = ranks[stage % pp]
-                blocks = tuple(LayerChoice(LayerKind.BLOCK, level, zero) for level in mix)
+                fewer = short and stage in (0, pp * v - 1)
+                blocks = tuple(LayerChoice(LayerKind.BLOCK, level, zero) for level in mix[: len(mix) - fewer])
                 first = (LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero),) if stage == 0 else ()
                 last = (LayerChoice(LayerKind.HEAD, Recompute.NONE, zero),) if stage == pp * v - 1 else ()
                 stages.append(first + blocks + last)

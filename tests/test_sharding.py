@@ -42,15 +42,6 @@ def test_a_tensor_that_does_not_divide_is_rounded_up():
     assert Sharding(tp=3, sequence_parallel=True).tensor_bytes(loss) == -(-loss.num_bytes // 3)
 
 
-@pytest.mark.parametrize(("name", "work", "work_sp"), [
-    pytest.param("qkv", 4, 4, id="matmul"), pytest.param("attention", 4, 4, id="attention"), pytest.param("norm1", 1, 4, id="norm"),
-    pytest.param("residual1", 1, 4, id="residual"), pytest.param("activation", 4, 4, id="activation"),
-])
-def test_work_that_tensor_parallelism_cannot_split_is_split_by_sequence_parallelism(name, work, work_sp):
-    assert TP4.work_degree(operator(name)) == work
-    assert TP4_SP.work_degree(operator(name)) == work_sp
-
-
 def test_a_matmul_sees_every_token_and_its_share_of_the_split_dim():
     qkv, fc2 = operator("qkv"), operator("fc2")
 

@@ -1,0 +1,141 @@
+"""From a priced strategy to the Plan: layer plans, stages, units, and parts that add up."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from costmodels.book import PriceBook
+from costmodels.mesh import Mesh
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
+from costmodels.step import RankTime, price_step
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.assemble import assemble, runner_up
+from planner.plan import Candidates, LayerRun, Objective, SearchRecord, StagePlan, Status
+from profiles.catalog import load_cluster, load_model, with_gpus
+from profiles.measured import machine_for
+from profiles.model import LayerKind
+from profiles.provenance import Kind, Seconds
+from profiles.spec import TrainingSpec
+from profiles.units import GIB
+from tests.instances import every_price, peak_bytes, random_instance, redundant_bytes
+
+RECORD = SearchRecord(
+    objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=1.0, bound=0.0, gap=1.0, fastest_step_time_s=1.0,
+    candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=128)
+EMBEDDING, HEAD = (LayerChoice(kind, Recompute.NONE, 1) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD))
+NONE, SELECTIVE, FULL = (LayerChoice(LayerKind.BLOCK, level, 1) for level in Recompute)
+
+
+def assembled(stages, *, pp=2, dp=2, tp=1, v=1, sequence_parallel=False):
+    num_layers = sum(choice.kind is LayerKind.BLOCK for stage in stages for choice in stage)
+    model = replace(load_model("gpt-tiny").spec, num_layers=num_layers)
+    book = PriceBook(model, TRAINING, machine_for(with_gpus(load_cluster("a100-80gb"), pp * dp * tp)))
+    frame = Frame(
+        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
+        micro_batch_size=1, num_micro_batches=8 // dp, sequence_parallel=sequence_parallel)
+    strategy = Strategy(frame=frame, stages=stages)
+    price = price_step(strategy, book)
+    return assemble(strategy, price, RECORD, book), price
+
+
+def test_layer_plans_are_named_in_order_of_use_and_runs_are_merged():
+    plan, _ = assembled(((EMBEDDING, NONE, NONE, FULL), (FULL, SELECTIVE, NONE, HEAD)))
+
+    assert list(plan.layer_plans) == ["embedding", "A", "B", "C", "head"]
+    assert plan.stages == (
+        StagePlan(rank=0, layers=(LayerRun(plan="embedding"), LayerRun(plan="A", blocks=(0, 1)), LayerRun(plan="B", blocks=(2, 2)))),
+        StagePlan(rank=1, layers=(
+            LayerRun(plan="B", blocks=(3, 3)), LayerRun(plan="C", blocks=(4, 4)), LayerRun(plan="A", blocks=(5, 5)),
+            LayerRun(plan="head"))))
+    assert plan.layer_plans["A"].recompute == ()
+    assert plan.layer_plans["C"].recompute == ("norm1", "norm2", "activation")
+    assert len(plan.layer_plans["B"].recompute) == 10
+
+
+def test_virtual_stages_run_on_the_ranks_in_turn():
+    plan, _ = assembled(((EMBEDDING, NONE), (NONE,), (NONE,), (NONE, HEAD)), v=2)
+
+    assert [stage.rank for stage in plan.stages] == [0, 1, 0, 1]
+    assert len(plan.predicted.memory_gib) == 2
+
+
+def test_zero_is_written_only_where_there_is_data_parallelism():
+    with_dp, _ = assembled(((EMBEDDING, NONE), (NONE, HEAD)))
+    without, _ = assembled(((EMBEDDING, NONE), (NONE, HEAD)), dp=1)
+
+    assert {layer.zero for layer in with_dp.layer_plans.values()} == {1}
+    assert {layer.zero for layer in without.layer_plans.values()} == {0}
+
+
+@pytest.mark.parametrize(("sequence_parallel", "norm_output", "projection_output"), [
+    pytest.param(False, (), (), id="replicated-between"),
+    pytest.param(True, ("Shard(1)@tp",), ("Shard(1)@tp",), id="split-by-token-between"),
+])
+def test_operators_carry_megatrons_placements(sequence_parallel, norm_output, projection_output):
+    plan, _ = assembled(((EMBEDDING, NONE), (NONE, HEAD)), tp=2, sequence_parallel=sequence_parallel)
+    operators = plan.layer_plans["A"].operators
+
+    assert operators["qkv"].parameters == {"weight": ("Shard(0)@tp",), "bias": ("Shard(0)@tp",)}
+    assert operators["attention_out"].parameters == {"weight": ("Shard(1)@tp",), "bias": ()}
+    assert operators["qkv"].output == ("Shard(2)@tp",)
+    assert operators["norm1"].output == norm_output
+    assert operators["attention_out"].output == projection_output
+
+
+def test_without_tensor_parallelism_there_are_no_placements():
+    plan, _ = assembled(((EMBEDDING, NONE), (NONE, HEAD)))
+
+    assert all(not layer.operators for layer in plan.layer_plans.values())
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_parts_add_up_and_the_units_are_seconds_and_gib(seed):
+    instance = random_instance(seed)
+    book, cluster, training = instance.book(), instance.cluster, instance.training
+    for strategy, price in every_price(instance)[::7]:
+        predicted = assemble(strategy, price, RECORD, book).predicted
+
+        step_s, parts = predicted.step_time_s.value, predicted.breakdown
+        assert step_s == pytest.approx(price.step_s, rel=1e-5)
+        assert sum(getattr(parts, field.name).value for field in fields(parts)) == pytest.approx(step_s, rel=1e-4)
+        assert predicted.tokens_per_s_per_gpu.value == pytest.approx(
+            training.global_batch_size * training.seq_length / price.step_s / cluster.num_gpus, rel=1e-5)
+        for memory in predicted.memory_gib:
+            classes = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
+            assert memory.total == pytest.approx(sum(getattr(memory, name) for name in classes), abs=1e-3)
+            assert memory.capacity == pytest.approx(cluster.device.memory_bytes / GIB, abs=1e-3)
+        assert max(memory.total for memory in predicted.memory_gib) == pytest.approx(peak_bytes(price) / GIB, abs=1e-4)
+        assert predicted.redundancy_gib.total == pytest.approx(redundant_bytes(strategy, price) / GIB, abs=1e-3)
+
+
+def test_a_runner_up_has_the_figures_of_its_whole_plan():
+    plan, price = assembled(((EMBEDDING, NONE), (NONE, FULL, HEAD)))
+    frame = Frame(
+        mesh=plan.mesh, schedule=plan.pipeline.schedule, virtual_stages=1, micro_batch_size=1, num_micro_batches=4, sequence_parallel=False)
+    line = runner_up(Strategy(frame=frame, stages=((EMBEDDING, NONE), (NONE, FULL, HEAD))), price)
+
+    assert (line.mesh, line.pipeline) == (plan.mesh, plan.pipeline)
+    assert line.step_time_s == plan.predicted.step_time_s.value
+    assert line.peak_memory_gib == max(memory.total for memory in plan.predicted.memory_gib)
+    assert line.redundancy_gib == plan.predicted.redundancy_gib.total
+
+
+def test_a_step_is_only_as_certain_as_its_least_certain_rank():
+    """The slowest rank is measured throughout and waits for one that is not."""
+    stages = ((EMBEDDING, NONE, NONE, NONE), (NONE, HEAD))
+    plan, price = assembled(stages)
+    slowest = max(price.ranks, key=lambda rank: rank.total.value_s)
+    measured = RankTime(**{field.name: Seconds(getattr(slowest, field.name).value_s, Kind.MEASURED) for field in fields(RankTime)})
+    mixed = replace(price, ranks=tuple(measured if rank is slowest else rank for rank in price.ranks))
+    frame = Frame(
+        mesh=plan.mesh, schedule=plan.pipeline.schedule, virtual_stages=1, micro_batch_size=1, num_micro_batches=4, sequence_parallel=False)
+    book = PriceBook(plan.model, TRAINING, machine_for(plan.cluster))
+
+    predicted = assemble(Strategy(frame=frame, stages=stages), mixed, RECORD, book).predicted
+
+    assert predicted.breakdown.compute_s.kind is Kind.MEASURED
+    assert predicted.step_time_s.kind is predicted.breakdown.pp_bubble_s.kind is Kind.ANALYTIC

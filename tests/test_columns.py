@@ -1,0 +1,172 @@
+"""Stage columns against full pricing: the same time, memory and redundancy, and exactly the choices that no other beats."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from costmodels.mesh import Mesh
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
+from costmodels.step import price_step
+from costmodels.strategy import Frame
+from planner.columns import LEVELS, MixTable, RankColumns, block_counts, compositions, end_kinds, to_strategy
+from planner.request import Constraints
+from planner.space import enumerate_space
+from planner.stage_ilp import evaluate
+from profiles.model import LayerKind
+from tests.instances import PINS, every_strategy, peak_bytes, random_instance, redundant_bytes
+
+SEEDS = range(8)
+DEPTHS = [pytest.param(None, id="shallow"), pytest.param(4, id="with-virtual-stages")]  # 2 ranks x 2 chunks need 4 blocks
+UNLIMITED = math.inf
+
+
+def instance_of(seed, num_layers=None):
+    instance = random_instance(seed)
+    return replace(instance, model=replace(instance.model, num_layers=num_layers)) if num_layers else instance
+
+
+def frames_of(instance):
+    return enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames
+
+
+def frame_of(pp, v=1):
+    return Frame(
+        mesh=Mesh(pp=pp, dp=1, tp=1), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
+        micro_batch_size=1, num_micro_batches=8, sequence_parallel=False)
+
+
+def every_mix(rank, count, frame, book):
+    """The columns of a rank at each ZeRO stage with each subset of levels: the whole front of time against memory, whose
+    middle is mixes of levels, and the ends of the other criteria."""
+    found = set()
+    for zero in range(4) if frame.mesh.dp > 1 else (0,):
+        for size in (1, 2, 3):
+            for levels in itertools.combinations(LEVELS, size):
+                columns = RankColumns(rank, frame, MixTable(book, Constraints(recompute=levels, zero=(zero,))))
+                found.update((*columns.leanest(count, UNLIMITED), columns.smallest(count)))
+                front = columns.fastest(count, UNLIMITED)
+                while front:
+                    found.update(front)
+                    front = columns.fastest(count, front[0].memory_bytes - 1)
+    return sorted(found, key=lambda column: (column.zero, column.counts))
+
+
+@pytest.mark.parametrize("num_layers", DEPTHS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_columns_cost_what_full_pricing_says_for_every_mix_and_zero_stage(seed, num_layers):
+    instance = instance_of(seed, num_layers)
+    book = instance.book()
+    mixed = 0
+    for frame in frames_of(instance):
+        pp, layers = frame.mesh.pp, instance.model.num_layers
+        split = [layers // pp + (rank < layers % pp) for rank in range(pp)]
+        per_rank = [every_mix(rank, count, frame, book) for rank, count in enumerate(split)]
+        longest = max(map(len, per_rank))
+        mixed += sum(sum(map(bool, column.counts)) > 1 for options in per_rank for column in options)
+        for index in range(longest):  # every column of every rank, next to a varied choice of the other ranks
+            columns = tuple(options[(index + 3 * rank) % len(options)] for rank, options in enumerate(per_rank))
+            price = price_step(to_strategy(frame, columns), book)
+            choice = evaluate(frame, columns, proven=True)
+
+            assert [column.memory_bytes for column in columns] == pytest.approx([m.total for m in price.memory], rel=1e-12)
+            assert [column.redundant_bytes for column in columns] == pytest.approx(
+                [rank.total for rank in price.redundant], rel=1e-9, abs=16)
+            assert choice.step_s == pytest.approx(price.closed_form_s, rel=1e-12)
+            for column, rank, timeline in zip(columns, price.ranks, price.simulated.ranks, strict=True):
+                work_s = rank.total.value_s - timeline.tail_s
+                assert column.time_s * frame.num_micro_batches == pytest.approx(work_s, rel=1e-9)
+                assert column.tail_s == pytest.approx(timeline.tail_s, rel=1e-12)
+    assert mixed or num_layers is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_front_of_one_rank_is_that_of_brute_force(seed):
+    """pp 1: every strategy of the frame is one column, so the columns can be compared with the enumeration."""
+    instance = random_instance(seed)
+    book, layers = instance.book(), instance.model.num_layers
+    for frame in (frame for frame in frames_of(instance) if frame.mesh.pp == 1):
+        priced = [(s, price_step(s, book)) for s in every_strategy(frame, layers)]
+        peaks = sorted(peak_bytes(price) for _, price in priced)
+        for limit in (peaks[len(peaks) // 3] + 1, UNLIMITED, peaks[0] - 1):
+            fitting = [
+                (p.simulated.ranks[0].busy_s, p.simulated.ranks[0].tail_s, redundant_bytes(s, p) / frame.mesh.num_ranks)
+                for s, p in priced if peak_bytes(p) <= limit]
+            columns = RankColumns(0, frame, MixTable(book, PINS))
+            fast, lean = columns.fastest(layers, limit), columns.leanest(layers, limit)
+            assert bool(fast) == bool(lean) == bool(fitting)
+            for point in fitting:  # nothing beats the columns
+                assert any(
+                    column.time_s * frame.num_micro_batches <= point[0] * (1 + 1e-9) and column.tail_s <= point[1] * (1 + 1e-9)
+                    for column in fast)
+                assert any(
+                    column.time_s * frame.num_micro_batches <= point[0] * (1 + 1e-9) and column.tail_s <= point[1] * (1 + 1e-9)
+                    and column.redundant_bytes <= point[2] + 16 for column in lean)
+            for column in (*fast, *lean):  # and the columns are within memory
+                assert column.memory_bytes <= limit
+                assert column.num_blocks == layers
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_smallest_column_has_the_least_memory_of_all(seed):
+    instance = random_instance(seed)
+    book, layers = instance.book(), instance.model.num_layers
+    for frame in (frame for frame in frames_of(instance) if frame.mesh.pp == 1):
+        least = min(peak_bytes(price_step(s, book)) for s in every_strategy(frame, layers))
+
+        assert RankColumns(0, frame, MixTable(book, PINS)).smallest(layers).memory_bytes == pytest.approx(least, rel=1e-12)
+
+
+@given(total=st.integers(0, 12), allowed=st.tuples(*[st.booleans()] * 3))
+def test_compositions_are_all_ways_to_split_a_count_over_the_allowed_levels(total, allowed):
+    found = [tuple(map(int, counts)) for counts in compositions(total, allowed)]
+
+    expected = [
+        counts for counts in itertools.product(range(total + 1), repeat=3)
+        if sum(counts) == total and all(not count or permitted for count, permitted in zip(counts, allowed, strict=True))]
+    assert sorted(found) == sorted(expected)
+    if all(allowed):
+        assert len(found) == math.comb(total + 2, 2)
+
+
+@pytest.mark.parametrize(("pp", "v", "num_layers", "longest", "expected"), [
+    pytest.param(1, 1, 8, None, [8], id="one-stage-holds-all"),
+    pytest.param(4, 2, 8, None, [2], id="virtual-stages-are-equal"),
+    pytest.param(4, 1, 8, None, [1, 2, 3, 4, 5], id="the-others-hold-one-at-least"),
+    pytest.param(4, 1, 8, 3, [1, 2, 3], id="no-more-than-the-longest"),
+    pytest.param(4, 1, 4, 9, [1], id="as-many-stages-as-blocks"),
+])
+def test_block_counts_by_hand(pp, v, num_layers, longest, expected):
+    assert list(block_counts(1, frame_of(pp, v), num_layers, longest)) == expected
+
+
+def test_embedding_and_head_are_on_the_first_and_the_last_rank():
+    assert [end_kinds(rank, 3) for rank in range(3)] == [(LayerKind.EMBEDDING,), (), (LayerKind.HEAD,)]
+    assert end_kinds(0, 1) == (LayerKind.EMBEDDING, LayerKind.HEAD)
+
+
+def test_a_strategy_lists_each_chunk_with_its_share_of_every_level():
+    book = random_instance(0).book()
+    frame = frame_of(2, 2)
+    columns = tuple(
+        RankColumns(rank, frame, MixTable(book, Constraints(recompute=(level,)))).smallest(4)
+        for rank, level in enumerate((Recompute.FULL, Recompute.NONE)))
+
+    stages = [[(choice.kind, choice.recompute) for choice in stage] for stage in to_strategy(frame, columns).stages]
+
+    full, none = (LayerKind.BLOCK, Recompute.FULL), (LayerKind.BLOCK, Recompute.NONE)
+    embedding, head = (LayerKind.EMBEDDING, Recompute.NONE), (LayerKind.HEAD, Recompute.NONE)
+    assert stages == [[embedding, full, full], [none, none], [full, full], [none, none, head]]
+
+
+def test_without_data_parallelism_there_is_no_zero_stage_to_choose():
+    table = MixTable(random_instance(0).book(), Constraints(zero=(1, 3)))
+
+    assert table.zero_choices(Mesh(pp=2, dp=1, tp=2)) == (0,)
+    assert table.zero_choices(Mesh(pp=1, dp=2, tp=2)) == (1, 3)

@@ -1,0 +1,90 @@
+"""When nothing fits: the leanest plan is really the leanest, and the smallest cluster that is named really is enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from costmodels.recompute import Recompute
+from planner.infeasible import infeasible_error, limit_bytes, smallest_cluster
+from planner.request import Constraints, SearchOptions
+from planner.search import find_plan
+from profiles.catalog import load_cluster, load_model, with_gpus
+from profiles.errors import InfeasibleError
+from profiles.spec import TrainingSpec
+from profiles.units import GIB
+from tests.instances import PINS, every_price, peak_bytes, random_instance
+
+A100 = load_cluster("a100-80gb")
+
+
+def question(name, num_gpus, batch, seq_length=2048):
+    return load_model(name).spec, with_gpus(A100, num_gpus), TrainingSpec(global_batch_size=batch, seq_length=seq_length)
+
+
+@pytest.mark.parametrize(("name", "batch", "limit_gib", "pins"), [
+    pytest.param("llama3-8b", 32, 10, Constraints(), id="the-next-node"),
+    pytest.param("llama3-8b", 32, 6, Constraints(), id="free"),
+    pytest.param("gpt-20b", 64, 20, Constraints(), id="larger"),
+    pytest.param("llama2-13b", 64, 12, Constraints(tp=(1,), zero=(0,)), id="pipeline-only"),
+])
+def test_the_smallest_cluster_fits_and_one_node_fewer_does_not(name, batch, limit_gib, pins):
+    model, cluster, training = question(name, 8, batch)
+    options = SearchOptions(memory_limit_bytes=limit_gib * GIB)
+
+    with pytest.raises(InfeasibleError) as error:
+        find_plan(model, cluster, training, constraints=pins, options=options)
+    enough = smallest_cluster(model, cluster, training, pins, limit_gib * GIB)
+
+    assert error.value.hint == f"{enough} GPUs are enough (--gpus {enough})"
+    plan = find_plan(model, with_gpus(A100, enough), training, constraints=pins, options=options)
+    assert max(stage.total for stage in plan.predicted.memory_gib) <= limit_gib
+    with pytest.raises(InfeasibleError):
+        find_plan(model, with_gpus(A100, enough - 8), training, constraints=pins, options=options)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
+    instance = random_instance(seed)
+    least = min(peak_bytes(price) for _, price in every_price(instance))
+    asked = (instance.model, instance.cluster, instance.training)
+
+    with pytest.raises(InfeasibleError, match=rf"needs {least / GIB:.1f} GiB on stage \d+, 1.0 usable: {least / GIB - 1:.1f} GiB short"):
+        raise infeasible_error(*asked, PINS, SearchOptions(memory_limit_bytes=GIB))
+    find_plan(*asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) + 1))
+    with pytest.raises(InfeasibleError):
+        find_plan(*asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) - 1))
+
+
+def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages():
+    """The first stage stashes eight micro-batches, the last one: without recompute an even split is far from the leanest."""
+    model, cluster, training = question("gpt-2.5b", 8, 64, seq_length=16384)
+    pins = Constraints(tp=(1,), pp=(8,), recompute=(Recompute.NONE,))
+
+    with pytest.raises(InfeasibleError) as error:
+        raise infeasible_error(model, cluster, training, pins, SearchOptions(memory_limit_bytes=20 * GIB))
+    needed_gib = float(error.value.message.split("needs ")[1].split()[0])
+
+    with pytest.raises(InfeasibleError):
+        find_plan(model, cluster, training, constraints=pins, options=SearchOptions(memory_limit_bytes=int(0.96 * needed_gib * GIB)))
+
+
+def test_no_cluster_in_reach_says_so():
+    """A limit below the context and the buffers of communication: no number of GPUs helps."""
+    model, cluster, training = question("llama3-8b", 8, 32)
+
+    error = infeasible_error(model, replace(cluster, nodes=1), training, Constraints(pp=(8,)), SearchOptions(memory_limit_bytes=GIB // 2))
+
+    assert error.hint == "no cluster up to 512 GPUs fits; use a larger device"
+    assert error.exit_code == 3
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    pytest.param(SearchOptions(), 0.92 * A100.device.memory_bytes, id="the-default-margin"),
+    pytest.param(SearchOptions(memory_margin=0.5), 0.5 * A100.device.memory_bytes, id="a-margin"),
+    pytest.param(SearchOptions(memory_limit_bytes=70 * GIB), 70 * GIB, id="a-limit-replaces-the-margin"),
+    pytest.param(SearchOptions(memory_limit_bytes=700 * GIB), A100.device.memory_bytes, id="never-more-than-there-is"),
+])
+def test_what_a_plan_may_fill(options, expected):
+    assert limit_bytes(A100, options) == pytest.approx(expected)
