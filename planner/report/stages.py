@@ -74,9 +74,11 @@ def _merged(alike: list[Row]) -> Row:
 
 
 def layers_text(row: Row, *, short: bool) -> str:
-    """`embedding, 0-10`; `11-43 (11 each)` for a merged row; `embedding, 11 x 2 blocks` for interleaved chunks."""
+    """`embedding, 0-10`; `11-43 (11 each)` for a merged row; `embedding, 11 x 2 blocks` for interleaved
+    chunks, `embedding, 7 blocks in 4` when the first or the last chunk has one block less."""
     if row.blocks is None:
-        text = f"{row.chunks} x {row.num_blocks // row.chunks} blocks"
+        each, over = divmod(row.num_blocks, row.chunks)
+        text = f"{row.num_blocks} blocks in {row.chunks}" if over else f"{row.chunks} x {each} blocks"
     else:
         text = f"{row.blocks[0]}-{row.blocks[1]}" if row.blocks[0] != row.blocks[1] else f"{row.blocks[0]}"
         if row.first != row.last:
