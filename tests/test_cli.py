@@ -297,7 +297,7 @@ def test_bad_input_is_one_error_and_one_hint(arguments, message):
     pytest.param(lambda text: text.replace("plan: A", "plan: B"), r"unknown layer plan 'B' in plan.yaml: stages.0", id="layer-plan"),
     pytest.param(lambda text: text.replace("rank: 0", "rank: 7"), r"stages.0: rank is 7, the mesh has pp 1", id="rank"),
     pytest.param(lambda text: text.replace("stage: 0", "stage: 1"), r"predicted.memory_gib has 1 stages", id="memory"),
-    pytest.param(lambda text: text.replace("zero: 0", "zero: 5").replace("zero: 3", "zero: 5"), r"zero is 5, it must be", id="value"),
+    pytest.param(lambda text: re.sub(r"zero: \d", "zero: 5", text), r"zero is 5, it must be", id="value"),
 ])
 def test_a_broken_plan_file_is_one_error_and_one_hint(change, message):
     path = plan_file()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from costmodels.collectives import Collective
 from costmodels.compute import operator_time
-from costmodels.layer import data_parallel_time, has_tied_head, price_operators, tied_reduction
+from costmodels.layer import CONTENTION, data_parallel_time, has_tied_head, price_operators, tied_reduction
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute, recompute_operators
@@ -146,8 +146,16 @@ def test_overlap_hides_a_reduction_under_its_own_layers_backward_and_a_gather_un
     time = priced(GPT.block)  # far below one second: what is hidden is the layer's own time
     plain, hidden = data_parallel(3), data_parallel(3, training=overlapped)
 
-    assert plain.forward.value_s - hidden.forward.value_s == pytest.approx(time.forward_s)
-    assert plain.backward.value_s - hidden.backward.value_s == pytest.approx(time.backward_s)
+    assert plain.forward.value_s - hidden.forward.value_s == pytest.approx((1 - CONTENTION) * time.forward_s)
+    assert plain.backward.value_s - hidden.backward.value_s == pytest.approx((1 - CONTENTION) * time.backward_s)
+
+
+def test_communication_that_is_hidden_whole_still_costs_its_share_of_the_compute_units(monkeypatch):
+    monkeypatch.setattr("costmodels.layer.collective_time", lambda *_: Seconds(1e-9, Kind.ANALYTIC))
+    overlapped = replace(TRAINING, overlap_grad_reduce=True)
+
+    assert data_parallel(3, training=overlapped).forward.value_s == pytest.approx(CONTENTION * 1e-9)
+    assert data_parallel(3, training=TRAINING).forward.value_s == pytest.approx(1e-9)
 
 
 @pytest.mark.parametrize("zero", range(4))
