@@ -186,7 +186,7 @@ _json = _option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and 
     epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8")
 @_asked
 @_searching
-@_option(OUTPUT, "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True, help="The plan file; - for stdout.")
+@_option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True, help="The plan file; - for stdout.")
 @_json
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
 @click.pass_context
@@ -323,7 +323,7 @@ _LAYOUT = "Layout"
 @_option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
 @_option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
 @_option(_LAYOUT, "--sequence-parallel", is_flag=True, help="Split norms and dropouts along the sequence.")
-@_option(OUTPUT, "--output", type=click.Path(path_type=Path), help="Also write the plan file; - for stdout.")
+@_option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), help="Also write the plan file; - for stdout.")
 @_json
 def estimate(**options: Any) -> None:
     """Price one layout by hand: the same breakdown and the same plan file, without a search."""

@@ -33,7 +33,7 @@ from profiles.spec import ModelSpec, TrainingSpec
 from profiles.units import GIB
 
 REPLAYED = 10  # how many of the best frames the simulator replays
-WORTH_REPLAYING = 1.05  # those within 5 % of the best: what the closed form leaves out is smaller
+WORTH_REPLAYING = 1.10  # those within 10 % of the best: for unequal stages the closed form is up to that much off
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap says so
 ROUNDING = 1e-9  # relative: sums of the same terms in another order

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
+from costmodels.mesh import Mesh
 from planner.plan import Objective, Plan, RunnerUp, Status
 from planner.report.names import blocks_by_plan, graph_of, mesh_text, pipeline_phrases, recompute_names, recompute_text
 from planner.report.stages import fullest, print_stages
@@ -132,13 +133,20 @@ def _redundancy(plan: Plan, width: int) -> str:
 
 
 def _print_runners_up(plan: Plan, out: Console, *, whole: bool) -> None:
-    found = plan.search.runners_up if whole else plan.search.runners_up[:RUNNERS_UP]
+    found = plan.search.runners_up if whole else _best_of_each_mesh(plan.search.runners_up)[:RUNNERS_UP]
     if not found:
         return
     labels = ("also", *[""] * (len(found) - 1))
     rows = ((f"{label:{LABEL_WIDTH - 4}}", *_runner_up(other, plan)) for label, other in zip(labels, found, strict=True))
     for line in aligned(rows, out.width, left=(0, 4)):
         say(out, line)
+
+
+def _best_of_each_mesh(runners_up: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
+    best: dict[Mesh, RunnerUp] = {}
+    for other in runners_up:
+        best.setdefault(other.mesh, other)
+    return tuple(best.values())
 
 
 def _runner_up(other: RunnerUp, plan: Plan) -> tuple[str, str, str, str]:
