@@ -186,7 +186,8 @@ _json = _option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and 
     epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8")
 @_asked
 @_searching
-@_option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True, help="The plan file; - for stdout.")
+@_option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True,
+         help="The plan file; - for stdout.")
 @_json
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
 @click.pass_context
