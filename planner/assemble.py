@@ -88,6 +88,11 @@ def pipeline_of(frame: Frame) -> Pipeline:
         num_micro_batches=frame.num_micro_batches)
 
 
+def _step_kind(price: StepPrice) -> Kind:
+    """The kind of the step time: the weakest over all ranks, since a rank waits for all others."""
+    return weakest(rank.total.kind for rank in price.ranks)
+
+
 def _breakdown(price: StepPrice) -> Breakdown:
     """By cause, on the pipeline rank that finishes last; what is left of the step is the bubble."""
     simulated = price.simulated
@@ -97,9 +102,8 @@ def _breakdown(price: StepPrice) -> Breakdown:
     def quantity(seconds: Seconds) -> Quantity:
         return Quantity(value=_round(seconds.value_s), kind=seconds.kind)
 
-    bubble_kind = weakest(other.total.kind for other in price.ranks)
     idle_s = max(0.0, round(simulated.step_s - time.total.value_s, 9))  # no bubble but for the order of the additions: zero
-    bubble = Quantity(value=_round(idle_s), kind=bubble_kind)
+    bubble = Quantity(value=_round(idle_s), kind=_step_kind(price))
     return Breakdown(
         compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
         dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer))
@@ -124,7 +128,7 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
     """The Plan of a priced strategy."""
     frame, cluster, training = strategy.frame, book.machine.cluster, book.training
     step_s, num_ranks = price.step_s, frame.mesh.num_ranks
-    kind = weakest(rank.total.kind for rank in price.ranks)  # a rank waits for all others
+    kind = _step_kind(price)
     names = _name_choices(strategy)
     predicted = Prediction(
         step_time_s=Quantity(value=_round(step_s), kind=kind),
@@ -143,6 +147,7 @@ def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
     """The line of another candidate in the plan file."""
     devices = strategy.frame.mesh.dp * strategy.frame.mesh.tp
     return RunnerUp(
-        mesh=strategy.frame.mesh, pipeline=pipeline_of(strategy.frame), step_time_s=_round(price.step_s),
+        mesh=strategy.frame.mesh, pipeline=pipeline_of(strategy.frame), sequence_parallel=strategy.frame.sequence_parallel,
+        step_time_s=Quantity(value=_round(price.step_s), kind=_step_kind(price)),
         peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
         redundancy_gib=_gib(devices * sum(rank.total for rank in price.redundant)))

@@ -185,7 +185,8 @@ class RunnerUp:
 
     mesh: Mesh
     pipeline: Pipeline
-    step_time_s: float
+    sequence_parallel: bool
+    step_time_s: Quantity
     peak_memory_gib: float
     redundancy_gib: float
 

@@ -119,7 +119,7 @@ def test_a_runner_up_has_the_figures_of_its_whole_plan():
     line = runner_up(Strategy(frame=frame, stages=((EMBEDDING, NONE), (NONE, FULL, HEAD))), price)
 
     assert (line.mesh, line.pipeline) == (plan.mesh, plan.pipeline)
-    assert line.step_time_s == plan.predicted.step_time_s.value
+    assert line.step_time_s == plan.predicted.step_time_s
     assert line.peak_memory_gib == max(memory.total for memory in plan.predicted.memory_gib)
     assert line.redundancy_gib == plan.predicted.redundancy_gib.total
 

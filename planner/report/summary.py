@@ -150,9 +150,11 @@ def _best_of_each_mesh(runners_up: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
 
 
 def _runner_up(other: RunnerUp, plan: Plan) -> tuple[str, str, str, str]:
-    slower = other.step_time_s / plan.predicted.step_time_s.value - 1
+    step_s = other.step_time_s.value
+    slower = step_s / plan.predicted.step_time_s.value - 1
     memory = f"{gib_text(other.peak_memory_gib)} GiB"
     if plan.search.objective is Objective.MEMORY:
         memory += f", {gib_text(other.redundancy_gib)} redundant"
-    name = ", ".join((mesh_text(other.mesh), *pipeline_phrases(other.pipeline, other.mesh)))
-    return seconds_text(other.step_time_s), f"({100 * slower:+.1f} %)", memory, name
+    sequence = ("sequence parallel",) if other.sequence_parallel else ()
+    name = ", ".join((mesh_text(other.mesh), *pipeline_phrases(other.pipeline, other.mesh), *sequence))
+    return seconds_text(step_s), f"({100 * slower:+.1f} %)", memory, name
