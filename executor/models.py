@@ -8,6 +8,7 @@ run on DTensors. Activations are [batch, sequence, feature].
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,9 @@ class Attention(nn.Module):
         groups = _groups(qkv, self.model)
         query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
         key, value = (groups[..., i, :].transpose(1, 2) for i in (-2, -1))
+        if self.model.num_kv_heads != self.model.num_heads:
+            # the queries of several groups are copied together; views of the keys would keep the whole of qkv beside them
+            key, value = key.contiguous(), value.contiguous()
         run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
         return run(query, key, value).transpose(1, 2).flatten(2)
 
@@ -116,6 +120,23 @@ class Attention(nn.Module):
         return functional.dropout(weights, self.dropout, self.training) @ value
 
 
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up that keeps only its input, as fused kernels do; autograd would also keep silu(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gate, up = ctx.saved_tensors[0].unflatten(-1, (-1, 2)).unbind(-1)
+        sigmoid = gate.sigmoid()
+        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        return torch.stack((gradient * up * slope, gradient * gate * sigmoid), dim=-1).flatten(-2)
+
+
 class Activation(nn.Module):
     """GELU, or SwiGLU when the feed-forward network is gated (Shazeer 2020, arXiv 2002.05202)."""
 
@@ -128,8 +149,7 @@ class Activation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
             return functional.gelu(x, approximate="tanh")
-        gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return functional.silu(gate) * up
+        return _SwiGLU.apply(x)
 
 
 class Residual(nn.Module):

@@ -1,15 +1,29 @@
-"""Activation recompute of one layer: nothing, one operator, a list of operators, or everything."""
+"""Activation recompute of one layer: nothing, a list of operators, or everything.
+
+What a list frees is what `costmodels.recompute.kept_tensors` says: the outputs of the named operators are not kept for
+the operators that read them, but made again from the named operators' own inputs when the backward pass asks for them.
+torch's selective checkpointing keeps the outputs of all other operators instead, views and sums included: more than no
+recompute at all. The attention core runs again as a whole and its output stays, as in Korthikanti's selective recompute.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.distributed.tensor import DTensor
 
+from executor.place import local
 from profiles.errors import ConfigError
+
+ATTENTION = "attention"
 
 
 def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str) -> nn.Module:
@@ -22,37 +36,86 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str) -> nn.M
         return layer
     if set(operators) == set(names):
         return checkpoint_wrapper(layer)
-    if operators == ("attention",):  # its output stays for the projection that reads it: the module alone is enough
-        layer.register_module(operators[0], checkpoint_wrapper(layer.get_submodule(operators[0])))
-        return layer
-    _check_random(layer, operators, where)
-    return _selective(layer, frozenset(operators))
+    discarded = [name for name in operators if name != ATTENTION]
+    _check_random(layer, discarded, where)
+    if discarded:
+        _discard_outputs(layer, discarded)
+    if ATTENTION in operators:
+        layer.register_module(ATTENTION, checkpoint_wrapper(layer.get_submodule(ATTENTION)))
+    return layer
 
 
-def _check_random(layer: nn.Module, operators: tuple[str, ...], where: str) -> None:
-    """What is kept does not advance the random generator in the backward pass: a mask drawn after it would be another."""
-    random = [name for name, module in layer.named_children() if getattr(module, "dropout", 0.0)]
-    again = [name in operators for name in random]
-    if again != sorted(again, reverse=True):
-        later = next(name for name in reversed(random) if name in operators)
+def _check_random(layer: nn.Module, operators: list[str], where: str) -> None:
+    """An output that is made again must be the same: an operator that draws a dropout mask would draw another."""
+    random = [name for name in operators if getattr(layer.get_submodule(name), "dropout", 0.0)]
+    if random:
         raise ConfigError(
-            f"{where}: with dropout, {later} can only be recomputed together with what draws masks before it ({', '.join(random)})",
-            hint="recompute all of them, or the whole layer")
+            f"{where}: {random[0]} draws a dropout mask, it cannot be recomputed by itself", hint="recompute the whole layer, or not this")
 
 
-def _selective(layer: nn.Module, operators: frozenset[str]) -> nn.Module:
-    """Keep every output of the operators that are not named; the running operator is known from forward pre-hooks."""
-    running = [""]
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An output of a recomputed operator: how to make it again, and whether it still is the tensor at its address."""
 
-    def enter(name: str, *_: Any) -> None:
-        running[0] = name
+    output: weakref.ref[Tensor]
+    module: nn.Module
+    inputs: tuple[Tensor, ...]
 
-    for name, module in layer.named_children():
-        module.register_forward_pre_hook(partial(enter, name), prepend=True)
 
-    def policy(*_: Any, **__: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE if running[0] in operators else CheckpointPolicy.MUST_SAVE
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """What autograd keeps instead of (a view of) an output: its maker, the view of this rank's part, and its wrapping."""
 
-    # an operator that is kept is kept whole, so what it writes in place is only read by functions that do not run again
-    contexts = partial(create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=True)
-    return checkpoint_wrapper(layer, context_fn=contexts)
+    made: _Made
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    wrapped: Callable[[Tensor], Tensor]
+
+
+def _discard_outputs(layer: nn.Module, operators: list[str]) -> None:
+    """Let the operators of `layer` keep a recipe where they would keep an output of one of `operators`."""
+    made: dict[int, _Made] = {}
+
+    def remember(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if torch.is_grad_enabled():  # not while an output is made again
+            made[_address(output)] = _Made(weakref.ref(output), module, inputs)
+
+    for name in operators:
+        layer.get_submodule(name).register_forward_hook(remember)
+    layer.forward = partial(_run, layer.forward, made)
+
+
+def _run(forward: Callable[..., Tensor], made: dict[int, _Made], *inputs: Tensor) -> Tensor:
+    made.clear()
+    with saved_tensors_hooks(partial(_pack, made), _unpack):
+        return forward(*inputs)
+
+
+def _address(tensor: Tensor) -> int:
+    return local(tensor.detach()).untyped_storage().data_ptr()
+
+
+def _pack(made: dict[int, _Made], tensor: Tensor) -> Tensor | _Again:
+    found = made.get(_address(tensor))
+    if found is None or found.output() is None:  # an output that is gone left its address to another tensor
+        return tensor
+    part = local(tensor.detach())
+    return _Again(found, part.size(), part.stride(), int(part.storage_offset()), _wrapping(tensor))
+
+
+def _wrapping(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes a tensor like `tensor` of this rank's part of it."""
+    if not isinstance(tensor, DTensor):
+        return lambda part: part
+    return partial(
+        DTensor.from_local, device_mesh=tensor.device_mesh, placements=tensor.placements, run_check=False, shape=tensor.shape,
+        stride=tensor.stride())
+
+
+def _unpack(kept: Any) -> Tensor:
+    if not isinstance(kept, _Again):
+        return kept
+    with torch.no_grad():
+        output = local(kept.made.module(*kept.made.inputs))
+    return kept.wrapped(output.as_strided(kept.size, kept.stride, kept.offset))

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from profiles.errors import ConfigError
+from profiles.errors import ConfigError, unknown_name_error
 
 VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by; makes every tensor parallel degree up to 128 legal
 _FORBID = {"extra": "forbid"}
+
+
+def _choose(instance: object, field: str, choices: type[StrEnum]) -> None:
+    """Make the field of a frozen dataclass a member of `choices`, which a plain string may name. Raises ConfigError."""
+    found = getattr(instance, field)
+    if found not in tuple(choices):
+        raise unknown_name_error(field, str(found), tuple(choices))
+    object.__setattr__(instance, field, choices(found))
 
 
 class Norm(StrEnum):
@@ -70,6 +78,8 @@ class ModelSpec:
     norm_epsilon: float = 1e-5
 
     def __post_init__(self) -> None:
+        _choose(self, "norm", Norm)
+        _choose(self, "positions", Positions)
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "max_seq_length")
         for field in sizes:
             if getattr(self, field) < 1:
@@ -112,6 +122,10 @@ class TrainingSpec:
     overlap_grad_reduce: bool = True
 
     def __post_init__(self) -> None:
+        _choose(self, "precision", Precision)
+        _choose(self, "gradient_precision", Precision)
+        _choose(self, "optimizer", Optimizer)
+        _choose(self, "attention", AttentionKernel)
         for field in ("global_batch_size", "seq_length"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"training: {field} is {getattr(self, field)}, it must be at least 1")
