@@ -79,11 +79,11 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
     return total
 
 
-def _tensor_parallel_time(operator: Operator, sharding: Sharding, machine: Machine) -> OperatorTime:
+def _tensor_parallel_time(operator: Operator, sharding: Sharding, machine: Machine, input_gradient_s: float) -> OperatorTime:
     """Collectives over the tensor-parallel axis around one operator (EQUATIONS T, rows TP and TP + SP).
 
-    Left out: the second gather of a column-parallel input for its weight gradient, which Megatron hides under the input
-    gradient and DTensor avoids by keeping the gathered input.
+    Under sequence parallelism a column-parallel input is kept as this rank's tokens and gathered again for the weight
+    gradient, under the product that gives the input gradient (Korthikanti et al. 2022, section 4.2.2).
     """
     mesh = Mesh(pp=1, dp=1, tp=sharding.tp)
     placement = place(mesh, Axis.TP, machine.cluster.gpus_per_node)
@@ -97,6 +97,7 @@ def _tensor_parallel_time(operator: Operator, sharding: Sharding, machine: Machi
         if sharding.sequence_parallel:
             forward += collective(Collective.ALL_GATHER, input_bytes)
             backward += collective(Collective.REDUCE_SCATTER, input_bytes)
+            backward += _under(collective(Collective.ALL_GATHER, input_bytes), input_gradient_s)
         else:
             backward += collective(Collective.ALL_REDUCE, input_bytes)
     if sharding.reduces_output(operator):
@@ -134,22 +135,22 @@ class LayerOperators:
 
 def price_operators(layer: LayerClass, sharding: Sharding, machine: Machine, training: TrainingSpec) -> LayerOperators:
     """Compute and tensor-parallel communication of every operator of `layer` on one rank."""
-    return LayerOperators(
-        layer=layer,
-        compute={op.name: operator_time(op, sharding, machine, training) for op in layer.operators},
-        tensor_parallel={op.name: _tensor_parallel_time(op, sharding, machine) for op in layer.operators},
-    )
+    compute = {op.name: operator_time(op, sharding, machine, training) for op in layer.operators}
+    communication = {  # of a matmul's two backward products, half the time is the input gradient's
+        op.name: _tensor_parallel_time(op, sharding, machine, compute[op.name].backward.value_s / 2) for op in layer.operators}
+    return LayerOperators(layer=layer, compute=compute, tensor_parallel=communication)
 
 
 def _exposed(communication: Seconds, window_s: float, training: TrainingSpec) -> Seconds:
-    """What `communication` adds to a step when it runs under `window_s` of compute; all of it without overlap.
+    """What `communication` adds to a step when it runs under `window_s` of compute; all of it without overlap."""
+    return _under(communication, window_s) if training.overlap_grad_reduce else communication
 
-        max(0, c - window) + CONTENTION min(c, window)
-    """
-    whole_s = communication.value_s
-    if not whole_s:
+
+def _under(communication: Seconds, window_s: float) -> Seconds:
+    """What communication adds to the compute that hides it: max(0, c - window) + CONTENTION min(c, window)."""
+    if not communication.value_s:
         return ZERO
-    hidden = min(1.0, window_s / whole_s) if training.overlap_grad_reduce else 0.0
+    hidden = min(1.0, window_s / communication.value_s)
     return communication.scaled(1 - hidden + CONTENTION * hidden)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from costmodels.memory import StateBytes, layer_states
 from costmodels.sharding import Sharding
 from executor.layout import local_stages, stage_layers
-from executor.place import local
+from executor.tensors import local
 from planner.plan import Plan
 from profiles.model import LayerKind
 from profiles.spec import Precision

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from costmodels.schedules import Schedule
 from executor.layout import local_stages, stage_layers
-from executor.place import local
 from executor.stages import Ranks, Stage, border_example, build_stages
+from executor.tensors import local
 from planner.plan import Plan
 
 AfterBackward = Callable[[], None]

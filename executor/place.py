@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from executor.kept import Recipes, again
+from executor.tensors import as_dtensor
 from planner.plan import OperatorPlacement
 from profiles.errors import ConfigError
 
@@ -30,13 +32,19 @@ def parse_placement(entries: tuple[str, ...], where: str) -> tuple[Placement, ..
     return (Shard(int(match[1])),)
 
 
-def place_layer(layer: nn.Module, operators: Mapping[str, OperatorPlacement], mesh: DeviceMesh, where: str) -> None:
-    """Give every operator of `layer` its placements over `mesh`. Raises ConfigError for a placement it cannot have."""
+def place_layer(
+    layer: nn.Module, operators: Mapping[str, OperatorPlacement], mesh: DeviceMesh, where: str, recipes: Recipes | None = None,
+) -> None:
+    """Give every operator of `layer` its placements over `mesh`. Raises ConfigError for a placement it cannot have.
+
+    With `recipes` an input that is gathered is kept as this rank's part and gathered again in the backward pass, as
+    Megatron-LM does under sequence parallelism (Korthikanti et al. 2022, section 4.2.2).
+    """
     for name, module in layer.named_children():
-        _place_operator(module, operators[name], mesh, f"{where}.operators.{name}")
+        _place_operator(module, operators[name], mesh, f"{where}.operators.{name}", recipes or Recipes())
 
 
-def _place_operator(module: nn.Module, placement: OperatorPlacement, mesh: DeviceMesh, where: str) -> None:
+def _place_operator(module: nn.Module, placement: OperatorPlacement, mesh: DeviceMesh, where: str, recipes: Recipes) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         wanted = parse_placement(placement.parameters.get(name, ()), where)
         # src_data_rank=None: every rank made the same values, so nothing is broadcast
@@ -47,7 +55,7 @@ def _place_operator(module: nn.Module, placement: OperatorPlacement, mesh: Devic
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # a plain tensor is token ids or targets, which no plan divides
-        placed = tuple(arg.redistribute(mesh, inputs) if isinstance(arg, DTensor) else as_dtensor(arg, mesh) for arg in args)
+        placed = tuple(_placed(arg, mesh, inputs, recipes) if isinstance(arg, DTensor) else as_dtensor(arg, mesh) for arg in args)
         return tuple(arg.to_local() for arg in placed) if on_shards else placed
 
     def after(_: nn.Module, args: Any, out: Tensor) -> DTensor:
@@ -59,11 +67,10 @@ def _place_operator(module: nn.Module, placement: OperatorPlacement, mesh: Devic
     module.register_forward_hook(after)
 
 
-def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A DTensor as it is; a plain tensor (token ids, targets) as one that every rank of `mesh` holds whole."""
-    return tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The part of `tensor` that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _placed(tensor: DTensor, mesh: DeviceMesh, wanted: tuple[Placement, ...], recipes: Recipes) -> DTensor:
+    """`tensor` where it is wanted, with a recipe if that gathered it."""
+    placed = tensor.redistribute(mesh, wanted)
+    if tensor.placements != wanted and all(placement.is_replicate() for placement in wanted):
+        part = recipes.keep(tensor)
+        recipes.remember(placed, lambda: again(part).redistribute(mesh, wanted))
+    return placed

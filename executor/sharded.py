@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from executor.place import local
+from executor.tensors import local
 from profiles.spec import Precision
 from profiles.units import MIB
 

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from executor.kept import Recipes
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers
 from executor.models import build_layer
-from executor.place import as_dtensor, local, parse_placement, place_layer
+from executor.place import parse_placement, place_layer
 from executor.recompute import recomputed
 from executor.sharded import Unit, begin_step, compute_dtype, reduce_gradients, shard_root, shard_unit
+from executor.tensors import as_dtensor, local
 from planner.plan import Plan
 from profiles.model import LayerKind
 from profiles.spec import Positions
@@ -100,10 +102,12 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     for group in _unit_layers(plan, placed):
-        built = {layer.name: _build_placed_layer(plan, ranks, seed, layer) for layer in group}
+        gathers = ranks.tp_mesh is not None and any(layer.plan.sequence_parallel for layer in group)
+        recipes = {layer.name: Recipes() if gathers else None for layer in group}
+        built = {layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name]) for layer in group}
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
-        whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name) for layer in group}
+        whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
         unit = Unit(layers=tuple(whole.values()), zero=effective_zero(group[0], plan.mesh))
         shard_unit(unit, ranks.dp_mesh, plan.training.precision)
         units.append(unit)
@@ -121,10 +125,10 @@ def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[Plac
     return [ends, *((layer,) for layer in placed if layer.kind is LayerKind.BLOCK)]
 
 
-def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer) -> nn.Module:
+def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
     layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device)
     if ranks.tp_mesh is not None:
-        place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name)
+        place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes)
     return layer
 
 

@@ -14,8 +14,9 @@ _FORBID = {"extra": "forbid"}
 def _choose(instance: object, field: str, choices: type[StrEnum]) -> None:
     """Make the field of a frozen dataclass a member of `choices`, which a plain string may name. Raises ConfigError."""
     found = getattr(instance, field)
-    if found not in tuple(choices):
-        raise unknown_name_error(field, str(found), tuple(choices))
+    names = [choice.value for choice in choices]
+    if found not in names:
+        raise unknown_name_error(field, str(found), names)
     object.__setattr__(instance, field, choices(found))
 
 

@@ -1,0 +1,17 @@
+"""Tensors that may or may not be DTensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor as it is; a plain tensor (token ids, targets) as one that every rank of `mesh` holds whole."""
+    return tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of `tensor` that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
