@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from executor.loss import Loss
 from profiles.model import LayerKind
 from profiles.spec import AttentionKernel, ModelSpec, Norm, Positions, TrainingSpec
 
@@ -165,13 +166,6 @@ class Residual(nn.Module):
         for branch in branches:
             x = x + functional.dropout(branch, self.dropout, self.training)
         return x
-
-
-class Loss(nn.Module):
-    """Cross entropy in fp32, summed over the tokens; over a vocabulary-parallel shard inside `loss_parallel`."""
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 class Embedding(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor.parallel import loss_parallel
 
 from costmodels.schedules import Schedule
 from executor.layout import local_stages, stage_layers
@@ -45,7 +43,6 @@ class Pipeline:
     stages: tuple[Stage, ...]
     run: Run
     dp_mesh: DeviceMesh | None
-    divides_vocabulary: bool
     tied_group: dist.ProcessGroup | None
 
     @property
@@ -57,8 +54,7 @@ class Pipeline:
         """Gradients of one batch of [sequences, sequence length] ids; returns this rank's share of the mean loss."""
         for stage in self.stages:
             stage.begin_step()
-        with loss_parallel() if self.divides_vocabulary else nullcontext():
-            loss = self.run(ids, targets)
+        loss = self.run(ids, targets)
         for stage in self.stages:
             stage.reduce_gradients(self.dp_mesh)
         self._sum_tied_gradients()
@@ -81,8 +77,7 @@ def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: After
     else:
         run = partial(_scheduled, _schedule(plan, ranks, stages, after_backward), ranks, stages[-1].ends_model)
     return Pipeline(
-        stages=stages, run=run, dp_mesh=ranks.dp_mesh if plan.mesh.dp > 1 else None,
-        divides_vocabulary=ranks.tp_mesh is not None, tied_group=_tied_group(plan, ranks))
+        stages=stages, run=run, dp_mesh=ranks.dp_mesh if plan.mesh.dp > 1 else None, tied_group=_tied_group(plan, ranks))
 
 
 def _mean_loss(stage: Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:

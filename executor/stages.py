@@ -129,6 +129,8 @@ def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer
     layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device)
     if ranks.tp_mesh is not None:
         place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes)
+        if placed.kind is LayerKind.HEAD:
+            layer.loss.group = ranks.tp_mesh.get_group()
     return layer
 
 
