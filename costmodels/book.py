@@ -107,7 +107,7 @@ class PriceBook:
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
                 states=layer_states(layer, sharding, zero, mesh.dp, self.training, with_tied=with_tied),
-                ideal=ideal_states(whole, mesh.dp * mesh.tp, self.training),
+                ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
                 zero_buffer=zero_buffer_bytes(local, zero, mesh.dp, self.training))
 
         return self._once(("states", kind, mesh, sharding, zero), make)

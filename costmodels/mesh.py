@@ -34,9 +34,17 @@ class Mesh:
             if self.degree(axis) < 1:
                 raise ConfigError(f"mesh: {axis} is {self.degree(axis)}, it must be at least 1")
 
+    def __str__(self) -> str:
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """The devices that share one pipeline stage."""
+        return self.dp * self.tp
+
     @property
     def num_ranks(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.ranks_per_stage
 
     def degree(self, axis: Axis) -> int:
         degree: int = getattr(self, axis.value)

@@ -144,6 +144,7 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     """
     frame = strategy.frame
     ranks = range(frame.mesh.pp)
+    memory = tuple(rank_memory(strategy, rank, book) for rank in ranks)
     times = [_rank_time(strategy, rank, book) for rank in ranks]
     tails = [_tail(strategy, rank, book).value_s for rank in ranks]
     costs = [
@@ -156,8 +157,8 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
         closed_form_s=closed_form_s(micro_batch_s, tails, frame.num_micro_batches, frame.virtual_stages),
         simulated=simulate(frame.schedule, frame.num_micro_batches, costs, tails),
         ranks=tuple(times),
-        memory=tuple(rank_memory(strategy, rank, book) for rank in ranks),
-        redundant=tuple(rank_redundancy(strategy, rank, book) for rank in ranks),
+        memory=memory,
+        redundant=tuple(rank_redundancy(strategy, rank, held, book) for rank, held in enumerate(memory)),
     )
 
 
@@ -247,9 +248,12 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     return RankMemory(states=states, activations=activations, temporaries=workspace + buffer, reserve=reserve)
 
 
-def rank_redundancy(strategy: Strategy, rank: int, book: PriceBook) -> RedundantBytes:
-    """Redundant bytes of one device of a pipeline rank, by class; a class that holds less than one copy counts as is."""
-    frame, memory = strategy.frame, rank_memory(strategy, rank, book)
+def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: PriceBook) -> RedundantBytes:
+    """Redundant bytes of one device of a pipeline rank that holds `memory`, by class.
+
+    A class that holds less than one copy counts as is.
+    """
+    frame = strategy.frame
     ideal = [0.0, 0.0, 0.0]
     kept: dict[LayerChoice, float] = {}
     for choice in _layers(strategy, rank):

@@ -63,7 +63,7 @@ def _check_world(plan: Plan, plan_file: Path) -> None:
     if world != plan.mesh.num_ranks:
         mesh = plan.mesh
         raise ConfigError(
-            f"{plan_file}: the plan needs {mesh.num_ranks} ranks (pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}), {world} started",
+            f"{plan_file}: the plan needs {mesh.num_ranks} ranks ({mesh}), {world} started",
             hint=f"start it with: {layout.torchrun_line(plan, str(plan_file))}")
 
 

@@ -136,7 +136,7 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
         mfu=Quantity(value=_round(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
         breakdown=_breakdown(price),
         memory_gib=_memory(price, cluster.device.memory_bytes),
-        redundancy_gib=_redundancy(price, frame.mesh.dp * frame.mesh.tp))
+        redundancy_gib=_redundancy(price, frame.mesh.ranks_per_stage))
     return Plan(
         plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
         layer_plans={name: _layer_plan(choice, frame, book) for choice, name in names.items()},
@@ -145,7 +145,7 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
 
 def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
     """The line of another candidate in the plan file."""
-    devices = strategy.frame.mesh.dp * strategy.frame.mesh.tp
+    devices = strategy.frame.mesh.ranks_per_stage
     return RunnerUp(
         mesh=strategy.frame.mesh, pipeline=pipeline_of(strategy.frame), sequence_parallel=strategy.frame.sequence_parallel,
         step_time_s=Quantity(value=_round(price.step_s), kind=_step_kind(price)),

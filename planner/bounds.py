@@ -63,4 +63,4 @@ def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
     kept = book.model.num_layers * min(size.saved - size.ideal_saved for size in sizes)
     buffers = min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
     temporaries = mesh.pp * (min(size.workspace for size in sizes) + buffers)
-    return mesh.dp * mesh.tp * (stored + kept + temporaries)
+    return mesh.ranks_per_stage * (stored + kept + temporaries)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
 from costmodels.step import price_step
-from costmodels.strategy import Frame
+from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble
-from planner.columns import LEVELS, MixTable, RankColumns, block_counts, to_strategy
+from planner.columns import MixTable, RankColumns, block_counts, to_strategy
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints
 from planner.space import illegal_frame, illegal_tensor_parallel
@@ -35,7 +35,7 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
     mesh = frame.mesh
     if mesh.num_ranks != cluster.num_gpus:
         raise ConfigError(
-            f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp} is {mesh.num_ranks} GPUs, the cluster has {cluster.num_gpus}",
+            f"{mesh} is {mesh.num_ranks} GPUs, the cluster has {cluster.num_gpus}",
             hint="change a degree or --gpus")
     reason = illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True) or illegal_frame(frame, model, training)
     if reason:
@@ -51,6 +51,12 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
             hint="change the number of blocks of a rank")
 
 
+def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recompute: Recompute, book: PriceBook) -> Strategy:
+    """`blocks[s]` blocks on rank s, all at the same recompute level and ZeRO stage."""
+    table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,)))
+    return to_strategy(frame, tuple(RankColumns(rank, frame, table).smallest(count) for rank, count in enumerate(blocks)))
+
+
 def estimate_plan(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, frame: Frame, *, zero: int = 0, recompute: Recompute = Recompute.NONE,
     blocks: Sequence[int] | None = None,
@@ -63,10 +69,7 @@ def estimate_plan(
     blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)
     _check(frame, blocks, model, cluster, training)
     book = PriceBook(model, training, machine_for(cluster))
-    table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,)))
-    columns = tuple(RankColumns(rank, frame, table).smallest(count) for rank, count in enumerate(blocks))
-    assert all(column.counts[LEVELS.index(recompute)] == column.num_blocks for column in columns)
-    strategy = to_strategy(frame, columns)
+    strategy = uniform_strategy(frame, blocks, zero=zero, recompute=recompute, book=book)
     price = price_step(strategy, book)
     record = SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.closed_form_s, 6), bound=0.0, gap=1.0,

@@ -111,8 +111,8 @@ def infeasible_error(
     mesh = lean.frame.mesh
     need = lean.column.memory_bytes
     message = (
-        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan (pp {mesh.pp} x dp {mesh.dp} x "
-        f"tp {mesh.tp}, zero {lean.column.zero}, {_recompute_of(lean.column)} recompute, micro-batch {lean.frame.micro_batch_size}) "
+        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({mesh}, "
+        f"zero {lean.column.zero}, {_recompute_of(lean.column)} recompute, micro-batch {lean.frame.micro_batch_size}) "
         f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable: {gib(need - limit):.1f} GiB short")
     enough = smallest_cluster(model, cluster, training, pins, limit)
     if enough:

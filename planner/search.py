@@ -17,7 +17,7 @@ from costmodels.book import PriceBook
 from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
-from planner.bounds import redundancy_bound_bytes, time_bound
+from planner.bounds import TimeBound, redundancy_bound_bytes, time_bound
 from planner.columns import Column, MixTable, RankColumns, block_counts, to_strategy
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
@@ -68,8 +68,15 @@ class Session:
     def __init__(self, book: PriceBook, pins: Constraints, options: SearchOptions, on_progress: OnProgress | None) -> None:
         self.book, self.options, self.on_progress = book, options, on_progress
         self.table = MixTable(book, pins)
+        self._bounds: dict[Frame, TimeBound] = {}
         self.limit_bytes = limit_bytes(book.machine.cluster, options)
         self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
+
+    def time_bound(self, frame: Frame) -> TimeBound:
+        """The frame's lower bound of time, computed once: both passes and the columns ask for it."""
+        if frame not in self._bounds:
+            self._bounds[frame] = time_bound(frame, self.table)
+        return self._bounds[frame]
 
     def left_s(self) -> float | None:
         """Seconds until the time limit (negative after it), or None without one."""
@@ -91,7 +98,7 @@ class Session:
 
         None as soon as one rank has none: nothing fits its device.
         """
-        longest = time_bound(frame, self.table).longest_rank(frame, cut_s)
+        longest = self.time_bound(frame).longest_rank(frame, cut_s)
         options: list[list[Column]] = []
         for rank in range(frame.mesh.pp):
             columns, counts = RankColumns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
@@ -168,7 +175,7 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
             return None
         return Solved(frame, choice, choice.step_s, choice.step_s if choice.proven else max(bound_s, least_s))
 
-    bounded = ((time_bound(frame, session.table).step_s, frame) for frame in frames)
+    bounded = ((session.time_bound(frame).step_s, frame) for frame in frames)
     return _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
 
 
@@ -190,7 +197,7 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
 
     bounded = (
         (redundancy_bound_bytes(frame, session.table), frame)
-        for frame in frames if time_bound(frame, session.table).step_s <= slowest_s)
+        for frame in frames if session.time_bound(frame).step_s <= slowest_s)
     return _branch(Objective.MEMORY, bounded, solve, _best, session, _as_memory(fastest))
 
 

@@ -39,10 +39,9 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def describe(frame: Frame) -> str:
     """A candidate in one line: `pp 4 x dp 16 x tp 1, 1f1b, micro-batch 4 x 16`."""
-    mesh = f"pp {frame.mesh.pp} x dp {frame.mesh.dp} x tp {frame.mesh.tp}"
     schedule = f"{frame.schedule}" + (f" x {frame.virtual_stages} virtual stages" if frame.virtual_stages > 1 else "")
     sequence = ", sequence parallel" if frame.sequence_parallel else ""
-    return f"{mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}"
+    return f"{frame.mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}"
 
 
 def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool) -> str | None:
@@ -87,15 +86,15 @@ def _meshes(model: ModelSpec, cluster: Cluster, pins: Constraints) -> Iterator[M
         reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
         for pp in divisors(gpus // tp):
             dp = gpus // tp // pp
-            name = f"pp {pp} x dp {dp} x tp {tp}"
+            mesh = Mesh(pp=pp, dp=dp, tp=tp)
             if not (_allowed(pins.pp, pp) and _allowed(pins.dp, dp) and _allowed(pins.tp, tp)):
-                yield Pruned(name, "excluded by --pp, --dp or --tp")
+                yield Pruned(str(mesh), "excluded by --pp, --dp or --tp")
             elif reason:
-                yield Pruned(name, reason)
+                yield Pruned(str(mesh), reason)
             elif pp > model.num_layers:
-                yield Pruned(name, f"pp {pp} is more than the {model.num_layers} layers")
+                yield Pruned(str(mesh), f"pp {pp} is more than the {model.num_layers} layers")
             else:
-                yield Mesh(pp=pp, dp=dp, tp=tp)
+                yield mesh
 
 
 def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
@@ -113,20 +112,19 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
 
 
 def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[Frame | Pruned]:
-    name = f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}"
     if training.global_batch_size % mesh.dp:
-        yield Pruned(name, f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}")
+        yield Pruned(str(mesh), f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}")
         return
     per_replica = training.global_batch_size // mesh.dp
     for micro_batch_size in divisors(per_replica):
         if not _allowed(pins.micro_batch_size, micro_batch_size):
             continue
         if micro_batch_size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
-            yield Pruned(f"{name}, micro-batch {micro_batch_size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned")
+            yield Pruned(f"{mesh}, micro-batch {micro_batch_size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned")
             continue
         num_micro_batches = per_replica // micro_batch_size
         if mesh.pp > 1 and num_micro_batches >= mesh.pp and not pins.schedule:
-            yield Pruned(f"{name}, gpipe, micro-batch {micro_batch_size}", "gpipe takes as long as 1f1b and holds more; --schedule gpipe")
+            yield Pruned(f"{mesh}, gpipe, micro-batch {micro_batch_size}", "gpipe takes as long as 1f1b and holds more; --schedule gpipe")
         for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
             for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
                 frame = Frame(

@@ -43,15 +43,14 @@ class Choice:
 def evaluate(frame: Frame, columns: Sequence[Column], *, proven: bool) -> Choice:
     """The price of one column for each rank."""
     step_s = closed_form_s([c.time_s for c in columns], [c.tail_s for c in columns], frame.num_micro_batches, frame.virtual_stages)
-    devices = frame.mesh.dp * frame.mesh.tp
-    return Choice(tuple(columns), step_s, devices * sum(c.redundant_bytes for c in columns), proven)
+    return Choice(tuple(columns), step_s, frame.mesh.ranks_per_stage * sum(c.redundant_bytes for c in columns), proven)
 
 
 class Master:
     """The program of one frame, over `options[s]`, the columns of rank s."""
 
     def __init__(self, frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, *, tied: bool = False) -> None:
-        self.frame, self.options = frame, options
+        self.frame = frame
         self.problem = Problem("master")
         self.picks = [
             {column: self.problem.binary(f"z_{s}_{c}") for c, column in enumerate(columns)} for s, columns in enumerate(options)]
@@ -75,7 +74,7 @@ class Master:
 
     @property
     def redundant_mib(self) -> object:
-        devices = self.frame.mesh.dp * self.frame.mesh.tp
+        devices = self.frame.mesh.ranks_per_stage
         return weighted((z, devices * c.redundant_bytes / MIB) for picks in self.picks for c, z in picks.items())
 
     def _solve(self, solver: SolverName, time_limit_s: float | None) -> Choice | None:
@@ -156,7 +155,7 @@ def redundancy_bound_bytes(frame: Frame, options: Sequence[Sequence[Column]], nu
     """A lower bound of the memory master whatever its time, or None when it is infeasible."""
     if any(not columns for columns in options):
         return None
-    return frame.mesh.dp * frame.mesh.tp * _sum_bound(options, lambda column: column.redundant_bytes, num_layers)
+    return frame.mesh.ranks_per_stage * _sum_bound(options, lambda column: column.redundant_bytes, num_layers)
 
 
 def _sum_bound(options: Sequence[Sequence[Column]], value: Callable[[Column], float], num_layers: int) -> float:

@@ -20,9 +20,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame
-from planner.columns import MixTable, RankColumns, to_strategy
-from planner.estimate import default_blocks
-from planner.request import Constraints
+from planner.estimate import default_blocks, uniform_strategy
 from planner.space import illegal_frame, illegal_tensor_parallel
 from profiles.catalog import load_cluster, with_gpus
 from profiles.errors import ConfigError
@@ -181,11 +179,8 @@ def _price(row: Row) -> tuple[float, float]:
     if reason:
         raise UnpricedError(re.sub(r"\b\d+\b", "N", reason))
     book = PriceBook(model, training, machine_for(cluster))
-    zero = _whole(row, "zero_stage", 0)
-    table = MixTable(book, Constraints(recompute=(_recompute(row),), zero=(zero,)))
-    columns = tuple(
-        RankColumns(rank, frame, table).smallest(count) for rank, count in enumerate(default_blocks(frame, model.num_layers)))
-    price = price_step(to_strategy(frame, columns), book)
+    blocks, zero = default_blocks(frame, model.num_layers), _whole(row, "zero_stage", 0)
+    price = price_step(uniform_strategy(frame, blocks, zero=zero, recompute=_recompute(row), book=book), book)
     fullest = max(price.memory, key=lambda memory: memory.total)
     return price.step_s, (fullest.total - fullest.reserve) / GIB
 

@@ -15,11 +15,6 @@ from profiles.transformer import build_graph
 _SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "interleaved 1F1B"}
 
 
-def mesh_text(mesh: Mesh) -> str:
-    """`pp 4 x dp 16 x tp 1`."""
-    return f"pp {mesh.pp} x dp {mesh.dp} x tp {mesh.tp}"
-
-
 def pipeline_phrases(pipeline: Pipeline, mesh: Mesh) -> tuple[str, ...]:
     """Schedule, virtual stages and micro-batches; without a pipeline there is no schedule to name."""
     micro_batches = f"micro-batch {pipeline.micro_batch_size} x {pipeline.num_micro_batches}"

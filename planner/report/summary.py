@@ -10,7 +10,7 @@ from rich.console import Console
 
 from costmodels.mesh import Mesh
 from planner.plan import Objective, Plan, RunnerUp, Status
-from planner.report.names import blocks_by_plan, graph_of, mesh_text, pipeline_phrases, recompute_names, recompute_text
+from planner.report.names import blocks_by_plan, graph_of, pipeline_phrases, recompute_names, recompute_text
 from planner.report.stages import fullest, print_stages
 from planner.report.text import LABEL_WIDTH, aligned, gib_text, joined, labelled, percent, say, seconds_text
 from profiles.provenance import Kind
@@ -73,7 +73,7 @@ def _header(plan: Plan, width: int) -> str:
 
 def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
     predicted, worst = plan.predicted, fullest(plan)
-    yield "mesh", mesh_text(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
+    yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *_layers(plan))
     step = predicted.step_time_s
     speed = f"{predicted.tokens_per_s_per_gpu.value:,.0f} tokens/s/GPU, {percent(predicted.mfu.value)} MFU"
@@ -156,5 +156,5 @@ def _runner_up(other: RunnerUp, plan: Plan) -> tuple[str, str, str, str]:
     if plan.search.objective is Objective.MEMORY:
         memory += f", {gib_text(other.redundancy_gib)} redundant"
     sequence = ("sequence parallel",) if other.sequence_parallel else ()
-    name = ", ".join((mesh_text(other.mesh), *pipeline_phrases(other.pipeline, other.mesh), *sequence))
+    name = ", ".join((str(other.mesh), *pipeline_phrases(other.pipeline, other.mesh), *sequence))
     return seconds_text(step_s), f"({100 * slower:+.1f} %)", memory, name
