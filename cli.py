@@ -14,182 +14,69 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from profiles.errors import PlannerError, unknown_name_error
+from cli_style import INTERRUPTED, List, Main, option, show_version, together
 
 if TYPE_CHECKING:
     from planner.options import Question
     from planner.plan import Plan
     from planner.report.summary import Context
     from planner.request import Constraints
+    from planner.validation.priced import Priced
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 STDOUT = Path("-")
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
-
-
-class _List(click.ParamType):
-    """Comma-separated values of one type: `1,2,4`."""
-
-    name = "list"
-
-    def __init__(self, item: click.ParamType) -> None:
-        self.item = item
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        return tuple(self.item.convert(part.strip(), param, ctx) for part in value.split(","))
-
-
-class _Option(click.Option):
-    """An option that stands under `section` in the help."""
-
-    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.section = section
-
-
-class _Command(click.Command):
-    """A command whose help shows options by section and whose examples keep their lines."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record:
-                sections.setdefault(getattr(param, "section", "Other"), []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        if self.epilog:
-            formatter.write(f"\nExample:\n{self.epilog.rstrip()}\n")
-
-
-class _Main(_Command, click.Group):
-    """The group: turns errors into `error:` and `hint:` lines and exit codes, a Ctrl-C into 130."""
-
-    command_class = _Command
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        _Command.format_options(self, ctx, formatter)
-        self.format_commands(ctx, formatter)
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in self.commands:
-            raise unknown_name_error("command", args[0], self.commands)
-        return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("interrupted before a plan was found; nothing was written", err=True)
-            raise click.exceptions.Exit(INTERRUPTED) from None
-
-    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
-        kwargs.setdefault("prog_name", self.name)
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **kwargs)
-        try:
-            code = super().main(*args, standalone_mode=False, **kwargs)
-        except PlannerError as error:
-            code = _fail(error.message, error.hint or "plan --help lists the options", error.exit_code)
-        except click.UsageError as error:
-            code = _fail(*_usage(error), error.exit_code)
-        sys.exit(code or 0)
-
-
-def _fail(message: str, hint: str, code: int) -> int:
-    click.echo(f"error: {message}\nhint: {hint}", err=True)
-    return code
-
-
-def _usage(error: click.UsageError) -> tuple[str, str]:
-    """click's message in the house's form, and what to do."""
-    command = error.ctx.command_path if error.ctx else "plan"
-    possibilities = getattr(error, "possibilities", None)
-    message = error.message if possibilities else error.format_message()
-    message = " ".join(message.split()).rstrip(".")
-    hint = f"did you mean {possibilities[0]!r}?" if possibilities else f"see {command} --help"
-    return message[:1].lower() + message[1:], hint
-
-
-def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def apply(function: Any) -> Any:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return apply
-
-
-def _option(section: str, *names: str, **settings: Any) -> Callable[[Any], Any]:
-    return click.option(*names, cls=_Option, section=section, **settings)
-
-
-def _show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
-    if not value:
-        return
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        click.echo(f"plan, version {version('parplan')}")
-    except PackageNotFoundError:
-        click.echo("plan, from a source tree that is not installed")
-    ctx.exit()
-
-
 WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
 
-_asked = _options(
-    _option(WHAT, "--model", metavar="NAME|PATH", help="A name of `plan models`, a YAML of that form, or a Hugging Face config.json."),
-    _option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
-    _option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
-    _option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of weights and activations. [default: bf16]"),
-    _option(WHAT, "--attention", type=click.Choice(ATTENTION), help="Attention kernel. [default: flash]"),
-    _option(WHERE, "--gpus", type=int, metavar="N", help="How many GPUs."),
-    _option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb]"),
-    _option(WHERE, "--gpus-per-node", type=int, metavar="N", help="GPUs in a node. [default: the cluster's]"),
-    _option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
+_asked = together(
+    option(WHAT, "--model", metavar="NAME|PATH", help="A name of `plan models`, a YAML of that form, or a Hugging Face config.json."),
+    option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
+    option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
+    option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of weights and activations. [default: bf16]"),
+    option(WHAT, "--fp8", is_flag=True, help="Run the products of the blocks in fp8."),
+    option(WHAT, "--stack", metavar="NAME|FILE",
+            help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core]"),
+    option(WHAT, "--attention", type=click.Choice(ATTENTION), help="Attention kernel. [default: the stack's]"),
+    option(WHERE, "--gpus", type=int, metavar="N", help="How many GPUs."),
+    option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb]"),
+    option(WHERE, "--gpus-per-node", type=int, metavar="N", help="GPUs in a node. [default: the cluster's]"),
+    option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
 )
-_searching = _options(
-    _option(AIM, "--objective", type=click.Choice(("throughput", "memory")), default="throughput", show_default=True,
+_searching = together(
+    option(AIM, "--objective", type=click.Choice(("throughput", "memory")), default="throughput", show_default=True,
             help="Fastest step, or least redundant memory within --max-slowdown."),
-    _option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),
-    _option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: 0.08]"),
-    _option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
-    _option(PINS, "--pp", type=_List(click.IntRange(1)), metavar="N,..", help="Pipeline stages allowed."),
-    _option(PINS, "--dp", type=_List(click.IntRange(1)), metavar="N,..", help="Data parallel degrees allowed."),
-    _option(PINS, "--tp", type=_List(click.IntRange(1)), metavar="N,..", help="Tensor parallel degrees allowed."),
-    _option(PINS, "--micro-batch-size", type=_List(click.IntRange(1)), metavar="N,..", help="Sequences in a micro-batch."),
-    _option(PINS, "--virtual-stages", type=_List(click.IntRange(1)), metavar="N,..", help="Model chunks per pipeline rank."),
-    _option(PINS, "--schedule", type=_List(click.Choice(SCHEDULES)), metavar="NAME,..", help=f"Of {', '.join(SCHEDULES)}."),
-    _option(PINS, "--zero", type=_List(click.IntRange(0, 3)), metavar="0..3,..", help="ZeRO stages allowed."),
-    _option(PINS, "--recompute", type=_List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
-    _option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
-    _option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
-    _option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
-    _option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
-    _option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why."),
+    option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),
+    option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
+    option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
+    option(PINS, "--pp", type=List(click.IntRange(1)), metavar="N,..", help="Pipeline stages allowed."),
+    option(PINS, "--dp", type=List(click.IntRange(1)), metavar="N,..", help="Data parallel degrees allowed."),
+    option(PINS, "--tp", type=List(click.IntRange(1)), metavar="N,..", help="Tensor parallel degrees allowed."),
+    option(PINS, "--micro-batch-size", type=List(click.IntRange(1)), metavar="N,..", help="Sequences in a micro-batch."),
+    option(PINS, "--virtual-stages", type=List(click.IntRange(1)), metavar="N,..", help="Model chunks per pipeline rank."),
+    option(PINS, "--schedule", type=List(click.Choice(SCHEDULES)), metavar="NAME,..", help=f"Of {', '.join(SCHEDULES)}."),
+    option(PINS, "--zero", type=List(click.IntRange(0, 3)), metavar="0..3,..", help="ZeRO stages allowed."),
+    option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
+    option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
+    option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
+    option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
+    option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
+    option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why."),
 )
-_json = _option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout.")
+_json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout.")
 
 
 @click.group(
-    "plan", cls=_Main, invoke_without_command=True, subcommand_metavar="[COMMAND]",
+    "plan", cls=Main, invoke_without_command=True, subcommand_metavar="[COMMAND]",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8")
 @_asked
 @_searching
-@_option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True,
+@option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True,
          help="The plan file; - for stdout.")
 @_json
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version and exit.")
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version, help="Show the version and exit.")
 @click.pass_context
 def main(ctx: click.Context, **options: Any) -> int | None:
     """Find the fastest way to train a model on a number of GPUs, and write it as a plan that runs.
@@ -310,21 +197,22 @@ def show(plan_file: Path, as_json: bool) -> None:
 
 
 _LAYOUT = "Layout"
+_MEASURED = "Measured steps"
 
 
 @main.command(epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
                      "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml")
 @_asked
-@_option(_LAYOUT, "--pp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Pipeline stages.")
-@_option(_LAYOUT, "--dp", type=click.IntRange(1), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")
-@_option(_LAYOUT, "--tp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Tensor parallel degree.")
-@_option(_LAYOUT, "--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences in one.")
-@_option(_LAYOUT, "--schedule", type=click.Choice(SCHEDULES), help="[default: 1f1b, interleaved with --virtual-stages above 1]")
-@_option(_LAYOUT, "--virtual-stages", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Chunks per pipeline rank.")
-@_option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
-@_option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
-@_option(_LAYOUT, "--sequence-parallel", is_flag=True, help="Split norms and dropouts along the sequence.")
-@_option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), help="Also write the plan file; - for stdout.")
+@option(_LAYOUT, "--pp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Pipeline stages.")
+@option(_LAYOUT, "--dp", type=click.IntRange(1), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")
+@option(_LAYOUT, "--tp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Tensor parallel degree.")
+@option(_LAYOUT, "--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences in one.")
+@option(_LAYOUT, "--schedule", type=click.Choice(SCHEDULES), help="[default: 1f1b, interleaved with --virtual-stages above 1]")
+@option(_LAYOUT, "--virtual-stages", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Chunks per pipeline rank.")
+@option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
+@option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
+@option(_LAYOUT, "--sequence-parallel", is_flag=True, help="Split norms and dropouts along the sequence.")
+@option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), help="Also write the plan file; - for stdout.")
 @_json
 def estimate(**options: Any) -> None:
     """Price one layout by hand: the same breakdown and the same plan file, without a search."""
@@ -343,6 +231,52 @@ def estimate(**options: Any) -> None:
     _deliver(plan, Context(assumed=question.assumed), output, as_json=options["as_json"])
 
 
+@main.command(epilog="  plan validate\n  plan validate --steps steps.csv --source vtrain --rows --plot errors.png\n"
+                     "  plan validate --json | jq '.sources | map_values(.mape_time)'")
+@option(_MEASURED, "--steps", type=click.Path(path_type=Path), metavar="FILE", help="CSV of measured steps. [default: the shipped one]")
+@option(_MEASURED, "--source", "sources", multiple=True, metavar="NAME", help="Only rows whose id starts so; may be repeated.")
+@option(OUTPUT, "--rows", is_flag=True, help="Also print every row, and the ranking in every grid.")
+@option(OUTPUT, "--fitted", is_flag=True, help="Print the fitted terms of the prices and what they were fitted on.")
+@option(OUTPUT, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw predicted against measured: .png, .svg or .pdf.")
+@_json
+def validate(steps: Path | None, sources: tuple[str, ...], rows: bool, fitted: bool, plot: Path | None, as_json: bool) -> None:
+    """Price published training steps as they were run, and print how far the prices are from what was measured."""
+    from planner.report import validation as report
+    from planner.report.scatter import draw, require_plot
+    from planner.report.text import console
+    from planner.validation.fitted import fitted_terms
+
+    if plot:
+        require_plot(plot)
+    out, document = console(sys.stdout), {}
+    if not fitted or steps or sources or rows or plot:  # --fitted alone prices nothing
+        priced = _priced_table(steps, sources)
+        if plot:
+            draw(priced, plot)
+        document = report.validation_document(priced)
+        if not as_json:
+            report.print_validation(priced, out, table=str(steps or "published steps"), rows=rows)
+    if fitted:
+        document["fitted"] = report.fitted_document(fitted_terms())
+        if not as_json:
+            report.print_fitted(fitted_terms(), out)
+    if as_json:
+        _print_json(document)
+    if plot:
+        click.echo(f"wrote {plot}", err=as_json)
+
+
+def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[Priced]:
+    """The rows of a table, by default of the shipped one, priced; a bar on stderr while it lasts."""
+    from planner.report.progress import count_bar
+    from planner.report.text import console
+    from planner.validation.table import of_sources, price_table, read_table
+
+    found = of_sources(read_table(steps), sources)
+    with count_bar(console(sys.stderr), "pricing", len(found)) as on_row:
+        return price_table(found, on_row)
+
+
 @main.command(epilog="  plan models\n  plan models --json | jq -r '.[].name'")
 @_json
 def models(as_json: bool) -> None:
@@ -359,6 +293,15 @@ def clusters(as_json: bool) -> None:
     from planner.report import catalogue
 
     _list(catalogue.cluster_rows, catalogue.print_clusters, as_json=as_json)
+
+
+@main.command(epilog="  plan stacks\n  plan stacks --json | jq '.[] | {name, time_band}'")
+@_json
+def stacks(as_json: bool) -> None:
+    """List the software stacks that come with the planner, with the error of their prices: any of them goes after --stack."""
+    from planner.report import catalogue
+
+    _list(catalogue.stack_rows, catalogue.print_stacks, as_json=as_json)
 
 
 def _list(rows: Callable[[], Sequence[object]], show_table: Callable[[Any], None], *, as_json: bool) -> None:

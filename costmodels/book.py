@@ -6,10 +6,10 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from costmodels.collectives import point_to_point_time
+from costmodels.collectives import Collective, collective_time, point_to_point_time
 from costmodels.layer import DataParallelTime, LayerOperators, LayerTime, data_parallel_time, has_tied_head, price_operators, tied_reduction
-from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, zero_buffer_bytes
-from costmodels.mesh import Mesh
+from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, step_copy_bytes, zero_buffer_bytes
+from costmodels.mesh import Axis, Mesh, place
 from costmodels.recompute import Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
 from profiles.measured import Machine
@@ -32,11 +32,12 @@ class ActivationBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStates:
-    """Bytes of the states of one layer on one rank, what they would be without redundancy, and ZeRO's buffers."""
+    """Bytes of the states of one layer on one rank, without redundancy, ZeRO's buffers, and fp32 copies for the optimizer's step."""
 
     states: StateBytes
     ideal: tuple[float, float, float]
     zero_buffer: int
+    step_copies: int
 
 
 class PriceBook:
@@ -82,9 +83,10 @@ class PriceBook:
 
         def make() -> ActivationBytes:
             layer, again = self.graph(micro_batch_size).layer_class(kind), self.recompute_operators(kind, level)
+            stack = self.training.stack
             return ActivationBytes(
-                saved=saved_bytes(layer, sharding, again), ideal_saved=ideal_saved_bytes(layer, sharding.tp, again),
-                workspace=workspace_bytes(layer, sharding, again))
+                saved=saved_bytes(layer, sharding, again, stack), ideal_saved=ideal_saved_bytes(layer, sharding.tp, again),
+                workspace=workspace_bytes(layer, sharding, again, stack))
 
         return self._once(("activations", kind, micro_batch_size, sharding, level), make)
 
@@ -108,18 +110,29 @@ class PriceBook:
             return LayerStates(
                 states=layer_states(layer, sharding, zero, mesh.dp, self.training, with_tied=with_tied),
                 ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
-                zero_buffer=zero_buffer_bytes(local, zero, mesh.dp, self.training))
+                zero_buffer=zero_buffer_bytes(local, zero, mesh.dp, self.training),
+                step_copies=step_copy_bytes(layer, sharding, zero, mesh.dp, self.training, with_tied=with_tied))
 
         return self._once(("states", kind, mesh, sharding, zero), make)
 
     def transfer(self, micro_batch_size: int, sharding: Sharding, *, crosses_nodes: bool, sharing: int) -> Seconds:
-        """One micro-batch's boundary activation from one pipeline rank to another; `sharing` of them leave a node at once."""
+        """One micro-batch's boundary activation from one pipeline rank to another; `sharing` of them leave a node at once.
+
+        Without sequence parallelism each tensor-parallel rank sends the whole tensor, or its part, which the receivers
+        gather (scatter/gather of Narayanan et al. 2021, section 4.1), where the stack does so.
+        """
 
         def make() -> Seconds:
-            boundary = self.graph(micro_batch_size).block.input
+            boundary, machine = self.graph(micro_batch_size).block.input, self.machine
             assert boundary is not None
-            return point_to_point_time(
-                sharding.tensor_bytes(boundary), crosses_nodes=crosses_nodes, sharing=sharing, machine=self.machine)
+            n_bytes = sharding.tensor_bytes(boundary)
+            parted = self.training.stack.partitioned_transfers and sharding.tp > 1 and n_bytes == boundary.num_bytes
+            part_bytes = -(-n_bytes // sharding.tp) if parted else n_bytes
+            sent = point_to_point_time(part_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=machine)
+            if not parted:
+                return sent
+            ranks = place(Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, machine.cluster.gpus_per_node)
+            return sent + collective_time(Collective.ALL_GATHER, n_bytes, ranks, machine)
 
         return self._once(("transfer", micro_batch_size, sharding, crosses_nodes, sharing), make)
 

@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodels.sharding import Sharding
 from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, flash_attention_s, matmul_s, memory_bound_s
 from profiles.measured import Machine
 from profiles.model import Operator, OperatorKind
 from profiles.provenance import ZERO, Kind, Seconds, weakest
-from profiles.spec import AttentionKernel, Precision, TrainingSpec
+from profiles.spec import FP8, Precision, TrainingSpec
+from profiles.stack import AttentionKernel
 
 FLASH_BACKWARD_FLOPS = 2.5  # of the forward's: two products more, and one recomputed
 FP32_BYTES = 4
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
+ALIGNED_BYTES = 16  # what a tensor core loads at once
+# How many times as long a product takes whose rows are a multiple of fewer bytes. 2: what vTrain's single-node A100 rows say of
+# a head of 50,257 (odd) against one of 25,128; 4 and 8 are assumed between.
+MISALIGNED = {16: 1.0, 8: 1.15, 4: 1.4, 2: 2.3}
 ADAM_STATE_BYTES = 24  # fp32 master copy and two moments, each read and written
 
 
@@ -41,35 +46,56 @@ def chip_of(machine: Machine, precision: Precision) -> Chip:
 def operator_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
     """Seconds of one rank's share of `operator`, forward and backward, without communication and without recompute.
 
-    No operation is faster than the host can launch it (`Compute.host_launch_s`); that a host which runs ahead hides some of
-    this is left out. Raises ConfigError when the device lacks the precision.
+    The kernels' own time, times the factors by which they take longer in a step than alone (`Stack.kernel_slowdown` and
+    `Machine.slowdown`). What the host needs to launch them is a bound of the layer (costmodels/layer.py). Raises ConfigError
+    when the device lacks the precision.
     """
-    return _PRICES[operator.kind](operator, sharding, machine, training)
-
-
-def _launched(value_s: float, kernels: int, kind: Kind, machine: Machine) -> Seconds:
-    return Seconds(max(value_s, kernels * machine.profile.compute.host_launch_s), kind)
+    alone = _PRICES[operator.kind](operator, sharding, machine, training)
+    slowdown = training.stack.kernel_slowdown * machine.slowdown
+    return alone if slowdown == 1.0 else OperatorTime(alone.forward.scaled(slowdown), alone.backward.scaled(slowdown))
 
 
 def _matmul_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
-    """Forward y = x w; backward dx = dy w^T and dw = x^T dy, each with its own shape, and the bias gradient (K1)."""
+    """Forward y = x w; backward dx = dy w^T and dw = x^T dy, each with its own shape, and the bias gradient (K1).
+
+    In fp8 the operands have one byte, the peak is that of fp8 at the efficiency fitted in 16 bits, and each operand is cast
+    before its product: input and weight forward, the output's gradient backward. The head stays in 16 bits.
+    """
     chip, compute = chip_of(machine, training.precision), machine.profile.compute
-    element = training.precision.num_bytes
+    element = operand = training.precision.num_bytes
     *token_dims, features, contracted = operator.dims
     m = math.prod(dim.size for dim in token_dims)
     n, k = sharding.dim_size(operator, features.name), sharding.dim_size(operator, contracted.name)
-    moved = 2 * FP32_BYTES if training.gradient_precision is Precision.FP32 else element
+    gradient_bytes = training.gradient_precision.num_bytes
+    fused = training.stack.fused_accumulation
+    moved = 2 * FP32_BYTES if fused and gradient_bytes == FP32_BYTES else element
+    fp8 = training.fp8_matmuls and features.name != "vocab"
+    if fp8:
+        chip, operand = replace(chip, peak_flops_per_s=machine.cluster.device.peak(FP8)), 1
     products = (
-        (Product(m=m, n=n, k=k, operand_bytes=element, result_bytes=element), compute.forward),
-        (Product(m=m, n=k, k=n, operand_bytes=element, result_bytes=element), compute.input_gradient),
-        (Product(m=k, n=n, k=m, operand_bytes=element, result_bytes=moved), compute.weight_gradient),
+        (Product(m=m, n=n, k=k, operand_bytes=operand, result_bytes=element), compute.forward),
+        (Product(m=m, n=k, k=n, operand_bytes=operand, result_bytes=element), compute.input_gradient),
+        (Product(m=k, n=n, k=m, operand_bytes=operand, result_bytes=moved), compute.weight_gradient),
     )
-    forward, dx, dw = (_launched(matmul_s(p, curve, chip), 1, curve.kind_at((p.m, p.n, p.k)), machine) for p, curve in products)
+    slower = misaligned(math.gcd(n, k) * element)
+    forward, dx, dw = (
+        Seconds(slower * matmul_s(p, curve, chip), Kind.ANALYTIC if fp8 else curve.kind_at((p.m, p.n, p.k))) for p, curve in products)
+    if not fused:
+        dw += _memory((element + 2 * gradient_bytes) * n * k, compute.elementwise.backward, machine)
+    if fp8:
+        cast_bytes = 2 * element + operand  # read for its largest value, read again and written
+        forward += _memory(cast_bytes * (m * k + n * k), compute.elementwise.forward, machine)
+        dx += _memory(cast_bytes * m * n, compute.elementwise.backward, machine)
     if len(operator.parameters) < 2:
         return OperatorTime(forward, dx + dw)
     reduced = compute.elementwise.backward
     bias = Seconds(memory_bound_s(element * m * n, reduced, chip.bytes_per_s), reduced.kind_at((element * m * n,)))
     return OperatorTime(forward, dx + dw + bias)
+
+
+def misaligned(row_bytes: int) -> float:
+    """How many times as long a product takes whose matrices have rows of `row_bytes`."""
+    return MISALIGNED[max(2, math.gcd(row_bytes, ALIGNED_BYTES))]
 
 
 def _attention_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
@@ -84,11 +110,14 @@ def _flash_time(operator: Operator, sharding: Sharding, machine: Machine, traini
     met = keys / 2 if operator.causal else float(keys)
     flops = 4.0 * batch * heads * seq * met * head_dim
 
-    def price(flops: float, curve: FlashCurve) -> Seconds:
-        value_s = flash_attention_s(flops, heads=batch * heads, seq=seq, keys=met, head_dim=head_dim, curve=curve, chip=chip)
-        return _launched(value_s, 1, curve.kind_at((seq, head_dim)), machine)
+    speed = compute.flash_speed(training.stack.flash_kernel)
 
-    return OperatorTime(price(flops, compute.flash_forward), price(FLASH_BACKWARD_FLOPS * flops, compute.flash_backward))
+    def price(flops: float, curve: FlashCurve, speed: float) -> Seconds:
+        value_s = flash_attention_s(flops, heads=batch * heads, seq=seq, keys=met, head_dim=head_dim, curve=curve, chip=chip)
+        return Seconds(value_s / speed, curve.kind_at((seq, head_dim)) if speed == 1.0 else Kind.ANALYTIC)
+
+    return OperatorTime(
+        price(flops, compute.flash_forward, speed.forward), price(FLASH_BACKWARD_FLOPS * flops, compute.flash_backward, speed.backward))
 
 
 def _unfused_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
@@ -103,9 +132,9 @@ def _unfused_time(operator: Operator, sharding: Sharding, machine: Machine, trai
     pv = Product(m=seq, n=head_dim, k=keys, batch=batch * heads, operand_bytes=element, result_bytes=element)
     scores_bytes = element * batch * heads * seq * keys
     softmax_bytes = (1.5 * scores_bytes, 2.0 * scores_bytes) if operator.causal else (2.0 * scores_bytes, 3.0 * scores_bytes)
-    forward = _products((qk, pv), compute.batched_forward, chip, machine)
+    forward = _products((qk, pv), compute.batched_forward, chip)
     forward += _memory(softmax_bytes[0], compute.softmax.forward, machine)
-    backward = _products((qk, pv, pv, pv), compute.batched_backward, chip, machine)
+    backward = _products((qk, pv, pv, pv), compute.batched_backward, chip)
     backward += _memory(softmax_bytes[1], compute.softmax.backward, machine)
     if any(tensor.element_bytes == 1 for tensor in operator.saved):
         dropout_bytes = scores_bytes * (2 + 1 / element)
@@ -114,15 +143,15 @@ def _unfused_time(operator: Operator, sharding: Sharding, machine: Machine, trai
     return OperatorTime(forward, backward)
 
 
-def _products(products: tuple[Product, ...], curve: MatmulCurve, chip: Chip, machine: Machine) -> Seconds:
+def _products(products: tuple[Product, ...], curve: MatmulCurve, chip: Chip) -> Seconds:
     """Seconds of batched products of un-fused attention; the curve's bounds are of sequence and head_dim."""
     kind = weakest(curve.kind_at((p.m, min(p.n, p.k))) for p in products)
-    return Seconds(sum(_launched(matmul_s(p, curve, chip), 1, kind, machine).value_s for p in products), kind)
+    return Seconds(sum(matmul_s(p, curve, chip) for p in products), kind)
 
 
 def _memory(n_bytes: float, curve: MemoryCurve, machine: Machine) -> Seconds:
     value_s = memory_bound_s(n_bytes, curve, machine.cluster.device.memory_bytes_per_s)
-    return _launched(value_s, 1, curve.kind_at((n_bytes,)), machine)
+    return Seconds(value_s, curve.kind_at((n_bytes,)))
 
 
 def _streaming_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:

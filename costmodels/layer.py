@@ -12,7 +12,7 @@ from costmodels.mesh import Axis, Mesh, place
 from costmodels.sharding import Sharding
 from profiles.measured import Machine
 from profiles.model import LayerClass, LayerKind, Operator, OperatorKind
-from profiles.provenance import ZERO, Seconds
+from profiles.provenance import ZERO, Kind, Seconds
 from profiles.spec import TrainingSpec
 
 # What a second of hidden communication costs the compute it runs under: its kernels hold 16 to 24 of an A100's 108
@@ -79,11 +79,15 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
     return total
 
 
-def _tensor_parallel_time(operator: Operator, sharding: Sharding, machine: Machine, input_gradient_s: float) -> OperatorTime:
+def _tensor_parallel_time(
+    operator: Operator, sharding: Sharding, machine: Machine, *, gradient_s: float, asynchronous: bool,
+) -> OperatorTime:
     """Collectives over the tensor-parallel axis around one operator (EQUATIONS T, rows TP and TP + SP).
 
     Under sequence parallelism a column-parallel input is kept as this rank's tokens and gathered again for the weight
-    gradient, under the product that gives the input gradient (Korthikanti et al. 2022, section 4.2.2).
+    gradient, under the product that gives the input gradient (Korthikanti et al. 2022, section 4.2.2). Without it the input
+    gradients are all-reduced, in an `asynchronous` stack under the product that gives the weight gradient; `gradient_s` is
+    one of the two products.
     """
     mesh = Mesh(pp=1, dp=1, tp=sharding.tp)
     placement = place(mesh, Axis.TP, machine.cluster.gpus_per_node)
@@ -97,9 +101,10 @@ def _tensor_parallel_time(operator: Operator, sharding: Sharding, machine: Machi
         if sharding.sequence_parallel:
             forward += collective(Collective.ALL_GATHER, input_bytes)
             backward += collective(Collective.REDUCE_SCATTER, input_bytes)
-            backward += _under(collective(Collective.ALL_GATHER, input_bytes), input_gradient_s)
+            backward += _under(collective(Collective.ALL_GATHER, input_bytes), gradient_s)
         else:
-            backward += collective(Collective.ALL_REDUCE, input_bytes)
+            reduce = collective(Collective.ALL_REDUCE, input_bytes)
+            backward += _under(reduce, gradient_s) if asynchronous else reduce
     if sharding.reduces_output(operator):
         output_bytes = sum(tensor.num_bytes for tensor in operator.outputs)
         if sharding.sequence_parallel:
@@ -117,28 +122,47 @@ class LayerOperators:
     """Every operator of one layer class priced once, from which the price under any recompute set is a sum."""
 
     layer: LayerClass
+    host_operator_s: float
     compute: dict[str, OperatorTime]
     tensor_parallel: dict[str, OperatorTime]
 
     def time(self, recompute: Iterable[str] = ()) -> LayerTime:
-        """One micro-batch through the layer when the operators named in `recompute` run again in the backward pass."""
+        """One micro-batch through the layer when the operators named in `recompute` run again in the backward pass.
+
+        No pass is faster than the host launches it: operators, collectives, and both gradients of a product.
+        """
         again = tuple(recompute)
+        forward, tp_forward = self._forward(tuple(self.compute))
+        repeated, tp_repeated = self._forward(again)
+        backward = _sum(time.backward for time in self.compute.values())
+        tp_backward = _sum(time.backward for time in self.tensor_parallel.values())
+        products = sum(op.kind is OperatorKind.MATMUL for op in self.layer.operators)
+        collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
         return LayerTime(
-            forward=_sum(time.forward for time in self.compute.values()),
-            backward=_sum(time.backward for time in self.compute.values()),
-            recompute=_sum(self.compute[name].forward for name in again),
-            tp_forward=_sum(time.forward for time in self.tensor_parallel.values()),
-            tp_backward=_sum(time.backward for time in self.tensor_parallel.values()),
-            tp_recompute=_sum(self.tensor_parallel[name].forward for name in again),
-        )
+            forward=forward, backward=self._launched(backward, tp_backward, len(self.compute) + products + collectives), recompute=repeated,
+            tp_forward=tp_forward, tp_backward=tp_backward, tp_recompute=tp_repeated)
+
+    def _forward(self, names: tuple[str, ...]) -> tuple[Seconds, Seconds]:
+        compute = _sum(self.compute[name].forward for name in names)
+        communication = _sum(self.tensor_parallel[name].forward for name in names)
+        collectives = sum(self.tensor_parallel[name].forward.value_s > 0 for name in names)
+        return self._launched(compute, communication, len(names) + collectives), communication
+
+    def _launched(self, compute: Seconds, communication: Seconds, launches: int) -> Seconds:
+        """The compute, with what the device waits for the host where launching takes longer than running."""
+        waits_s = launches * self.host_operator_s - compute.value_s - communication.value_s
+        return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
 
 
 def price_operators(layer: LayerClass, sharding: Sharding, machine: Machine, training: TrainingSpec) -> LayerOperators:
     """Compute and tensor-parallel communication of every operator of `layer` on one rank."""
     compute = {op.name: operator_time(op, sharding, machine, training) for op in layer.operators}
-    communication = {  # of a matmul's two backward products, half the time is the input gradient's
-        op.name: _tensor_parallel_time(op, sharding, machine, compute[op.name].backward.value_s / 2) for op in layer.operators}
-    return LayerOperators(layer=layer, compute=compute, tensor_parallel=communication)
+    stack = training.stack
+    communication = {  # of a matmul's two backward products each takes half the time
+        op.name: _tensor_parallel_time(
+            op, sharding, machine, gradient_s=compute[op.name].backward.value_s / 2, asynchronous=stack.async_tensor_parallel)
+        for op in layer.operators}
+    return LayerOperators(layer=layer, host_operator_s=stack.host_operator_s, compute=compute, tensor_parallel=communication)
 
 
 def _exposed(communication: Seconds, window_s: float, training: TrainingSpec) -> Seconds:

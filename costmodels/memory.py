@@ -15,8 +15,9 @@ Held during a step, bytes per parameter, D data-parallel ranks:
     gradients   4             4           4/D         4/D
     optimizer   8             8/D         8/D         8/D
 
-with g = 4 for fp32 gradients and 2 otherwise. Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO stages;
-FSDP2 of torch 2.13 for what is resident.
+with g = 4 for fp32 gradients and 2 otherwise. Some stacks hold further whole copies of the gradients
+(`gradient_copy_bytes`). Source: Rajbhandari et al. 2020, arXiv 1910.02054, for the ZeRO stages; FSDP2 of torch 2.13 for
+what is resident.
 """
 
 from __future__ import annotations
@@ -66,19 +67,37 @@ def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> S
     return StateBytes(training.precision.num_bytes * gathered, gradients, (MASTER_BYTES + MOMENTS_BYTES) * own)
 
 
+def gradient_copy_bytes(dp: int, training: TrainingSpec) -> int:
+    """Bytes per parameter of gradients that the stack holds a second time, whole on every rank.
+
+    16-bit gradients beside fp32 ones, and the buckets of data parallelism, where the stack keeps them (`Stack`).
+    """
+    stack, width = training.stack, training.precision.num_bytes
+    beside = stack.keeps_low_precision_gradients and training.gradient_precision.num_bytes > width
+    return width * (beside + (stack.ddp_buckets and dp > 1))
+
+
 def layer_states(
     layer: LayerClass, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, dp_rank: int = 0, with_tied: bool = True,
 ) -> StateBytes:
     """States of one `layer` on data-parallel rank `dp_rank`; `with_tied` counts the head's copy of a tied embedding."""
     zero = zero if dp > 1 else 0
-    total = StateBytes()
+    total, copies = StateBytes(), gradient_copy_bytes(dp, training)
     for operator in layer.operators:
         for parameter in operator.parameters:
             if parameter.tied and not with_tied:
                 continue
             shape = sharding.parameter_shape(operator, parameter)
             total += states_of(math.prod(shape), chunk_elements(shape, dp, dp_rank), zero, training)
+            total += StateBytes(gradients=copies * math.prod(shape))
     return total
+
+
+def step_copy_bytes(layer: LayerClass, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, with_tied: bool = True) -> int:
+    """Bytes that the gradients of `layer` are copied to for the optimizer's step, where the stack updates from fp32 copies."""
+    if training.gradient_precision is Precision.FP32:
+        return 0
+    return training.stack.step_copy_bytes * owned_parameters(layer, sharding, dp if zero else 1, with_tied=with_tied)
 
 
 def owned_parameters(layer: LayerClass, sharding: Sharding, shards: int = 1, *, with_tied: bool = True) -> int:
@@ -104,10 +123,12 @@ def zero_buffer_bytes(num_parameters: int, zero: int, dp: int, training: Trainin
     """Temporary bytes that ZeRO needs for a layer of `num_parameters` tensor-parallel local parameters.
 
     ZeRO 1 casts one layer for its reduce-scatter; ZeRO 2 and 3 also hold the layer's unreduced gradient; ZeRO 3 also
-    the gathered parameters of the current and the prefetched layer (EQUATIONS M2).
+    the gathered parameters of the current and the prefetched layer (EQUATIONS M2). A stack whose gradients lie in one
+    contiguous buffer reduces and gathers in place at ZeRO 1 and 2; one may flatten them into a bucket at any stage.
     """
-    if zero == 0 or dp == 1:
-        return 0
+    bucket = training.stack.bucket_elements * training.gradient_precision.num_bytes
+    if zero == 0 or dp == 1 or (zero < 3 and not training.stack.zero_buffers):
+        return bucket if dp > 1 else 0
     reduce_input = training.gradient_precision.num_bytes * num_parameters
     unreduced = training.precision.num_bytes * num_parameters if zero >= 2 else 0
     gathered = 2 * training.precision.num_bytes * num_parameters if zero == 3 else 0

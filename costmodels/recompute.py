@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
 from costmodels.sharding import Sharding
 from profiles.model import LayerClass, Operator, OperatorKind, Tensor
+from profiles.stack import NEUTRAL, Stack
 
 
 class Recompute(StrEnum):
@@ -66,9 +67,17 @@ def _internal(operator: Operator) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in operator.saved if tensor.name not in inputs)
 
 
-def saved_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = ()) -> int:
-    """Bytes one rank keeps of `layer` for one micro-batch (EQUATIONS M3)."""
-    return sum(sharding.tensor_bytes(tensor) for tensor in kept_tensors(layer, recompute))
+def saved_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL) -> int:
+    """Bytes one rank keeps of `layer` for one micro-batch (EQUATIONS M3).
+
+    A stack that keeps the gathered input of a column-parallel product holds it whole; the others gather it again.
+    """
+    whole = _gathered_inputs(layer, sharding) if stack.keeps_gathered_inputs else frozenset()
+    return sum(t.num_bytes if t.name in whole else sharding.tensor_bytes(t) for t in kept_tensors(layer, recompute))
+
+
+def _gathered_inputs(layer: LayerClass, sharding: Sharding) -> frozenset[str]:
+    return frozenset(t.name for op in layer.operators if sharding.gathers_input(op) for t in op.inputs)
 
 
 def ideal_saved_bytes(layer: LayerClass, tp: int, recompute: Iterable[str] = ()) -> float:
@@ -76,16 +85,43 @@ def ideal_saved_bytes(layer: LayerClass, tp: int, recompute: Iterable[str] = ())
     return sum(tensor.num_bytes for tensor in kept_tensors(layer, recompute)) / tp
 
 
-def workspace_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = ()) -> int:
-    """Temporary bytes while one micro-batch passes `layer`: what is recomputed, and the widest operator's gradients.
+def workspace_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL) -> int:
+    """Temporary bytes while one micro-batch passes `layer`, beyond what the layer keeps.
 
-    A column-parallel operator holds its whole gathered input. Left out: workspaces inside kernels.
+    What is recomputed, and the most that the backward pass of one operator needs: gradients of its inputs, outputs and
+    parameters, less what the operators after it kept, which is free by then. A column-parallel operator holds its whole
+    gathered input, a row-parallel one the whole gradient of its output; the libraries' workspaces of the stack are there
+    all the time. Left out: workspaces inside kernels.
     """
-    remade = saved_bytes(layer, sharding) - saved_bytes(layer, sharding, recompute)
-    return max(0, remade) + max(_gradient_bytes(operator, sharding) for operator in layer.operators)
+    remade = saved_bytes(layer, sharding, stack=stack) - saved_bytes(layer, sharding, recompute, stack)
+    return max(0, remade) + max(_backward_bytes(layer, sharding, stack)) + stack.workspace_bytes
 
 
-def _gradient_bytes(operator: Operator, sharding: Sharding) -> int:
+def _backward_bytes(layer: LayerClass, sharding: Sharding, stack: Stack) -> Iterator[int]:
+    """For each operator of the layer the bytes its backward pass adds to what the layer keeps."""
+    freed = 0
+    before = list(layer.operators)
+    for operator in reversed(layer.operators):
+        yield _gradient_bytes(operator, sharding, stack) - freed
+        before.pop()
+        needed = {tensor.name for op in before for tensor in op.saved}
+        freed += sum(sharding.tensor_bytes(tensor) for tensor in operator.saved if tensor.name not in needed)
+
+
+def _gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
+    """Gradients of the operator's inputs, outputs and parameters; of stored scores two, after and before the softmax."""
     gathers = sharding.gathers_input(operator)
     inputs = sum(t.num_bytes if gathers else sharding.tensor_bytes(t) for t in operator.inputs)
-    return inputs + sum(sharding.tensor_bytes(t) for t in operator.outputs)
+    outputs = sum(t.num_bytes if sharding.reduces_output(operator) else sharding.tensor_bytes(t) for t in operator.outputs)
+    parameters = sharding.parameter_elements(operator) * max((t.element_bytes for t in operator.outputs), default=0)
+    scores = next((sharding.tensor_bytes(t) for t in operator.saved if t.has("keys")), 0)
+    return inputs + outputs + parameters + 2 * scores + _logit_copies_bytes(operator, sharding, stack)
+
+
+def _logit_copies_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
+    """What the stack's loss holds beyond its input and the fp32 probabilities that it saves."""
+    if operator.kind is not OperatorKind.CROSS_ENTROPY:
+        return 0
+    logits, probabilities = operator.inputs[0], operator.saved[0]
+    beyond = stack.logit_bytes - logits.element_bytes - probabilities.element_bytes
+    return max(0, beyond) * (sharding.tensor_bytes(logits) // logits.element_bytes)

@@ -14,48 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodels.book import PriceBook
-from costmodels.memory import StateBytes
-from costmodels.mesh import Axis, Mesh
-from costmodels.schedules import in_flight
+from costmodels.mesh import Axis
+from costmodels.occupancy import RankMemory, RedundantBytes, rank_layers, rank_memory, rank_redundancy
 from costmodels.simulate import SimulatedStep, StageCost, simulate
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from profiles.measured import Machine
-from profiles.model import LayerKind
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import TrainingSpec
-from profiles.units import MIB
-
-RESERVED_SHARE = 0.04  # allocator reserve over allocated bytes: measured reserved/allocated is 1.02-1.07 (EQUATIONS M6)
-NCCL_BYTES_PER_AXIS = 400 * MIB  # 0.5-2 GiB with many communicators (EQUATIONS M6); one a parallel axis, an assumption
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """Peak bytes per device of one pipeline rank."""
-
-    states: StateBytes
-    activations: float
-    temporaries: float
-    reserve: float
-
-    @property
-    def total(self) -> float:
-        return self.states.total + self.activations + self.temporaries + self.reserve
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedundantBytes:
-    """Bytes beyond one copy of everything, by class (EQUATIONS R); temporaries are redundant in whole."""
-
-    parameters: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    temporaries: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporaries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,18 +51,6 @@ class StepPrice:
     @property
     def step_s(self) -> float:
         return self.simulated.step_s
-
-
-def reserve_constant_bytes(mesh: Mesh, machine: Machine) -> int:
-    """Bytes a device holds before the first tensor: context and NCCL buffers; none where there is no device context."""
-    context = machine.cluster.device.context_bytes
-    axes = sum(mesh.degree(axis) > 1 for axis in Axis)
-    return context + axes * NCCL_BYTES_PER_AXIS if context else 0
-
-
-def usable_bytes(limit_bytes: float, mesh: Mesh, machine: Machine) -> float:
-    """How much of `limit_bytes` tensors may fill, so that with the reserve they stay under the limit."""
-    return (limit_bytes - reserve_constant_bytes(mesh, machine)) / (1 + RESERVED_SHARE)
 
 
 def closed_form_s(rank_s: list[float], tail_s: list[float], num_micro_batches: int, virtual_stages: int) -> float:
@@ -177,14 +129,10 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
         receive_forward_s=receive_forward.value_s, receive_backward_s=receive_backward.value_s)
 
 
-def _layers(strategy: Strategy, rank: int) -> list[LayerChoice]:
-    return [choice for chunk in strategy.chunks(rank) for choice in chunk]
-
-
 def _tail(strategy: Strategy, rank: int, book: PriceBook) -> Seconds:
     """What follows the last backward pass of a rank: exposed reductions, the tied embedding, the optimizer."""
     frame, total = strategy.frame, ZERO
-    for choice in _layers(strategy, rank):
+    for choice in rank_layers(strategy, rank):
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding, choice.zero)
         total += data.step + data.optimizer
     return total + _tied(frame, rank, book)
@@ -198,7 +146,7 @@ def _tied(frame: Frame, rank: int, book: PriceBook) -> Seconds:
 def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
     frame = strategy.frame
     compute = recompute = tp_comm = per_micro_batch = per_step = optimizer = ZERO
-    for choice in _layers(strategy, rank):
+    for choice in rank_layers(strategy, rank):
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute)
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding, choice.zero)
         compute += time.forward + time.backward
@@ -211,59 +159,6 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
     return RankTime(
         compute=compute.scaled(m), recompute=recompute.scaled(m), tp_comm=tp_comm.scaled(m), pp_comm=transfers.scaled(m),
         dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer)
-
-
-def stashes(kind: LayerKind, rank: int, frame: Frame) -> int:
-    """How many micro-batches of one layer of `kind` a rank holds at its peak, per model chunk of the rank (EQUATIONS M4).
-
-    With virtual stages the count is of chunk stashes, for any one chunk an upper bound; the head's chunk is used up
-    at once.
-    """
-    if kind is LayerKind.HEAD and frame.virtual_stages > 1:
-        return 1
-    return in_flight(frame.schedule, rank, frame.mesh.pp, frame.num_micro_batches, frame.virtual_stages)
-
-
-def _held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -> float:
-    """Bytes of activations at the peak: stashes times the largest chunk's blocks, and the embedding's and head's own."""
-    frame = strategy.frame
-    blocks = max(sum(saved[c] for c in chunk if c.kind is LayerKind.BLOCK) for chunk in strategy.chunks(rank))
-    ends = sum(stashes(c.kind, rank, frame) * saved[c] for c in _layers(strategy, rank) if c.kind is not LayerKind.BLOCK)
-    return stashes(LayerKind.BLOCK, rank, frame) * blocks + ends
-
-
-def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
-    """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
-    frame, layers = strategy.frame, _layers(strategy, rank)
-    saved, workspace, states, buffer = {}, 0, StateBytes(), 0
-    for choice in layers:
-        bytes_ = book.activations(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute)
-        held = book.states(choice.kind, frame.mesh, frame.sharding, choice.zero)
-        saved[choice] = float(bytes_.saved)
-        workspace, buffer = max(workspace, bytes_.workspace), max(buffer, held.zero_buffer)
-        states += held.states
-    activations = _held_bytes(strategy, rank, saved)
-    allocated = states.total + activations + workspace + buffer
-    reserve = RESERVED_SHARE * allocated + reserve_constant_bytes(frame.mesh, book.machine)
-    return RankMemory(states=states, activations=activations, temporaries=workspace + buffer, reserve=reserve)
-
-
-def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: PriceBook) -> RedundantBytes:
-    """Redundant bytes of one device of a pipeline rank that holds `memory`, by class.
-
-    A class that holds less than one copy counts as is.
-    """
-    frame = strategy.frame
-    ideal = [0.0, 0.0, 0.0]
-    kept: dict[LayerChoice, float] = {}
-    for choice in _layers(strategy, rank):
-        parts = book.states(choice.kind, frame.mesh, frame.sharding, choice.zero).ideal
-        ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
-        kept[choice] = book.activations(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute).ideal_saved
-    return RedundantBytes(
-        parameters=memory.states.parameters - ideal[0], gradients=memory.states.gradients - ideal[1],
-        optimizer=memory.states.optimizer - ideal[2],
-        activations=memory.activations - _held_bytes(strategy, rank, kept), temporaries=memory.temporaries)
 
 
 def model_flops_utilization(step_s: float, num_ranks: int, book: PriceBook) -> float:

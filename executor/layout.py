@@ -106,6 +106,8 @@ def _validate_precision(plan: Plan) -> None:
     training = plan.training
     if training.precision is Precision.FP16:
         raise ConfigError("training: the executor has no loss scaling, so it does not run fp16", hint="use bf16 or fp32")
+    if plan.training.fp8_matmuls:
+        raise ConfigError("training: the executor does not run fp8_matmuls", hint="make a plan without --fp8")
     if training.gradient_precision is not Precision.FP32:
         raise ConfigError(f"training: gradients accumulate in fp32, gradient_precision is {training.gradient_precision}")
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from executor.loss import Loss
 from profiles.model import LayerKind
-from profiles.spec import AttentionKernel, ModelSpec, Norm, Positions, TrainingSpec
+from profiles.spec import ModelSpec, Norm, Positions, TrainingSpec
+from profiles.stack import AttentionKernel
 
 INIT_STD = 0.02  # GPT-2, Radford et al. 2019
 

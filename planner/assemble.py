@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from costmodels.book import PriceBook
 from costmodels.sharding import placements
 from costmodels.step import StepPrice, model_flops_utilization
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.band import error_band
 from planner.plan import (
     PLAN_VERSION,
     Breakdown,
@@ -88,7 +91,7 @@ def pipeline_of(frame: Frame) -> Pipeline:
         num_micro_batches=frame.num_micro_batches)
 
 
-def _step_kind(price: StepPrice) -> Kind:
+def step_kind(price: StepPrice) -> Kind:
     """The kind of the step time: the weakest over all ranks, since a rank waits for all others."""
     return weakest(rank.total.kind for rank in price.ranks)
 
@@ -103,7 +106,7 @@ def _breakdown(price: StepPrice) -> Breakdown:
         return Quantity(value=_round(seconds.value_s), kind=seconds.kind)
 
     idle_s = max(0.0, round(simulated.step_s - time.total.value_s, 9))  # no bubble but for the order of the additions: zero
-    bubble = Quantity(value=_round(idle_s), kind=_step_kind(price))
+    bubble = Quantity(value=_round(idle_s), kind=step_kind(price))
     return Breakdown(
         compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
         dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer))
@@ -128,26 +131,38 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
     """The Plan of a priced strategy."""
     frame, cluster, training = strategy.frame, book.machine.cluster, book.training
     step_s, num_ranks = price.step_s, frame.mesh.num_ranks
-    kind = _step_kind(price)
+    kind = step_kind(price)
     names = _name_choices(strategy)
     predicted = Prediction(
         step_time_s=Quantity(value=_round(step_s), kind=kind),
         tokens_per_s_per_gpu=Quantity(value=_round(training.tokens_per_step / step_s / num_ranks), kind=kind),
         mfu=Quantity(value=_round(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
+        error_band=error_band(book.machine, training.stack),
         breakdown=_breakdown(price),
         memory_gib=_memory(price, cluster.device.memory_bytes),
         redundancy_gib=_redundancy(price, frame.mesh.ranks_per_stage))
     return Plan(
         plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
         layer_plans={name: _layer_plan(choice, frame, book) for choice, name in names.items()},
-        stages=_stages(strategy, names), predicted=predicted, search=record)
+        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted))
+
+
+def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
+    """The record with the runners-up marked whose step time is inside the error band of the plan's."""
+    band = predicted.error_band
+    if band is None:
+        return record
+    step_s = predicted.step_time_s.value
+    others = tuple(
+        replace(other, inside_error_band=abs(other.step_time_s.value / step_s - 1) <= band.time.share) for other in record.runners_up)
+    return replace(record, runners_up=others)
 
 
 def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
-    """The line of another candidate in the plan file."""
+    """The line of another candidate in the plan file; `assemble` says whether it is inside the error band."""
     devices = strategy.frame.mesh.ranks_per_stage
     return RunnerUp(
         mesh=strategy.frame.mesh, pipeline=pipeline_of(strategy.frame), sequence_parallel=strategy.frame.sequence_parallel,
-        step_time_s=Quantity(value=_round(price.step_s), kind=_step_kind(price)),
+        step_time_s=Quantity(value=_round(price.step_s), kind=step_kind(price)),
         peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
         redundancy_gib=_gib(devices * sum(rank.total for rank in price.redundant)))

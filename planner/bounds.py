@@ -62,5 +62,6 @@ def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
         stored += count * min(states.states.total - sum(states.ideal) for states in held)
     kept = book.model.num_layers * min(size.saved - size.ideal_saved for size in sizes)
     buffers = min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
-    temporaries = mesh.pp * (min(size.workspace for size in sizes) + buffers)
+    head, workspace = book.activations(LayerKind.HEAD, b, sharding), min(size.workspace for size in sizes)
+    temporaries = (mesh.pp - 1) * workspace + max(workspace - head.saved, head.workspace) + mesh.pp * buffers
     return mesh.ranks_per_stage * (stored + kept + temporaries)

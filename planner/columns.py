@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.book import PriceBook
-from costmodels.memory import StateBytes
 from costmodels.mesh import Mesh
+from costmodels.occupancy import occupied_bytes, stashes, usable_bytes
 from costmodels.recompute import Recompute
-from costmodels.step import RESERVED_SHARE, rank_receives, reserve_constant_bytes, stashes, usable_bytes
+from costmodels.step import rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.request import Constraints
 from profiles.model import LayerKind
@@ -127,8 +127,12 @@ class _Fixed:
     block_ideal_states: float
     ends_held: float
     ends_ideal_held: float
-    ends_workspace: float
+    embedding_workspace: float
+    head_workspace: float
     zero_buffer: float
+    step_copies: float
+    block_step_copies: float
+    used_up: float  # what the head no longer keeps when the temporaries of other layers are there
 
 
 def end_kinds(rank: int, pp: int) -> tuple[LayerKind, ...]:
@@ -136,32 +140,32 @@ def end_kinds(rank: int, pp: int) -> tuple[LayerKind, ...]:
     return (LayerKind.EMBEDDING,) * (rank == 0) + (LayerKind.HEAD,) * (rank == pp - 1)
 
 
-def _states_and_ideal(kind: LayerKind, frame: Frame, zero: int, book: PriceBook) -> tuple[StateBytes, float, int]:
-    held = book.states(kind, frame.mesh, frame.sharding, zero)
-    return held.states, sum(held.ideal), held.zero_buffer
-
-
 def _fixed(rank: int, frame: Frame, zero: int, book: PriceBook) -> _Fixed:
     b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
     block = book.data_parallel(LayerKind.BLOCK, b, mesh, sharding, zero)
-    states, ideal, buffer = _states_and_ideal(LayerKind.BLOCK, frame, zero, book)
+    of_block = book.states(LayerKind.BLOCK, mesh, sharding, zero)
+    buffer, step_copies = of_block.zero_buffer, 0
     time_s = rank_receives(rank, frame, book).value_s
     tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and mesh.pp > 1 and rank in (0, mesh.pp - 1) else 0.0
-    ends_states = ends_ideal = ends_held = ends_ideal_held = ends_workspace = 0.0
+    ends_states = ends_ideal = ends_held = ends_ideal_held = used_up = 0.0
+    workspaces = dict.fromkeys(LayerKind, -np.inf)
     for kind in end_kinds(rank, mesh.pp):
         data = book.data_parallel(kind, b, mesh, sharding, zero)
         kept = book.activations(kind, b, sharding)
-        held, part, own_buffer = _states_and_ideal(kind, frame, zero, book)
+        held = book.states(kind, mesh, sharding, zero)
         time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
-        ends_states, ends_ideal = ends_states + held.total, ends_ideal + part
+        ends_states, ends_ideal, step_copies = ends_states + held.states.total, ends_ideal + sum(held.ideal), step_copies + held.step_copies
         ends_held += stashes(kind, rank, frame) * kept.saved
         ends_ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
-        ends_workspace, buffer = max(ends_workspace, kept.workspace), max(buffer, own_buffer)
+        workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
+        used_up += kept.saved * (kind is LayerKind.HEAD)
     return _Fixed(
         time_s=time_s, block_time_s=block.per_micro_batch_s, tail_s=tail_s, block_tail_s=block.per_step_s,
-        states=ends_states, block_states=states.total, ideal_states=ends_ideal, block_ideal_states=ideal,
-        ends_held=ends_held, ends_ideal_held=ends_ideal_held, ends_workspace=ends_workspace, zero_buffer=buffer)
+        states=ends_states, block_states=of_block.states.total, ideal_states=ends_ideal, block_ideal_states=sum(of_block.ideal),
+        ends_held=ends_held, ends_ideal_held=ends_ideal_held, zero_buffer=buffer,
+        embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
+        step_copies=step_copies, block_step_copies=of_block.step_copies)
 
 
 class RankColumns:
@@ -174,24 +178,26 @@ class RankColumns:
         self._stashes = stashes(LayerKind.BLOCK, rank, frame)
 
     def _priced(self, num_blocks: int, zero: int) -> tuple[Mixes, Array, Array, Array, float]:
-        """Mixes with their time, allocated bytes and redundant bytes, and the tail, at ZeRO stage `zero`."""
+        """Mixes with their time, bytes to allocate and redundant bytes, and the tail, at ZeRO stage `zero`."""
         fixed, mixes = self._fixed[zero], self.table.get(self.frame, num_blocks)
-        temporaries = np.maximum(mixes.workspace_bytes, fixed.ends_workspace) + fixed.zero_buffer
+        of_layers = np.maximum(mixes.workspace_bytes, fixed.embedding_workspace - mixes.saved_bytes) - fixed.used_up
+        temporaries = np.maximum(of_layers, fixed.head_workspace) + fixed.zero_buffer
         states = fixed.states + num_blocks * fixed.block_states
         held = self._stashes * mixes.saved_bytes + fixed.ends_held
         ideal = fixed.ideal_states + num_blocks * fixed.block_ideal_states + self._stashes * mixes.ideal_saved_bytes + fixed.ends_ideal_held
         allocated = states + held + temporaries
         time_s = mixes.time_s + fixed.time_s + num_blocks * fixed.block_time_s
-        return mixes, time_s, allocated, allocated - ideal, fixed.tail_s + num_blocks * fixed.block_tail_s
+        reserved = (fixed.step_copies + num_blocks * fixed.block_step_copies) / (1 + self.table.book.training.stack.allocator_share)
+        return mixes, time_s, allocated + reserved, allocated - ideal, fixed.tail_s + num_blocks * fixed.block_tail_s
 
     def _column(self, mixes: Mixes, index: int, zero: int, time_s: float, tail_s: float, allocated: float, redundant: float) -> Column:
-        memory = allocated * (1 + RESERVED_SHARE) + reserve_constant_bytes(self.frame.mesh, self.table.book.machine)
+        memory = occupied_bytes(allocated, self.frame.mesh, self.table.book)
         counts = tuple(int(count) for count in mixes.counts[index])
         return Column(counts, zero, float(time_s), float(tail_s), float(memory), float(redundant))
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """Per ZeRO stage the fastest mix within `limit_bytes`; the tails of ZeRO stages differ, so none is left out."""
-        usable = usable_bytes(limit_bytes, self.frame.mesh, self.table.book.machine)
+        usable = usable_bytes(limit_bytes, self.frame.mesh, self.table.book)
         found = []
         for zero in self.stages:
             mixes, time_s, allocated, redundant, tail_s = self._priced(num_blocks, zero)
@@ -203,7 +209,7 @@ class RankColumns:
 
     def leanest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """Every mix within `limit_bytes` that no other beats in time, tail and redundant bytes together."""
-        usable = usable_bytes(limit_bytes, self.frame.mesh, self.table.book.machine)
+        usable = usable_bytes(limit_bytes, self.frame.mesh, self.table.book)
         found = []
         for zero in self.stages:
             mixes, time_s, allocated, redundant, tail_s = self._priced(num_blocks, zero)

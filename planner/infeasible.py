@@ -11,6 +11,7 @@ from costmodels.book import PriceBook
 from costmodels.memory import ideal_states
 from costmodels.recompute import Recompute
 from costmodels.strategy import Frame
+from planner.band import memory_margin
 from planner.columns import Column, MixTable, RankColumns, block_counts
 from planner.request import Constraints, SearchOptions
 from planner.space import enumerate_space
@@ -18,16 +19,17 @@ from profiles.errors import InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import Stack
 from profiles.units import MIB, gib
 
 MOST_TIMES_LARGER = 64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
 
 
-def limit_bytes(cluster: Cluster, options: SearchOptions) -> float:
+def limit_bytes(cluster: Cluster, stack: Stack, options: SearchOptions) -> float:
     """What a plan may fill of a device: the explicit limit, or the capacity less the margin."""
     if options.memory_limit_bytes is not None:
         return float(min(options.memory_limit_bytes, cluster.device.memory_bytes))
-    return cluster.device.memory_bytes * (1 - options.memory_margin)
+    return cluster.device.memory_bytes * (1 - memory_margin(stack, options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +107,16 @@ def infeasible_error(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
 ) -> InfeasibleError:
     """The error that says what binds: the leanest plan, its fullest stage, the bytes it is short, and a way out."""
-    limit = limit_bytes(cluster, options)
+    limit = limit_bytes(cluster, training.stack, options)
     lean = _leanest(model, cluster, training, pins)
     assert lean is not None, "there are legal frames"
     mesh = lean.frame.mesh
     need = lean.column.memory_bytes
+    margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
     message = (
         f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({mesh}, "
         f"zero {lean.column.zero}, {_recompute_of(lean.column)} recompute, micro-batch {lean.frame.micro_batch_size}) "
-        f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable: {gib(need - limit):.1f} GiB short")
+        f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short")
     enough = smallest_cluster(model, cluster, training, pins, limit)
     if enough:
         return InfeasibleError(message, hint=f"{enough} GPUs are enough (--gpus {enough})")

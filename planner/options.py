@@ -18,17 +18,20 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
+from planner.band import memory_margin, residuals_of
 from planner.plan import Objective
 from planner.request import Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
-from profiles.catalog import load_cluster, load_model, with_gpus
+from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
-from profiles.spec import AttentionKernel, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
+from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
+from profiles.stack import AttentionKernel
 from profiles.units import GB, GIB, MIB, TERA
 
 Options = Mapping[str, Any]
 DEFAULT_GPU = "a100-80gb"
+DEFAULT_STACK = "megatron-core"
 _SIZE_UNITS = {"gib": GIB, "mib": MIB, "tib": 1024 * GIB, "gb": GB, "mb": 10**6, "tb": TERA}
 
 
@@ -44,6 +47,8 @@ class Asked:
     global_batch_size: int | None = None
     seq_length: int | None = None
     precision: str | None = None
+    fp8: bool = False
+    stack: str | None = None
     attention: str | None = None
 
 
@@ -65,6 +70,8 @@ def question(asked: Asked) -> Question:
     cluster, assumed_cluster = _cluster(asked)
     training, assumed_training = _training(asked, entry)
     cluster.device.peak(training.precision)
+    if training.fp8_matmuls and FP8 not in cluster.device.peak_flops_per_s:
+        raise ConfigError(f"{cluster.device.name} has no fp8 arithmetic", hint="leave out --fp8, or plan for a device of Hopper or later")
     _check_positions(entry.spec, training)
     return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training))
 
@@ -96,13 +103,17 @@ def _cluster_of_file(asked: Asked, name: str) -> Cluster:
 
 
 def _training(asked: Asked, entry: ModelEntry) -> tuple[TrainingSpec, tuple[str, ...]]:
+    stack = load_stack(asked.stack or DEFAULT_STACK)
     training = TrainingSpec(
         global_batch_size=entry.global_batch_size if asked.global_batch_size is None else asked.global_batch_size,
         seq_length=entry.seq_length if asked.seq_length is None else asked.seq_length,
-        precision=Precision(asked.precision or Precision.BF16), attention=AttentionKernel(asked.attention or AttentionKernel.FLASH))
-    origins = {"global_batch_size": " (the model's)", "seq_length": " (the model's)", "precision": "", "attention": ""}
-    taken = [name for name in origins if getattr(asked, name) is None]
-    return training, tuple(f"--{name.replace('_', '-')} {getattr(training, name)}{origins[name]}" for name in taken)
+        precision=Precision(asked.precision or Precision.BF16), attention=AttentionKernel(asked.attention or stack.attention),
+        overlap_grad_reduce=stack.overlap_grad_reduce, fp8_matmuls=asked.fp8, stack=stack)
+    taken = {
+        "global_batch_size": f"{training.global_batch_size} (the model's)", "seq_length": f"{training.seq_length} (the model's)",
+        "precision": training.precision, "stack": stack.name, "attention": f"{training.attention} (the stack's)"}
+    return training, tuple(
+        f"--{name.replace('_', '-')} {value}" for name, value in taken.items() if getattr(asked, name) is None)
 
 
 def question_of(options: Options) -> Question:
@@ -133,7 +144,8 @@ def all_assumed(question: Question, options: Options, how: SearchOptions) -> tup
     """Every default that a search took: those of the question, and the shares that bound it."""
     assumed = question.assumed
     if options["memory_margin"] is None and options["memory_limit"] is None:
-        assumed += (f"--memory-margin {how.memory_margin}",)
+        stack = question.training.stack
+        assumed += (f"--memory-margin {memory_margin(stack, how):g} (from {residuals_of(stack).memory_rows:,} measured runs)",)
     if options["objective"] == Objective.MEMORY and options["max_slowdown"] is None:
         assumed += (f"--max-slowdown {how.max_slowdown}",)
     return assumed
@@ -192,9 +204,8 @@ def parse_size(flag: str, text: str) -> int:
     return size
 
 
-def require_writable(path: Path) -> None:
+def require_writable(path: Path, *, hint: str = "choose another file with --output, or - for stdout") -> None:
     """Raises ConfigError when a file could not be put at `path`: found before the search, not after it."""
-    hint = "choose another file with --output, or - for stdout"
     folder = path.parent
     if not folder.is_dir():
         reason = "not a folder" if folder.exists() else "no such folder"

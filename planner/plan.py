@@ -166,12 +166,39 @@ class Redundancy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """Eight in ten of `rows` measurements, which the fit of the prices had not seen, were within +- `share` of their prediction.
+
+    stack: whose measurements, `all` for those of every stack
+    """
+
+    __pydantic_config__ = _FORBID
+
+    share: float
+    rows: int
+    stack: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorBand:
+    """`time`: of the step and of what is derived from it (tokens per second, MFU). `memory`: of every stage's total."""
+
+    __pydantic_config__ = _FORBID
+
+    time: Band
+    memory: Band
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
+    """What a plan should cost. `error_band` is None where nothing was measured on the device."""
+
     __pydantic_config__ = _FORBID
 
     step_time_s: Quantity
     tokens_per_s_per_gpu: Quantity
     mfu: Quantity
+    error_band: ErrorBand | None = None
     breakdown: Breakdown
     memory_gib: tuple[StageMemory, ...]
     redundancy_gib: Redundancy
@@ -179,7 +206,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerUp:
-    """Another candidate that was solved: the best plan of that mesh, schedule and micro-batch."""
+    """Another candidate that was solved: the best plan of that mesh, schedule and micro-batch.
+
+    inside_error_band: its step time is within the band of the plan's, so that the prices cannot say which is faster
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -189,6 +219,7 @@ class RunnerUp:
     step_time_s: Quantity
     peak_memory_gib: float
     redundancy_gib: float
+    inside_error_band: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,15 +43,17 @@ class Constraints:
 
 
 DEFAULT_MAX_SLOWDOWN = 0.10
-DEFAULT_MEMORY_MARGIN = 0.08  # share of the device kept free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How to search. `max_slowdown` bounds the memory objective; `memory_limit_bytes` replaces capacity minus margin."""
+    """How to search. `max_slowdown` bounds the memory objective; `memory_limit_bytes` replaces capacity minus margin.
+
+    memory_margin: share of the device kept free; None for what the measured runs of the stack ask for (planner/band.py)
+    """
 
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
-    memory_margin: float = DEFAULT_MEMORY_MARGIN
+    memory_margin: float | None = None
     memory_limit_bytes: int | None = None
     time_limit_s: float | None = None
     solver: SolverName = SolverName.CBC
@@ -59,7 +61,7 @@ class SearchOptions:
     def __post_init__(self) -> None:
         if self.max_slowdown < 0:
             raise ConfigError(f"--max-slowdown is {self.max_slowdown}, it must not be negative")
-        if not 0 <= self.memory_margin < 1:
+        if self.memory_margin is not None and not 0 <= self.memory_margin < 1:
             raise ConfigError(f"--memory-margin is {self.memory_margin}, it must be in [0, 1)", hint="0.08 keeps 8 % free")
         if self.time_limit_s is not None and self.time_limit_s <= 0:
             raise ConfigError(f"--time-limit is {self.time_limit_s}, it must be positive")

@@ -69,7 +69,7 @@ class Session:
         self.book, self.options, self.on_progress = book, options, on_progress
         self.table = MixTable(book, pins)
         self._bounds: dict[Frame, TimeBound] = {}
-        self.limit_bytes = limit_bytes(book.machine.cluster, options)
+        self.limit_bytes = limit_bytes(book.machine.cluster, book.training.stack, options)
         self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
 
     def time_bound(self, frame: Frame) -> TimeBound:

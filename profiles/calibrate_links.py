@@ -50,6 +50,8 @@ def _curves(tables: Tables, device: str, gpus: tuple[str, ...], sources: tuple[s
         for ranks in RANKS:
             where: Where = {"gpu": gpus, "collective": collective, "nodes": "1", "ranks": str(ranks), "source": sources}
             rows = tables.rows("collectives", where)
+            if not rows:
+                continue
             empty = CollectiveCurve(collective=collective, ranks=ranks, bytes=_knots(rows), time_us=(), rows=len(rows), median_error=0.0)
             curve = _spline(rows, empty)
             line = score(device, f"{collective} on {ranks}", _priced(rows, curve), times_s(rows), _held_out(rows, empty))
@@ -64,10 +66,10 @@ def _held_out(rows: Sequence[Row], empty: CollectiveCurve) -> Array:
 def intra(
     tables: Tables, device: str, gpus: tuple[str, ...], sources: tuple[str, ...], link_bytes_per_s: float, scores: list[Score],
 ) -> Intra:
-    """Curves of one node's collectives, and the shares of the link that large rings and messages reach on them."""
+    """Curves of one node's collectives on the ranks that were measured; the shares of the link that large rings and messages reach."""
     curves = tuple(_curves(tables, device, gpus, sources, scores))
     # All-gather, not all-reduce: a switch that reduces moves fewer bytes than a ring.
-    ring = next(curve for curve in curves if (curve.collective, curve.ranks) == ("all_gather", RANKS[-1]))
+    ring = max((curve for curve in curves if curve.collective == "all_gather"), key=lambda curve: curve.ranks)
     pair = next(curve for curve in curves if (curve.collective, curve.ranks) == ("all_to_all", 2))
     bus_bytes_per_s = (1 - 1 / ring.ranks) * ring.bytes[-1] / spline_s(ring, ring.bytes[-1])
     message_bytes_per_s = pair.bytes[-1] / 2 / spline_s(pair, pair.bytes[-1])

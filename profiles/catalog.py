@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from pydantic import Field
@@ -22,16 +22,20 @@ from profiles.errors import ConfigError, unknown_name_error
 from profiles.hardware import Cluster, Device, Link
 from profiles.huggingface import entry_from_config
 from profiles.schema import document, json_schema, parse
-from profiles.spec import ModelEntry, ModelSpec, Precision
+from profiles.spec import ModelEntry, ModelSpec
+from profiles.stack import Stack
+from profiles.terms import Terms, shipped_terms
 from profiles.units import GB, GIB, TERA, US_PER_S
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
 _FORBID = {"extra": "forbid"}
+_Arithmetic = Literal["fp8", "bf16", "fp16", "fp32"]  # what a device has a peak for
 _CLUSTER_ALIASES = {
-    "v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "b200": "b200-180gb",
-    "rtx3090": "rtx3090-24gb", "3090": "rtx3090-24gb", "a10g": "a10g-24gb", "l4": "l4-24gb",
+    "v100": "v100-32gb", "a100": "a100-80gb", "a800": "a800-80gb", "h100": "h100-80gb", "h200": "h200-141gb", "gh200": "gh200-96gb",
+    "b200": "b200-180gb", "gb200": "gb200-186gb", "rtx3090": "rtx3090-24gb", "3090": "rtx3090-24gb", "a10g": "a10g-24gb",
+    "l4": "l4-24gb",
 }
 _MODEL_PREFIXES = {"gpt3-": "gpt-", "llama-2-": "llama2-", "llama-3-": "llama3-", "llama-3.1-": "llama3-", "llama3.1-": "llama3-"}
 
@@ -60,7 +64,7 @@ class _DeviceDocument:
     name: str
     memory_gib: _Positive
     memory_gb_per_s: _Positive
-    peak_tflops: Mapping[Precision, _Positive]
+    peak_tflops: Mapping[_Arithmetic, _Positive]
     num_sms: _Count
     context_gib: _NotNegative
     source: str
@@ -126,6 +130,22 @@ def load_model(name_or_path: str) -> ModelEntry:
     return entry_from_config(_mapping(_read_json(path), str(path)), str(path))
 
 
+def stack_names() -> tuple[str, ...]:
+    """The packaged software stacks, sorted."""
+    return _names("stacks")
+
+
+def load_stack(name_or_path: str, terms: Terms | None = None, *, without: str | None = None) -> Stack:
+    """A packaged stack by name with its fitted terms, or a YAML of the same shape. Raises ConfigError, as `load_model` does.
+
+    terms: those of another fit than the shipped one; without: those of the fit that did not see the source of that name
+    """
+    name = name_or_path.lower().replace("_", "-")
+    source: Traversable = _packaged("stacks", name) if name in stack_names() else _path_or_unknown("stack", name_or_path, stack_names())
+    stack = parse(Stack, _read_yaml(source), _where(source))
+    return (shipped_terms() if terms is None else terms).of_stack(stack, without)
+
+
 def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:
     """A packaged cluster by name or a YAML of the same shape. Raises ConfigError, as `load_model` does; `what` was asked for."""
     name = name_or_path.lower().replace("_", "-")
@@ -170,7 +190,7 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             name=device.name,
             memory_gib=_shortest(device.memory_bytes, GIB, _bytes),
             memory_gb_per_s=_shortest(device.memory_bytes_per_s, GB, _per_s),
-            peak_tflops={Precision(name): _shortest(peak, TERA, _flops) for name, peak in device.peak_flops_per_s.items()},
+            peak_tflops={cast(_Arithmetic, name): _shortest(peak, TERA, _flops) for name, peak in device.peak_flops_per_s.items()},
             num_sms=device.num_sms,
             context_gib=_shortest(device.context_bytes, GIB, _bytes),
             source=device.source),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any
 
@@ -17,6 +17,8 @@ from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.provenance import Kind
 from profiles.schema import parse
+from profiles.stack import FlashKernel
+from profiles.terms import Terms, shipped_terms
 
 LINK_TOLERANCE = 0.1  # datasheets round: 150 or 157 GB/s
 
@@ -33,18 +35,29 @@ class Passes:
     backward: MemoryCurve
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlashSpeed:
+    """Speed of a fused attention kernel relative to the one that the device's flash curves are of."""
+
+    __pydantic_config__ = _FORBID
+
+    forward: float
+    backward: float
+    source: str
+
+
+SAME_SPEED = FlashSpeed(forward=1.0, backward=1.0, source="the kernel of the curve")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Compute:
     """Every curve of one device. `batched` are the products of un-fused attention.
 
-    host_launch_s: the least time that Python takes for one of the operations priced here, which stands for several kernels
-    and the framework around them; EQUATIONS K1's launch, seen from the host
+    flash_kernels: relative speeds of fused attention kernels other than the one of the flash curves
     """
 
     __pydantic_config__ = _FORBID
 
-    host_launch_s: float
-    host_launch_source: str
     forward: MatmulCurve
     input_gradient: MatmulCurve
     weight_gradient: MatmulCurve
@@ -60,6 +73,11 @@ class Compute:
     embedding: Passes
     cross_entropy: Passes
     optimizer: MemoryCurve
+    flash_kernels: Mapping[FlashKernel, FlashSpeed] = field(default_factory=dict)
+
+    def flash_speed(self, kernel: FlashKernel) -> FlashSpeed:
+        """How fast `kernel` is beside the kernel of the flash curves."""
+        return self.flash_kernels.get(kernel, SAME_SPEED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,10 +123,14 @@ class Profile:
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """A cluster and what is known of its speed: the one argument of every price."""
+    """A cluster and what is known of its speed: the one argument of every price.
+
+    slowdown: by what factor the device's kernels take longer in a step than alone, whatever the stack (profiles/terms.py)
+    """
 
     cluster: Cluster
     profile: Profile
+    slowdown: float = 1.0
 
     @functools.cached_property
     def collective_curves(self) -> Mapping[str, tuple[CollectiveCurve, ...]]:
@@ -120,9 +142,18 @@ class Machine:
         return {name: tuple(curve for curve in ordered if curve.collective == name) for name in {curve.collective for curve in ordered}}
 
 
-def machine_for(cluster: Cluster) -> Machine:
-    """The cluster with the shipped profile of its device, or with the analytic one when none is shipped."""
-    return Machine(cluster, shipped_profile(cluster.device.name) or analytic_profile(cluster.device.name))
+def machine_for(cluster: Cluster, terms: Terms | None = None, *, without: str | None = None) -> Machine:
+    """The cluster with the shipped profile of its device, or with the analytic one when none is shipped.
+
+    terms: those of another fit than the shipped one; without: those of the fit that did not see the source of that name
+    """
+    name, terms = cluster.device.name, shipped_terms() if terms is None else terms
+    profile = shipped_profile(name) or analytic_profile(name)
+    share = terms.nic_share(cluster.nic.name, without)
+    if share is not None:
+        inter = profile.inter
+        profile = replace(profile, inter=replace(inter, nic_share=share, point_to_point_share=min(share, inter.point_to_point_share)))
+    return Machine(cluster, profile, terms.slowdown(name, without))
 
 
 @functools.cache
@@ -144,17 +175,12 @@ def read_profile(text: str, where: str) -> Profile:
 
 # What is assumed of a device that nobody measured: round figures near the fits that are shipped, on its own datasheet.
 ASSUMED = "assumed: round figures near those fitted on A100 and H100, of this device's own datasheet"
-HOST_LAUNCH_SOURCE = (
-    "chosen by hand among 6 to 70 us against whole measured steps, which are no independent check of it; a layer of hidden 1024 takes "
-    "3.3 to 3.9 ms at micro-batch 1 with full recompute on 1 to 4 tensor ranks, about 70 us for each of the 47 operations priced "
-    "(VIA-Research/vTrain, A100, Megatron-DeepSpeed)")
 ASSUMED_SHARES = {  # forward, backward; un-fused cross entropy and embedding move many times their fewest bytes
     "norm": (0.55, 0.45), "elementwise": (0.70, 0.75), "residual": (0.75, 0.75), "softmax": (0.60, 0.55),
     "dropout": (0.70, 0.75), "embedding": (0.08, 0.07), "cross_entropy": (0.06, 0.20),
 }
 _LAUNCH_S = 4e-6
-_HOST_LAUNCH_S = 50e-6
-_OPTIMIZER_SHARE = 0.45
+_OPTIMIZER_SHARE = 0.75
 _LINK_SHARE = 0.75
 _NIC_SHARE = 0.9
 _POINT_TO_POINT_SHARE = 0.7
@@ -175,11 +201,11 @@ def _assumed_flash(efficiency: float) -> FlashCurve:
 
 def _assumed_compute() -> Compute:
     product = _assumed_matmul()
-    passes = {name: Passes(forward=assumed_memory(there), backward=assumed_memory(back)) for name, (there, back) in ASSUMED_SHARES.items()}
+    passes: dict[str, Any] = {
+        name: Passes(forward=assumed_memory(there), backward=assumed_memory(back)) for name, (there, back) in ASSUMED_SHARES.items()}
     return Compute(
-        host_launch_s=_HOST_LAUNCH_S, host_launch_source=HOST_LAUNCH_SOURCE, forward=product, input_gradient=product,
-        weight_gradient=product, batched_forward=product, batched_backward=product, flash_forward=_assumed_flash(0.75),
-        flash_backward=_assumed_flash(0.60), optimizer=assumed_memory(_OPTIMIZER_SHARE), **passes)
+        forward=product, input_gradient=product, weight_gradient=product, batched_forward=product, batched_backward=product,
+        flash_forward=_assumed_flash(0.75), flash_backward=_assumed_flash(0.60), optimizer=assumed_memory(_OPTIMIZER_SHARE), **passes)
 
 
 @functools.cache

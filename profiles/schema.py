@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, TypeVar, get_type_hints
+import functools
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeVar, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,13 +21,20 @@ def parse(cls: type[T], document: object, where: str) -> T:
     Raises ConfigError with `where` (a file) and the key's path when a key is unknown, missing or of the wrong type.
     """
     try:
-        return TypeAdapter(cls).validate_python(document)
+        found: T = _adapter(cast(Hashable, cls)).validate_python(document)
+        return found
     except ValidationError as error:
         # an unknown key first: it is often the misspelling of a key that is missing too
         first = min(error.errors(include_url=False), key=lambda found: found["type"] not in _UNKNOWN)
         raise _config_error(cls, first["loc"], first["type"], first["msg"], first.get("input"), where) from None
     except ConfigError as error:  # from a `__post_init__`, which does not know the file
         raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
+
+
+@functools.cache
+def _adapter(cls: Hashable) -> TypeAdapter[Any]:
+    """The validator of a dataclass; making one costs more than a validation."""
+    return TypeAdapter(cast(Any, cls))
 
 
 def _config_error(cls: type, loc: tuple[int | str, ...], code: str, message: str, found: object, where: str) -> ConfigError:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from profiles.errors import ConfigError, unknown_name_error
+from profiles.stack import NEUTRAL, AttentionKernel, Stack
 
-VOCAB_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by; makes every tensor parallel degree up to 128 legal
 _FORBID = {"extra": "forbid"}
 
 
@@ -18,6 +18,9 @@ def _choose(instance: object, field: str, choices: type[StrEnum]) -> None:
     if found not in names:
         raise unknown_name_error(field, str(found), names)
     object.__setattr__(instance, field, choices(found))
+
+
+FP8 = "fp8"  # the name of a device's peak
 
 
 class Norm(StrEnum):
@@ -40,20 +43,17 @@ class Precision(StrEnum):
         return 4 if self is Precision.FP32 else 2
 
 
-class AttentionKernel(StrEnum):
-    """`flash` never stores the S x S scores; `unfused` stores them (and their dropout mask) for the backward pass."""
-
-    FLASH = "flash"
-    UNFUSED = "unfused"
-
-
 class Optimizer(StrEnum):
     ADAM = "adam"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer, by its shape. `ffn_hidden_size` is the width of one of the two gated halves."""
+    """A decoder-only transformer, by its shape. `ffn_hidden_size` is the width of one of the two gated halves.
+
+    vocab_multiple: the vocabulary is padded to a multiple of it; 128 as Megatron's --make-vocab-size-divisible-by, which makes
+    every tensor parallel degree up to 128 legal; 1: not padded
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -77,11 +77,13 @@ class ModelSpec:
     rope_theta: float = 10000.0
     rotary_fraction: float = 1.0
     norm_epsilon: float = 1e-5
+    vocab_multiple: int = 128
 
     def __post_init__(self) -> None:
         _choose(self, "norm", Norm)
         _choose(self, "positions", Positions)
-        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "max_seq_length")
+        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "max_seq_length",
+                 "vocab_multiple")
         for field in sizes:
             if getattr(self, field) < 1:
                 raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, it must be at least 1")
@@ -92,8 +94,8 @@ class ModelSpec:
 
     @property
     def padded_vocab_size(self) -> int:
-        """The vocabulary rounded up to a multiple of 128, as Megatron pads it."""
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        """The vocabulary rounded up to its multiple, as Megatron pads it."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def q_size(self) -> int:
@@ -110,6 +112,9 @@ class TrainingSpec:
 
     `gradient_precision` is what gradients accumulate and are reduced in (fp32 by default, as Megatron does for bf16).
     `overlap_grad_reduce`: the gradient reduction runs under the last backward pass (FSDP2; Megatron's flag of that name).
+    `fp8_matmuls`: the products of the blocks run in fp8, their operands scaled by tensor and cast each time; all else in
+    `precision`.
+    `stack`: the software that runs it, which decides what the rest leaves open.
     """
 
     __pydantic_config__ = _FORBID
@@ -121,6 +126,8 @@ class TrainingSpec:
     optimizer: Optimizer = Optimizer.ADAM
     attention: AttentionKernel = AttentionKernel.FLASH
     overlap_grad_reduce: bool = True
+    fp8_matmuls: bool = False
+    stack: Stack = NEUTRAL
 
     def __post_init__(self) -> None:
         _choose(self, "precision", Precision)

@@ -17,7 +17,8 @@ from profiles.model import (
     Tensor,
     layer_class,
 )
-from profiles.spec import AttentionKernel, ModelSpec, Norm, Positions, TrainingSpec
+from profiles.spec import ModelSpec, Norm, Positions, TrainingSpec
+from profiles.stack import AttentionKernel
 
 MASK_BYTES = 1  # a dropout mask is one byte an element
 FP32_BYTES = 4
@@ -80,11 +81,21 @@ def _attention(qkv: Tensor, context: Tensor, model: ModelSpec, training: Trainin
                 Tensor(name="attention_mask", dims=scores, element_bytes=MASK_BYTES),
                 Tensor(name="attention_dropped", dims=scores, element_bytes=shapes.element_bytes),
             )
+    kept += _attention_copies(context, model, training, shapes)
     flops = 4 * shapes.batch.size * training.seq_length**2 * model.q_size
     return Operator(
         name="attention", kind=OperatorKind.ATTENTION, dims=(*scores, shapes.head_dim), inputs=(qkv,), outputs=(context,),
         saved=kept, parallel_dim="heads", flops_forward=flops, flops_backward=2 * flops, causal=True,
     )
+
+
+def _attention_copies(context: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> tuple[Tensor, ...]:
+    """What the stack's attention keeps a second time: keys and values, and its output before batch and sequence change places."""
+    stack, kv = training.stack, Dim("heads", 2 * model.kv_size)
+    outputs = stack.attention_output_copies if shapes.batch.size > 1 and training.attention is AttentionKernel.FLASH else 0
+    return (
+        *(shapes.tokens(f"attention_kv_{i}", kv) for i in range(stack.attention_kv_copies)),
+        *(shapes.tokens(f"{context.name}_{i}", shapes.context) for i in range(outputs)))
 
 
 def _elementwise(
@@ -135,6 +146,7 @@ def _block_operators(model: ModelSpec, training: TrainingSpec, shapes: _Shapes) 
         _attention(rotated if rotary else qkv, context, model, training, shapes),
         _linear("attention_out", context, attended, parallel_dim="heads", bias=model.linear_bias),
     )
+    gate = (shapes.tokens("activated_gate", shapes.ffn),) if model.gated_ffn and training.stack.keeps_activated_gate else ()
     ffn_input = x if model.parallel_residual else middle
     join = () if model.parallel_residual else (_residual("residual1", (x, attended), middle, model, shapes),)
     summands = (x, attended, fc2) if model.parallel_residual else (middle, fc2)
@@ -142,7 +154,7 @@ def _block_operators(model: ModelSpec, training: TrainingSpec, shapes: _Shapes) 
         *attention, *join,
         _norm("norm2", ffn_input, normed2, model, shapes),
         _linear("fc1", normed2, fc1, parallel_dim="ffn", bias=model.linear_bias),
-        _elementwise("activation", (fc1,), activated, (fc1,), parallel_dim="ffn"),
+        _elementwise("activation", (fc1,), activated, (fc1, *gate), parallel_dim="ffn"),
         _linear("fc2", activated, fc2, parallel_dim="ffn", bias=model.linear_bias),
         _residual("residual2", summands, out, model, shapes),
     )

@@ -28,7 +28,8 @@ from planner.plan import (
 from profiles.hardware import Cluster, Device, Link
 from profiles.model import LayerKind
 from profiles.provenance import Kind
-from profiles.spec import AttentionKernel, ModelSpec, Norm, Positions, Precision, TrainingSpec
+from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
+from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
 
 SEQ_LENGTH = 16

@@ -19,6 +19,7 @@ from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.provenance import Kind, Seconds
 from profiles.spec import TrainingSpec
+from profiles.terms import Residuals, Terms
 from profiles.units import GIB
 from tests.instances import every_price, peak_bytes, random_instance, redundant_bytes
 
@@ -122,6 +123,32 @@ def test_a_runner_up_has_the_figures_of_its_whole_plan():
     assert line.step_time_s == plan.predicted.step_time_s
     assert line.peak_memory_gib == max(memory.total for memory in plan.predicted.memory_gib)
     assert line.redundancy_gib == plan.predicted.redundancy_gib.total
+
+
+@pytest.mark.parametrize(("gpu", "factor", "inside"), [
+    pytest.param("a100-80gb", 1.0, True, id="as-fast"),
+    pytest.param("a100-80gb", 1.099, True, id="inside"),
+    pytest.param("a100-80gb", 1.101, False, id="outside"),
+    pytest.param("a100-80gb", 0.95, True, id="faster-under-the-memory-objective"),
+    pytest.param("cpu", 1.0, False, id="no-band"),
+])
+def test_a_runner_up_is_marked_when_its_step_is_inside_the_error_band(gpu, factor, inside, monkeypatch):
+    every = Residuals(time_rows=50, time_band=0.1, memory_rows=50, memory_band=0.05, memory_margin=0.08)
+    monkeypatch.setattr("planner.band.shipped_terms", lambda: Terms(residuals={"all": every}))
+    stages = ((EMBEDDING, NONE, NONE, NONE, NONE, HEAD),)
+    book = PriceBook(load_model("gpt-tiny").spec, TRAINING, machine_for(with_gpus(load_cluster(gpu), 2)))
+    frame = Frame(
+        mesh=Mesh(pp=1, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=4,
+        sequence_parallel=False)
+    strategy = Strategy(frame=frame, stages=stages)
+    price = price_step(strategy, book)
+    other = runner_up(strategy, price)
+    other = replace(other, step_time_s=replace(other.step_time_s, value=factor * other.step_time_s.value))
+
+    plan = assemble(strategy, price, replace(RECORD, runners_up=(other,)), book)
+
+    assert [found.inside_error_band for found in plan.search.runners_up] == [inside]
+    assert (plan.predicted.error_band is None) is (gpu == "cpu")
 
 
 def test_a_step_is_only_as_certain_as_its_least_certain_rank():

@@ -7,13 +7,17 @@ import csv
 import numpy as np
 import pytest
 
-from profiles.calibrate import to_yaml
+from profiles.calibrate import DATASHEETS, HOPPER_KERNELS, LIMITS, RECIPES, VARIANTS, _line, _slowed, from_datasheet, to_yaml
+from profiles.calibrate_compute import CACHE_WRITE, PUBLISHED_SEQS, Bench, _flash, _flash_price, _published_rows
 from profiles.calibrate_links import _curves
-from profiles.curves import MemoryCurve, memory_bound_s, spline_s
+from profiles.catalog import cluster_names, load_cluster
+from profiles.curves import Chip, Curve, FlashCurve, MatmulCurve, MemoryCurve, flash_attention_s, memory_bound_s, spline_s
 from profiles.fitting import Family, Score, Tables, fit, rounded, score
-from profiles.measured import analytic_profile, read_profile
+from profiles.measured import Passes, analytic_profile, machine_for, read_profile, shipped_profile
 from profiles.provenance import Kind
+from profiles.stack import FlashKernel
 
+CHIP = Chip(peak_flops_per_s=1e15, bytes_per_s=1e12, num_sms=100)
 COLUMNS = ("gpu", "op", "elements", "time_us", "source", "flag")
 
 
@@ -115,3 +119,157 @@ def test_a_profile_reads_back_as_it_was_written():
 
     assert to_yaml(read_profile(text, "made-up.yaml")) == text
     assert text.isascii()
+
+
+def test_every_packaged_device_has_a_recipe_a_variant_or_a_datasheet():
+    built = [one.device for group in (RECIPES, VARIANTS, DATASHEETS) for one in group]
+
+    assert sorted([*built, "cpu"]) == sorted(cluster_names())
+    assert len(set(built)) == len(built)
+
+
+def test_a_variant_is_built_after_its_lender():
+    known = [recipe.device for recipe in RECIPES]
+    for variant in VARIANTS:
+        assert variant.lender in known
+        known.append(variant.device)
+
+
+def every_curve(profile):
+    for value in (getattr(profile.compute, name) for name in profile.compute.__dataclass_fields__):
+        yield from (value.forward, value.backward) if isinstance(value, Passes) else (value,) if isinstance(value, Curve) else ()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.device)
+def test_a_variant_ships_curves_of_its_lender_and_calls_them_analytic(variant):
+    measured = {"forward", "input_gradient", "weight_gradient", "flash_forward", "flash_backward"} if variant.gpu else set()
+    profile = shipped_profile(variant.device)
+    for name in profile.compute.__dataclass_fields__:
+        curve = getattr(profile.compute, name)
+        if isinstance(curve, Curve):
+            assert curve.kind is (Kind.INTERPOLATED if name in measured else Kind.ANALYTIC), name
+            assert variant.lender in curve.source or variant.gpu in curve.source or "assumed" in curve.source, name
+
+
+@pytest.mark.parametrize("device", [recipe.device for recipe in RECIPES] + [variant.device for variant in VARIANTS])
+def test_every_shipped_profile_prices_training_and_is_what_the_writer_writes(device):
+    profile = shipped_profile(device)
+
+    assert profile.name == device
+    assert read_profile(to_yaml(profile), device).intra.link_share == profile.intra.link_share
+    for curve in every_curve(profile):
+        assert curve.source
+        assert all(0 < getattr(curve, share) <= 1 for share in ("efficiency", "bandwidth_share") if hasattr(curve, share))
+    rising = [spline.time_us for spline in profile.intra.curves]
+    assert all(list(times) == sorted(times) for times in rising)
+
+
+def test_a_slower_link_keeps_the_shares_of_its_lender_and_no_curve():
+    a100, a800, pcie = (shipped_profile(device).intra for device in ("a100-80gb", "a800-80gb", "a100-80gb-pcie"))
+
+    assert (a800.link_share, a800.link_bytes_per_s, a800.curves) == (a100.link_share, 200e9, ())
+    assert (pcie.link_share, pcie.link_bytes_per_s, pcie.kind) == (0.75, 31.5e9, Kind.ANALYTIC)
+    assert not machine_for(load_cluster("a800-80gb")).collective_curves
+    assert len(machine_for(load_cluster("h100-96gb-hbm2e")).collective_curves) == 4
+
+
+def test_a_lower_power_limit_slows_what_power_limits_and_nothing_else():
+    product = MatmulCurve(
+        launch_s=1e-6, kind=Kind.INTERPOLATED, source="a", efficiency=0.8, k_half=100.0, bandwidth_share=0.8, throttle=0.2)
+    attention = FlashCurve(launch_s=1e-6, kind=Kind.INTERPOLATED, source="a", efficiency=0.8, keys_half=100.0, head_half=20.0)
+    copy = MemoryCurve(launch_s=1e-6, kind=Kind.INTERPOLATED, source="a", bandwidth_share=0.8)
+
+    assert _slowed(product, 0.25).throttle == pytest.approx(2 * 1.2 - 1)
+    assert _slowed(attention, 0.25).efficiency == pytest.approx(0.4)
+    assert _slowed(copy, 0.25) is copy
+
+
+@pytest.mark.parametrize(("device", "lender"), list(LIMITS.items()))
+def test_a_carried_power_limit_makes_products_analytic(device, lender):
+    compute, limit = shipped_profile(device).compute, shipped_profile(lender).compute.forward
+    for curve in (compute.forward, compute.input_gradient, compute.weight_gradient):
+        assert (curve.throttle, curve.throttle_flops, curve.kind) == (limit.throttle, limit.throttle_flops, Kind.ANALYTIC)
+        assert lender in curve.source
+
+
+@pytest.mark.parametrize("sheet", DATASHEETS, ids=lambda sheet: sheet.device)
+def test_a_profile_from_a_datasheet_is_analytic_throughout(sheet):
+    profile = from_datasheet(sheet)
+
+    assert {curve.kind for curve in every_curve(profile)} == {Kind.ANALYTIC}
+    assert profile.intra.kind is profile.inter.kind is Kind.ANALYTIC
+    assert profile.compute.forward.efficiency / (1 + profile.compute.forward.throttle) == pytest.approx(
+        sheet.efficiency * sheet.sustained, rel=1e-3)
+    assert to_yaml(read_profile(to_yaml(profile), sheet.device)) == to_yaml(profile)
+
+
+def attention_rows(flag, passes):
+    """Exact rows of a kernel at 600 TFLOP/s and less, the flagged ones with `passes` over k and v at 1 TB/s more."""
+    curve = FlashCurve(launch_s=5e-6, kind=Kind.INTERPOLATED, source="made up", efficiency=0.8, keys_half=300.0, head_half=30.0)
+    rows = []
+    for seq in (512, 1024, 2048, 4096, 8192, 16384):
+        for head_dim in (64, 96, 128):
+            for heads in (64, 96, 128):
+                flops = 4.0 * heads * seq * seq / 2 * head_dim
+                seconds = flash_attention_s(flops, heads=heads, seq=seq, keys=seq / 2, head_dim=head_dim, curve=curve, chip=CHIP)
+                seconds += passes * 2 * 2 * heads * seq * head_dim / 1e12
+                rows.append({
+                    "kernel": "made-up", "batch": "1", "heads": str(heads), "kv_heads": str(heads), "seq": str(seq),
+                    "head_dim": str(head_dim), "v_head_dim": str(head_dim), "causal": "1", "time_us": str(1e6 * seconds), "flag": flag,
+                    "source": "made up"})
+    return rows
+
+
+def test_the_cache_writes_of_inference_rows_are_told_from_the_kernel(monkeypatch, tmp_path):
+    monkeypatch.setattr(Bench, "lender", lambda self, gpu: CHIP)
+    bench = Bench(recipe=RECIPES[0], cluster=load_cluster("a100-80gb"), tables=Tables(tmp_path), scores=[])
+    rows = [*attention_rows("", 0.0), *attention_rows(CACHE_WRITE, 3.0)]
+
+    curve = _flash(bench, RECIPES[0].gpu, "forward", rows)
+
+    assert type(curve) is FlashCurve
+    assert (curve.efficiency, curve.keys_half, curve.head_half) == (
+        pytest.approx(0.8, rel=0.01), pytest.approx(300.0, rel=0.02), pytest.approx(30.0, rel=0.05))
+    assert bench.scores[0].median < 0.01
+
+
+@pytest.mark.parametrize("kernel", ["flash2", "flash3"])
+def test_published_speeds_as_rows_give_the_speeds_back(kernel):
+    rows = _published_rows(kernel)
+    longest = next(row for row in rows if (row["seq"], row["head_dim"]) == ("16384", "128"))
+
+    assert len(rows) == 2 * len(PUBLISHED_SEQS)
+    flops = 2.5 * 4 * 16384 * 16384 * 2048
+    assert flops / (float(longest["time_us"]) / 1e6) == pytest.approx({"flash2": 322e12, "flash3": 561e12}[kernel])
+
+
+def test_hoppers_curves_reproduce_the_published_figures_they_were_not_fitted_to():
+    """FlashAttention-3 forward, causal, 2k to 16k tokens: figure 5 of arXiv 2407.08608, against a fit to inference rows."""
+    device, curve = load_cluster("h100-80gb").device, shipped_profile("h100-80gb").compute.flash_forward
+    chip = Chip(peak_flops_per_s=device.peak("bf16"), bytes_per_s=device.memory_bytes_per_s, num_sms=device.num_sms)
+    price = _flash_price(chip, 1.0)
+    published = {64: (371, 420, 460, 473), 128: (521, 579, 602, 616)}
+    for head_dim, bars in published.items():
+        for seq, tflops in zip((2048, 4096, 8192, 16384), bars, strict=True):
+            row = {
+                "batch": str(16384 // seq), "heads": str(2048 // head_dim), "seq": str(seq), "head_dim": str(head_dim),
+                "v_head_dim": str(head_dim), "causal": "1", "flag": ""}
+            measured_s = 4.0 * 16384 * seq / 2 * 2048 / tflops / 1e12
+            assert price(row, curve) == pytest.approx(measured_s, rel=0.15)
+
+
+@pytest.mark.parametrize(("device", "own"), list(HOPPER_KERNELS.items()))
+def test_older_kernels_are_slower_on_hopper_and_the_own_one_is_not_listed(device, own):
+    speeds = shipped_profile(device).compute.flash_kernels
+
+    assert own not in speeds
+    assert speeds[FlashKernel.FLASH1].forward < speeds.get(FlashKernel.FLASH2, speeds[FlashKernel.CUDNN]).forward
+    if own is FlashKernel.FLASH3:
+        assert 0.5 < speeds[FlashKernel.FLASH2].backward < speeds[FlashKernel.CUDNN].backward < 1.0
+
+
+def test_a_line_of_the_report_has_room_for_the_longest_name():
+    one = Score(device="a100-80gb-pcie", family="matmul y", rows=61, median=0.01, mean=0.02)
+    other = Score(device="cpu", family="matmul y", rows=61, median=0.01, mean=0.02)
+
+    assert _line(one).index("matmul") == _line(other).index("matmul")

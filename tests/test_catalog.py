@@ -28,7 +28,8 @@ MODELS = (
     "gpt-1.5b", "gpt-175b", "gpt-1t", "gpt-2.5b", "gpt-20b", "gpt-22b", "gpt-530b", "gpt-7.5b", "gpt-8.3b", "gpt-tiny", "llama2-13b",
     "llama2-70b", "llama2-7b", "llama3-405b", "llama3-70b", "llama3-8b")
 CLUSTERS = (
-    "a100-40gb", "a100-80gb", "a10g-24gb", "b200-180gb", "cpu", "h100-80gb", "h200-141gb", "l4-24gb", "rtx3090-24gb", "v100-32gb")
+    "a100-40gb", "a100-40gb-pcie", "a100-80gb", "a100-80gb-pcie", "a10g-24gb", "a800-80gb", "b200-180gb", "cpu", "gb200-186gb",
+    "gh200-96gb", "h100-80gb", "h100-96gb-hbm2e", "h200-141gb", "l4-24gb", "rtx3090-24gb", "v100-16gb", "v100-32gb")
 
 
 def test_the_packaged_names_are_listed_in_order():
@@ -122,12 +123,19 @@ def test_a_short_device_name_is_an_alias(alias, name):
 
 
 DATASHEETS = {  # bytes/s of memory; FLOP/s of bf16, fp16, fp32 (dense); SMs; bytes/s of link and of one NIC, one direction; NICs; GPUs
+    "v100-16gb": (900e9, (None, 125e12, 15.7e12), 80, 150e9, 12.5e9, 4, 8),
     "v100-32gb": (900e9, (None, 125e12, 15.7e12), 80, 150e9, 12.5e9, 4, 8),
     "a100-40gb": (1555e9, (312e12, 312e12, 19.5e12), 108, 300e9, 25e9, 8, 8),
     "a100-80gb": (2039e9, (312e12, 312e12, 19.5e12), 108, 300e9, 25e9, 8, 8),
+    "a100-40gb-pcie": (1555e9, (312e12, 312e12, 19.5e12), 108, 31.5e9, 25e9, 2, 8),
+    "a100-80gb-pcie": (1935e9, (312e12, 312e12, 19.5e12), 108, 31.5e9, 25e9, 2, 8),
+    "a800-80gb": (2039e9, (312e12, 312e12, 19.5e12), 108, 200e9, 25e9, 8, 8),
     "h100-80gb": (3350e9, (989e12, 989e12, 67e12), 132, 450e9, 50e9, 8, 8),
+    "h100-96gb-hbm2e": (2400e9, (989e12, 989e12, 67e12), 132, 450e9, 50e9, 8, 8),
+    "gh200-96gb": (4000e9, (989e12, 989e12, 67e12), 132, 450e9, 50e9, 1, 1),
     "h200-141gb": (4800e9, (989e12, 989e12, 67e12), 132, 450e9, 50e9, 8, 8),
     "b200-180gb": (8000e9, (2250e12, 2250e12, 75e12), 148, 900e9, 50e9, 8, 8),
+    "gb200-186gb": (8000e9, (2500e12, 2500e12, 80e12), 152, 900e9, 50e9, 72, 72),
     "rtx3090-24gb": (936e9, (71e12, 71e12, 35.6e12), 82, 15.75e9, 12.5e9, 1, 4),
     "a10g-24gb": (600e9, (70e12, 70e12, 35e12), 80, 15.75e9, 12.5e9, 1, 8),
     "l4-24gb": (300e9, (121e12, 121e12, 30.3e12), 58, 15.75e9, 12.5e9, 1, 8),
@@ -147,7 +155,8 @@ def test_datasheet_figures_are_decimal_units_exactly(name):
 
 @pytest.mark.parametrize(("name", "nominal_gb"), [
     ("v100-32gb", 32), ("a100-40gb", 40), ("a100-80gb", 80), ("h100-80gb", 80), ("h200-141gb", 141), ("b200-180gb", 180),
-    ("rtx3090-24gb", 24), ("a10g-24gb", 24), ("l4-24gb", 24),
+    ("rtx3090-24gb", 24), ("a10g-24gb", 24), ("l4-24gb", 24), ("v100-16gb", 16), ("a100-40gb-pcie", 40), ("a100-80gb-pcie", 80),
+    ("a800-80gb", 80), ("h100-96gb-hbm2e", 96), ("gh200-96gb", 96), ("gb200-186gb", 186),
 ])
 def test_memory_is_what_the_driver_offers_close_to_the_nominal_size(name, nominal_gb):
     """HBM parts are named in GB or GiB; the driver keeps up to 2 GiB of the card back."""
@@ -323,7 +332,7 @@ def test_a_wrong_model_file_is_an_error_with_its_place(tmp_path, old, new, messa
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    pytest.param({"peak_tflops": {"bf17": 1}}, r"here: device\.peak_tflops\.bf17: input should be 'bf16', 'fp16' or 'fp32'",
+    pytest.param({"peak_tflops": {"bf17": 1}}, r"here: device\.peak_tflops\.bf17: input should be 'fp8', 'bf16', 'fp16' or 'fp32'",
                  id="precision"),
     pytest.param({"memory_gib": -1}, r"here: device\.memory_gib: input should be greater than 0, found -1", id="negative"),
     pytest.param({"memory_gb_per_s": float("inf")}, r"here: device\.memory_gb_per_s: input should be a finite number", id="infinite"),

@@ -19,9 +19,13 @@ import cli
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from planner.plan import Objective, Status, read
+from planner.report.text import band_text
 from planner.request import SolverName
 from planner.stage_ilp import Master
-from profiles.spec import AttentionKernel, Precision
+from profiles.catalog import stack_names
+from profiles.spec import Precision
+from profiles.stack import AttentionKernel, Stack
+from profiles.terms import shipped_terms
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "2")
@@ -81,11 +85,15 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
         found = re.search(r"assumed: (.*?)\n\n", succeed(*arguments).stdout, re.DOTALL)
         return " ".join(found[1].split()) if found else ""
 
+    residuals = shipped_terms().residuals_of("megatron-core")
     assert assumed(*TINY) == (
         "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), --precision bf16, "
-        "--attention flash, --memory-margin 0.08")
+        "--stack megatron-core, --attention flash (the stack's), "
+        f"--memory-margin {residuals.memory_margin:g} (from {residuals.memory_rows:,} measured runs)")
     assert assumed(*TINY, "--precision", "fp32", "--memory-limit", "3GiB", "--global-batch-size", "8", "--objective", "memory") == (
-        "--gpus-per-node 2, --seq-length 64 (the model's), --attention flash, --max-slowdown 0.1")
+        "--gpus-per-node 2, --seq-length 64 (the model's), --stack megatron-core, --attention flash (the stack's), --max-slowdown 0.1")
+    assert assumed(*TINY, "--stack", "nanotron", "--attention", "unfused", "--memory-margin", "0", "--precision", "bf16") == (
+        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's)")
 
 
 def test_a_model_on_one_node_is_run_without_nnodes():
@@ -133,6 +141,27 @@ def test_pipeline_pins_reach_the_search():
     assert read(Path("plan.yaml")).pipeline.schedule is Schedule.INTERLEAVED
 
 
+def test_the_stack_decides_attention_and_overlap_unless_they_are_asked_for():
+    def trained(*arguments: str) -> tuple[str, str, bool]:
+        succeed(*TINY, *arguments)
+        training = read(Path("plan.yaml")).training
+        return training.stack.name, training.attention, training.overlap_grad_reduce
+
+    assert trained() == ("megatron-core", "flash", True)
+    assert trained("--stack", "megatron-deepspeed") == ("megatron-deepspeed", "unfused", False)
+    assert trained("--stack", "Megatron_DeepSpeed", "--attention", "flash") == ("megatron-deepspeed", "flash", False)
+    assert trained("--stack", "nanotron") == ("nanotron", "flash", False)
+
+
+def test_a_stack_file_is_taken_whole():
+    Path("mine.yaml").write_text("name: mine\nattention: unfused\nkernel_slowdown: 1.5\npartitioned_transfers: true\n")
+
+    succeed(*TINY, "--stack", "mine.yaml")
+
+    assert read(Path("plan.yaml")).training.stack == Stack(
+        name="mine", attention="unfused", kernel_slowdown=1.5, partitioned_transfers=True)
+
+
 def test_a_memory_limit_is_kept():
     succeed(*BIG, "--memory-limit", "40GiB")
 
@@ -174,6 +203,28 @@ def test_show_prints_the_summary_of_the_search_with_layer_plans():
     assert re.search(r"qkv +- +Shard\(2\)@tp +weight Shard\(0\)@tp", shown)
 
 
+def test_show_names_the_stack():
+    succeed(*TINY, "--stack", "torchtitan")
+
+    assert re.search(r"^  stack +torchtitan +flash \(flash2\) attention", succeed("show", "plan.yaml").stdout, re.MULTILINE)
+
+
+def test_the_error_band_is_in_the_file_and_the_summary():
+    summary = succeed(*BIG).stdout
+
+    plan, residuals = read(Path("plan.yaml")), shipped_terms().residuals_of("megatron-core")
+    band = plan.predicted.error_band
+    assert (band.time.share, band.time.rows) == (residuals.time_band, residuals.time_rows)
+    assert (band.memory.share, band.memory.rows) == (residuals.memory_band, residuals.memory_rows)
+    assert f" s {band_text(band.time.share)} ({plan.predicted.step_time_s.kind})" in summary
+    assert f"eight in ten of {residuals.time_rows:,} measured steps" in summary
+
+
+def test_without_measurements_of_the_device_the_band_is_unknown():
+    assert "band unknown: no measured steps on this device\n" in succeed(*TINY).stdout
+    assert yaml.safe_load(Path("plan.yaml").read_text())["predicted"]["error_band"] is None
+
+
 def test_show_json_is_the_plan():
     path = plan_file()
 
@@ -205,6 +256,15 @@ def test_estimate_says_by_how_much_a_layout_does_not_fit():
     assert re.search(r"does not fit: [\d.,]+ GiB more than the device has", output)
 
 
+def test_estimate_prices_a_layout_on_a_stack():
+    def step_s(stack: str) -> float:
+        Path("slow.yaml").write_text("name: slow\nkernel_slowdown: 1.5\n")
+        Path("fast.yaml").write_text("name: fast\n")
+        return json.loads(succeed("estimate", *BIG, "--stack", stack, "--json").stdout)["predicted"]["step_time_s"]["value"]
+
+    assert step_s("slow.yaml") > 1.3 * step_s("fast.yaml")
+
+
 def test_models_and_clusters_are_listed():
     models, clusters = succeed("models").stdout, succeed("clusters").stdout
 
@@ -213,7 +273,14 @@ def test_models_and_clusters_are_listed():
     assert re.search(r"^cpu .*assumed$", clusters, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["models", "clusters"])
+def test_stacks_are_listed():
+    stacks = succeed("stacks").stdout
+
+    assert re.search(r"^megatron-core +flash \(cudnn\) +gradients, tensor ", stacks, re.MULTILINE)
+    assert {row["name"] for row in json.loads(succeed("stacks", "--json").stdout)} == set(stack_names())
+
+
+@pytest.mark.parametrize("command", ["models", "clusters", "stacks"])
 def test_lists_are_json_too(command):
     rows = json.loads(succeed(command, "--json").stdout)
 
@@ -224,7 +291,8 @@ def test_the_published_schema_is_that_of_the_code():
     assert succeed("schema").stdout == (ROOT / "docs/plan.schema.json").read_text()
 
 
-@pytest.mark.parametrize("command", [[], ["show"], ["estimate"], ["models"], ["clusters"], ["schema"]], ids=lambda c: c[0] if c else "plan")
+@pytest.mark.parametrize(
+    "command", [[], ["show"], ["estimate"], ["models"], ["clusters"], ["stacks"], ["schema"], ["validate"]], ids="-".join)
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_help_has_an_example(command, flag):
     assert "\nExample:\n  plan" in succeed(*command, flag).stdout
@@ -249,6 +317,8 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
 @pytest.mark.parametrize(("arguments", "message"), [
     pytest.param(("--model", "gtp-20b", "--gpus", "8"), r"unknown model 'gtp-20b'\nhint: did you mean 'gpt-20b'", id="unknown-model"),
     pytest.param((*BIG, "--gpu", "a100-80"), r"unknown GPU 'a100-80'\nhint: did you mean 'a100-80gb'", id="unknown-gpu"),
+    pytest.param((*BIG, "--stack", "megatron-cor"), r"unknown stack 'megatron-cor'\nhint: did you mean 'megatron-core'", id="stack"),
+    pytest.param((*BIG, "--stack", "missing.yaml"), r"cannot read missing.yaml", id="no-stack-file"),
     pytest.param((), r"--model is missing\nhint: .*plan --model gpt-20b --gpus 64", id="nothing"),
     pytest.param(("--model", "gpt-20b"), r"--gpus is missing", id="no-gpus"),
     pytest.param(("--model", "gpt-20b", "--gpus", "12"), r"12 GPUs do not fill whole nodes of 8 .*\nhint: use --gpus 8 or", id="12-gpus"),
@@ -322,7 +392,9 @@ def test_an_output_that_cannot_be_written_is_found_before_the_search(output, mes
 def test_a_model_that_does_not_fit_says_how_much_is_missing_and_how_many_gpus_are_enough():
     error = fail(3, "--model", "gpt-175b", "--gpus", "8", "--tp", "8")
 
-    assert re.search(r"does not fit on 8 x a100-80gb: .* on stage \d+, .* usable: [\d.]+ GiB short\nhint: \d+ GPUs are enough", error)
+    assert re.search(
+        r"does not fit on 8 x a100-80gb: .* on stage \d+, .* usable with --memory-margin [\d.]+: [\d.]+ GiB short\n"
+        r"hint: \d+ GPUs are enough", error)
 
 
 def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap():
@@ -389,3 +461,11 @@ def test_a_closed_pipe_is_silent():
         errors = process.stderr.read()
 
     assert errors == ""
+
+
+def test_fp8_products_are_in_the_plan_and_a_device_without_them_is_an_error():
+    plan = read(plan_file("--model", "gpt-1.5b", "--gpus", "8", "--gpu", "h100-80gb", "--fp8"))
+    assert plan.training.fp8_matmuls
+    assert "bf16 with fp8 products" in succeed("show", "plan.yaml").stdout
+
+    assert "a100-80gb has no fp8 arithmetic" in fail(2, "--model", "gpt-1.5b", "--gpus", "8", "--fp8")

@@ -19,7 +19,9 @@ from planner.columns import LEVELS, MixTable, RankColumns, block_counts, composi
 from planner.request import Constraints
 from planner.space import enumerate_space
 from planner.stage_ilp import evaluate
+from profiles.catalog import load_stack
 from profiles.model import LayerKind
+from profiles.spec import Precision
 from tests.instances import PINS, every_strategy, peak_bytes, random_instance, redundant_bytes
 
 SEEDS = range(8)
@@ -84,6 +86,23 @@ def test_columns_cost_what_full_pricing_says_for_every_mix_and_zero_stage(seed, 
                 assert column.time_s * frame.num_micro_batches == pytest.approx(work_s, rel=1e-9)
                 assert column.tail_s == pytest.approx(timeline.tail_s, rel=1e-12)
     assert mixed or num_layers is None
+
+
+@pytest.mark.parametrize("gradients", [Precision.FP16, Precision.FP32])
+@pytest.mark.parametrize("name", ["megatron-core", "megatron-deepspeed", "nanotron", "torchtitan-2024"])
+def test_columns_hold_what_full_pricing_says_under_every_stack(name, gradients):
+    stack, instance = load_stack(name), instance_of(3, 4)
+    training = replace(
+        instance.training, stack=stack, attention=stack.attention, precision=Precision.FP16, gradient_precision=gradients)
+    book = replace(instance, training=training).book()
+    for frame in frames_of(instance):
+        table = MixTable(book, Constraints())
+        columns = tuple(RankColumns(rank, frame, table).smallest(4 // frame.mesh.pp) for rank in range(frame.mesh.pp))
+
+        price = price_step(to_strategy(frame, columns), book)
+
+        assert [column.memory_bytes for column in columns] == pytest.approx([m.total for m in price.memory], rel=1e-12)
+        assert [column.redundant_bytes for column in columns] == pytest.approx([rank.total for rank in price.redundant], rel=1e-9, abs=16)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from executor.models import Attention, build_layer
 from profiles.model import LayerKind
-from profiles.spec import AttentionKernel, ModelSpec, Positions, TrainingSpec
+from profiles.spec import ModelSpec, Positions, TrainingSpec
+from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
 from tests.executor_plans import GPT, LLAMA, SEQ_LENGTH
 from tests.executor_world import forward, reference_layers

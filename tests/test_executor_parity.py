@@ -14,7 +14,8 @@ import torch
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from planner.plan import Plan
-from profiles.spec import AttentionKernel, Positions, Precision
+from profiles.spec import Positions, Precision
+from profiles.stack import AttentionKernel
 from tests.executor_plans import GPT, LLAMA, make_plan
 from tests.executor_world import Outcome, gradient_error, run_plans, run_reference
 

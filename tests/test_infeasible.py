@@ -13,6 +13,8 @@ from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import InfeasibleError
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
+from profiles.terms import Residuals, Terms, shipped_terms
 from profiles.units import GIB
 from tests.instances import PINS, every_price, peak_bytes, random_instance
 
@@ -81,10 +83,29 @@ def test_no_cluster_in_reach_says_so():
 
 
 @pytest.mark.parametrize(("options", "expected"), [
-    pytest.param(SearchOptions(), 0.92 * A100.device.memory_bytes, id="the-default-margin"),
+    pytest.param(
+        SearchOptions(), (1 - shipped_terms().residuals_of("neutral").memory_margin) * A100.device.memory_bytes,
+        id="the-margin-of-measured-runs"),
+    pytest.param(SearchOptions(memory_margin=0.0), A100.device.memory_bytes, id="no-margin"),
     pytest.param(SearchOptions(memory_margin=0.5), 0.5 * A100.device.memory_bytes, id="a-margin"),
     pytest.param(SearchOptions(memory_limit_bytes=70 * GIB), 70 * GIB, id="a-limit-replaces-the-margin"),
     pytest.param(SearchOptions(memory_limit_bytes=700 * GIB), A100.device.memory_bytes, id="never-more-than-there-is"),
 ])
 def test_what_a_plan_may_fill(options, expected):
-    assert limit_bytes(A100, options) == pytest.approx(expected)
+    assert limit_bytes(A100, NEUTRAL, options) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("options", "usable"), [
+    pytest.param(SearchOptions(), "71.2 usable with --memory-margin 0.1: ", id="the-stacks-margin"),
+    pytest.param(SearchOptions(memory_margin=0.5), "39.6 usable with --memory-margin 0.5: ", id="a-margin"),
+    pytest.param(SearchOptions(memory_margin=0.0), "79.2 usable with --memory-margin 0: ", id="no-margin"),
+    pytest.param(SearchOptions(memory_limit_bytes=10 * GIB), "10.0 usable: ", id="a-limit"),
+])
+def test_the_error_says_what_the_usable_memory_was_limited_by(options, usable, monkeypatch):
+    residuals = Residuals(time_rows=0, time_band=0.0, memory_rows=50, memory_band=0.05, memory_margin=0.1)
+    every = replace(residuals, memory_margin=0.9)
+    monkeypatch.setattr("planner.band.shipped_terms", lambda: Terms(residuals={"all": every, "neutral": residuals}))
+
+    error = infeasible_error(*question("gpt-175b", 8, 8), Constraints(tp=(8,)), options)
+
+    assert usable in error.message

@@ -20,10 +20,11 @@ from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.provenance import ZERO, Kind, Seconds
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import Stack
 from profiles.transformer import build_graph
 
 S, B, H, V = 128, 2, 64, 512
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=S, overlap_grad_reduce=False)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=S, overlap_grad_reduce=False, stack=Stack(host_operator_s=0.0))
 BF16_GRADIENTS = replace(TRAINING, gradient_precision=Precision.BF16)
 GPT = build_graph(load_model("gpt-tiny").spec, TRAINING, B)
 LLAMA = build_graph(load_model("llama3-8b").spec, TRAINING, 1)

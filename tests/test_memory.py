@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from costmodels.memory import (
     StateBytes,
     chunk_elements,
+    gradient_copy_bytes,
     ideal_states,
     layer_states,
     owned_parameters,
     states_of,
+    step_copy_bytes,
     zero_buffer_bytes,
 )
 from costmodels.sharding import Sharding
 from profiles.catalog import load_model
 from profiles.model import LayerKind
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 
 BF16 = TrainingSpec(global_batch_size=8, seq_length=128)
@@ -135,3 +138,46 @@ def test_a_tied_head_holds_its_matrix_only_where_it_is_a_copy_of_its_own():
 def test_zero_buffers_by_hand(zero, dp, bf16, fp32):
     assert zero_buffer_bytes(1000, zero, dp, BF16) == bf16
     assert zero_buffer_bytes(1000, zero, dp, FP32) == fp32
+
+
+def stack_of(training, **facts):
+    return replace(training, stack=replace(NEUTRAL, **facts))
+
+
+FP16 = replace(BF16, precision=Precision.FP16, gradient_precision=Precision.FP16)
+
+
+@pytest.mark.parametrize(("training", "dp", "copies"), [
+    pytest.param(BF16, 8, 0, id="neutral"),
+    pytest.param(stack_of(BF16, keeps_low_precision_gradients=True), 1, 2, id="16-bit-beside-fp32"),
+    pytest.param(stack_of(FP16, keeps_low_precision_gradients=True), 1, 0, id="16-bit-alone"),
+    pytest.param(stack_of(FP32, keeps_low_precision_gradients=True), 1, 0, id="fp32-alone"),
+    pytest.param(stack_of(BF16, ddp_buckets=True), 8, 2, id="buckets"),
+    pytest.param(stack_of(BF16, ddp_buckets=True), 1, 0, id="no-data-parallelism-no-buckets"),
+    pytest.param(stack_of(BF16, ddp_buckets=True, keeps_low_precision_gradients=True), 2, 4, id="both"),
+])
+def test_a_stack_holds_whole_copies_of_the_gradients(training, dp, copies):
+    held, plain = (layer_states(GRAPH.block, Sharding(), 1, dp, of) for of in (training, replace(training, stack=NEUTRAL)))
+
+    assert gradient_copy_bytes(dp, training) == copies
+    assert held.gradients - plain.gradients == copies * owned_parameters(GRAPH.block, Sharding())
+    assert (held.parameters, held.optimizer) == (plain.parameters, plain.optimizer)
+
+
+def test_the_step_copies_the_16_bit_gradients_that_the_rank_updates():
+    training, local = stack_of(FP16, step_copy_bytes=6), owned_parameters(GRAPH.block, Sharding(tp=2))
+
+    assert step_copy_bytes(GRAPH.block, Sharding(tp=2), 0, 4, training) == 6 * local
+    assert step_copy_bytes(GRAPH.block, Sharding(tp=2), 1, 4, training) == 6 * owned_parameters(GRAPH.block, Sharding(tp=2), 4)
+    assert step_copy_bytes(GRAPH.block, Sharding(tp=2), 0, 4, stack_of(BF16, step_copy_bytes=6)) == 0
+    assert step_copy_bytes(GRAPH.block, Sharding(), 0, 4, FP16) == 0
+
+
+@pytest.mark.parametrize(("zero", "dp", "expected"), [(0, 8, 0), (1, 8, 0), (2, 8, 0), (3, 8, 4000 + 2000 + 2 * 2000), (1, 1, 0)])
+def test_contiguous_gradients_are_reduced_in_place_up_to_zero_2(zero, dp, expected):
+    assert zero_buffer_bytes(1000, zero, dp, stack_of(BF16, zero_buffers=False)) == expected
+
+
+@pytest.mark.parametrize(("zero", "dp", "expected"), [(0, 8, 4 * 500), (1, 8, 4 * 500), (0, 1, 0)])
+def test_a_bucket_is_there_whenever_gradients_are_reduced(zero, dp, expected):
+    assert zero_buffer_bytes(1000, zero, dp, stack_of(BF16, zero_buffers=False, bucket_elements=500)) == expected

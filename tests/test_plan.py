@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from planner.plan import Objective, Plan, read, to_yaml, write
+from planner.plan import Band, ErrorBand, Objective, Plan, read, to_yaml, write
 from planner.report.documents import plan_document, plan_schema
 from planner.search import find_plan
 from profiles.errors import ConfigError
+from profiles.stack import NEUTRAL, Stack
 from tests.instances import PINS, random_instance
 
 SEEDS = (0, 1, 5, 8)
@@ -96,6 +98,33 @@ def test_a_broken_file_names_itself_the_place_and_a_way_out(plan, tmp_path, chan
 
     assert str(path) in error.value.message
     assert hint is None or hint in error.value.hint
+
+
+def test_a_file_from_before_there_were_stacks_and_bands_reads_as_neutral(plan, tmp_path):
+    def older(body):
+        del body["training"]["stack"], body["predicted"]["error_band"]
+        for other in body["search"]["runners_up"]:
+            del other["inside_error_band"]
+
+    found = read(broken(plan, tmp_path / "plan.yaml", older))
+
+    assert found.training.stack == NEUTRAL
+    assert found.predicted.error_band is None
+    assert not any(other.inside_error_band for other in found.search.runners_up)
+    assert replace(found, training=plan.training, predicted=plan.predicted, search=plan.search) == plan
+
+
+def test_the_stack_and_the_band_travel_in_the_file(plan, tmp_path):
+    path = tmp_path / "plan.yaml"
+    band = ErrorBand(time=Band(share=0.04, rows=700, stack="mine"), memory=Band(share=0.1, rows=9, stack="all"))
+    stack = Stack(name="mine", attention="unfused", flash_kernel="flash3", kernel_slowdown=1.25, host_operator_s=1e-5)
+    plan = replace(plan, training=replace(plan.training, stack=stack), predicted=replace(plan.predicted, error_band=band))
+
+    write(plan, path)
+
+    assert read(path) == plan
+    assert yaml.safe_load(path.read_text())["predicted"]["error_band"] == {
+        "time": {"share": 0.04, "rows": 700, "stack": "mine"}, "memory": {"share": 0.1, "rows": 9, "stack": "all"}}
 
 
 @pytest.mark.parametrize(("text", "message"), [

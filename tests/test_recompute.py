@@ -19,7 +19,8 @@ from costmodels.recompute import (
 from costmodels.sharding import Sharding
 from profiles.catalog import load_model
 from profiles.model import LayerClass
-from profiles.spec import AttentionKernel, TrainingSpec
+from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 
 S, B, H, A = 128, 2, 64, 4  # gpt-tiny
@@ -124,17 +125,71 @@ def test_a_rank_keeps_at_least_its_share_and_tensor_with_sequence_parallelism_no
         assert saved == ideal  # EQUATIONS M3: nothing is held twice; all sizes here divide
 
 
-def test_workspace_is_what_is_recomputed_and_the_widest_operators_gradients():
-    widest = 2 * (B * S * 4 * H) + 2 * (B * S * 4 * H)  # the gradients of the activation's input and output
+SBH = 2 * B * S * H  # bytes of a [batch, sequence, hidden] tensor
+FC2_WEIGHTS = 2 * (4 * H * H + H)
+
+
+def test_workspace_is_what_is_recomputed_and_the_widest_backward_of_an_operator():
+    """fc2 first: nothing is freed yet. Its input is four times as wide; fc1's gradients come when the activation's are gone."""
+    widest = 4 * SBH + SBH + FC2_WEIGHTS
     saved = saved_bytes(GPT_FLASH, Sharding())
-    kept = 2 * B * S * H
 
     assert workspace_bytes(GPT_FLASH, Sharding()) == widest
     every = recompute_operators(GPT_FLASH, Recompute.FULL)
-    assert workspace_bytes(GPT_FLASH, Sharding(), every) == widest + saved - kept
+    assert workspace_bytes(GPT_FLASH, Sharding(), every) == widest + saved - SBH
+
+
+def test_a_row_parallel_operator_holds_the_whole_gradient_of_its_output():
+    assert workspace_bytes(GPT_FLASH, Sharding(4, True)) == 4 * SBH // 4 + SBH + 2 * (4 * H * H // 4 + H)
 
 
 def test_a_column_parallel_operator_holds_its_whole_gathered_input():
-    gathered = 2 * B * S * H + 2 * B * S * H  # fc1 at tp 4: the whole input, a quarter of an output four times as wide
+    head, tp = build_graph(replace(GPT, vocab_size=128), FLASH, B).head, 4
+    logits = 2 * B * S * 128 // tp
+    probabilities = 2 * logits
 
-    assert workspace_bytes(GPT_FLASH, Sharding(4, True)) == gathered
+    assert workspace_bytes(head, Sharding(tp, True)) == max(
+        SBH + logits + 2 * 128 * H // tp - probabilities,  # the product's gradients: the loss has freed its probabilities
+        logits + 4 * B * S)
+
+
+def test_stored_scores_need_two_gradients_of_their_size():
+    scores = 2 * B * A * S * S
+    later = saved_bytes(GPT_UNFUSED, Sharding()) - (2 * SBH + 3 * SBH) - (5 * scores) // 2  # all but what norm1, qkv and attention keep
+
+    assert workspace_bytes(GPT_UNFUSED, Sharding()) == max(2 * scores + 3 * SBH + SBH - later, 4 * SBH + SBH + FC2_WEIGHTS)
+
+
+@pytest.mark.parametrize(("stack", "model", "sharding", "more"), [
+    pytest.param(replace(NEUTRAL, keeps_gathered_inputs=True), GPT, Sharding(4, True), 2 * (SBH - SBH // 4), id="gathered-inputs"),
+    pytest.param(replace(NEUTRAL, keeps_gathered_inputs=True), GPT, Sharding(4), 0, id="nothing-is-gathered-without-sequence-parallelism"),
+    pytest.param(replace(NEUTRAL, keeps_activated_gate=True), replace(GPT, gated_ffn=True), Sharding(4), 4 * SBH // 4, id="activated-gate"),
+    pytest.param(replace(NEUTRAL, keeps_activated_gate=True), GPT, Sharding(), 0, id="no-gate"),
+    pytest.param(replace(NEUTRAL, attention_kv_copies=1), GPT, Sharding(2), 2 * SBH // 2, id="keys-and-values"),
+    pytest.param(replace(NEUTRAL, attention_output_copies=1), GPT, Sharding(2), SBH // 2, id="attention-output"),
+])
+def test_a_stack_keeps_more(stack, model, sharding, more):
+    layers = [build_graph(model, replace(FLASH, stack=of), B).block for of in (NEUTRAL, stack)]
+
+    assert saved_bytes(layers[1], sharding, stack=stack) - saved_bytes(layers[0], sharding) == more
+
+
+def test_one_sequence_changes_places_without_a_copy():
+    training = replace(FLASH, stack=replace(NEUTRAL, attention_output_copies=1))
+
+    assert saved_bytes(build_graph(GPT, training, 1).block, Sharding()) == saved_bytes(build_graph(GPT, FLASH, 1).block, Sharding())
+
+
+@pytest.mark.parametrize(("logit_bytes", "beyond"), [(6, 0), (4, 0), (10, 4)])
+def test_the_loss_holds_what_the_stack_says_for_each_logit(logit_bytes, beyond):
+    head, logits = build_graph(GPT, FLASH, B).head, B * S * GPT.padded_vocab_size
+
+    more = workspace_bytes(head, Sharding(), stack=replace(NEUTRAL, logit_bytes=logit_bytes)) - workspace_bytes(head, Sharding())
+
+    assert more == beyond * logits
+
+
+def test_the_libraries_workspaces_are_there_all_the_time():
+    stack = replace(NEUTRAL, workspace_bytes=1000)
+
+    assert workspace_bytes(GPT_FLASH, Sharding(), stack=stack) == workspace_bytes(GPT_FLASH, Sharding()) + 1000

@@ -15,7 +15,8 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.estimate import estimate_plan
 from planner.options import Asked, parse_size, question, require_writable
-from planner.plan import Objective, Plan, Quantity, RunnerUp, Status
+from planner.plan import Band, ErrorBand, Objective, Plan, Quantity, RunnerUp, Status
+from planner.report.catalogue import print_stacks, stack_rows
 from planner.report.documents import plan_document, plan_schema
 from planner.report.explain import grouped
 from planner.report.layers import print_layers
@@ -27,6 +28,8 @@ from planner.request import Progress
 from planner.space import Pruned
 from profiles.errors import ConfigError
 from profiles.provenance import Kind
+from profiles.stack import AttentionKernel, Stack
+from profiles.terms import Residuals, Term, Terms
 from profiles.units import GIB, MIB
 
 
@@ -99,6 +102,38 @@ def test_a_price_says_that_it_is_not_a_measurement(plan, kind, said):
     assert ("not a measurement" in text_of(replace(plan, predicted=predicted), 120)) is said
 
 
+def with_band(plan: Plan, time: float, memory: float, rows: int = 700) -> Plan:
+    band = ErrorBand(time=Band(share=time, rows=rows, stack="mine"), memory=Band(share=memory, rows=30, stack="all"))
+    return replace(plan, predicted=replace(plan.predicted, error_band=band))
+
+
+def test_the_error_band_stands_beside_step_and_memory_and_says_what_it_rests_on(plan):
+    text = text_of(with_band(plan, 0.042, 0.005, rows=1234), 100)
+
+    assert re.search(r"  step +[\d,.]+ s \+- 4 % \(\w+\) ", text)
+    assert re.search(r"  memory +[\d,.]+ GiB \(\+- 0\.5 %\) of 79\.2 ", text)
+    assert "+-: eight in ten of 1,234 measured steps, whose fit had not seen them, were within it\n" in text
+    assert "band unknown" not in text
+
+
+def test_a_device_without_measurements_has_no_band_and_says_so(plan):
+    text = text_of(replace(plan, predicted=replace(plan.predicted, error_band=None)), 100)
+
+    assert "+-" not in text
+    assert "band unknown: no measured steps on this device\n" in text
+
+
+@pytest.mark.parametrize(("attention", "overlap", "said"), [
+    (AttentionKernel.FLASH, True, "mine flash (flash3) attention, gradient reduction hidden"),
+    (AttentionKernel.UNFUSED, False, "mine unfused attention, gradient reduction not hidden"),
+])
+def test_the_stack_and_what_it_does_are_in_the_summary(plan, attention, overlap, said):
+    stack = Stack(name="mine", flash_kernel="flash3")
+    training = replace(plan.training, stack=stack, attention=attention, overlap_grad_reduce=overlap)
+
+    assert f"stack {said} step" in " ".join(text_of(replace(plan, training=training), 120).split())
+
+
 @pytest.mark.parametrize(("status", "interrupted", "said"), [
     (Status.OPTIMAL, False, "gap 2.0 %"),
     (Status.FEASIBLE, False, "stopped early; "),
@@ -128,6 +163,85 @@ def test_runners_up_say_how_much_slower_they_are(plan):
     assert "(+2.0 %)" not in text_of(plan, 120)  # the short form names the best of each mesh
     assert "(+5.0 %)" in text_of(plan, 120, whole=True)
     assert "11.0 GiB, 5.00 redundant" in text_of(lean, 120)
+
+
+def tied(plan: Plan, *others: tuple[float, float, bool]) -> Plan:
+    """The plan with runners-up of these slowdowns and shares of its memory, inside the error band or not."""
+    step_s, peak = plan.predicted.step_time_s.value, max(memory.total for memory in plan.predicted.memory_gib)
+    runners_up = tuple(
+        RunnerUp(
+            mesh=Mesh(pp=1, dp=n + 1, tp=1), pipeline=plan.pipeline, sequence_parallel=False, peak_memory_gib=share * peak,
+            redundancy_gib=5.0, step_time_s=Quantity(value=step_s * (1 + slower), kind=Kind.ANALYTIC), inside_error_band=inside)
+        for n, (slower, share, inside) in enumerate(others))
+    return replace(plan, search=replace(plan.search, runners_up=runners_up))
+
+
+def test_plans_inside_the_error_band_are_ties_and_the_leanest_of_them_is_named(plan):
+    plan = tied(with_band(plan, 0.04, 0.1), (0.01, 0.95, True), (0.03, 0.5, True), (0.05, 0.3, False))
+    text, lean = " ".join(text_of(plan, 100).split()), gib_text(plan.search.runners_up[1].peak_memory_gib)
+
+    assert "(+1.0 %, tie)" in text
+    assert "(+3.0 %, tie)" in text
+    assert "(+5.0 %) " in text
+    assert (
+        f"ties 2 other plans are inside the error band of the step time; the one with least memory, {lean} GiB, is "
+        "pp 1 x dp 2 x tp 1, no pipeline, micro-batch 1 x 512 note") in text
+
+
+def test_a_tie_that_saves_less_than_the_memory_band_is_not_recommended(plan):
+    text = " ".join(text_of(tied(with_band(plan, 0.04, 0.1), (0.01, 0.91, True)), 100).split())
+
+    assert "ties 1 other plan is inside the error band of the step time note" in text
+
+
+def test_without_ties_nothing_is_said_of_them(plan):
+    assert "tie" not in text_of(tied(with_band(plan, 0.04, 0.1), (0.05, 0.5, False)), 100)
+
+
+def test_under_the_memory_objective_an_equal_step_time_is_no_tie(plan):
+    plan = tied(with_band(plan, 0.04, 0.1), (0.01, 0.5, True))
+
+    assert "tie" not in text_of(replace(plan, search=replace(plan.search, objective=Objective.MEMORY)), 100)
+
+
+RESIDUALS = Residuals(time_rows=1234, time_band=0.1, memory_rows=56, memory_band=0.08, memory_margin=0.09)
+TERMS = Terms(
+    stacks={"nanotron": {"kernel_slowdown": Term(value=1.0834, low=1.0, high=1.5, unit="", rows=33, fitted_on=("a",))}},
+    residuals={"all": RESIDUALS, "nanotron": replace(RESIDUALS, time_rows=33, time_band=0.041, memory_rows=1)})
+
+
+def test_stacks_are_listed_with_their_fitted_terms_and_bands(monkeypatch):
+    monkeypatch.setattr("planner.report.catalogue.shipped_terms", lambda: TERMS)
+    out = console(io.StringIO())
+
+    print_stacks(out)
+
+    text = out.file.getvalue()
+    assert re.search(r"^nanotron +flash \(flash2\) +- +4\.1 % \(33\) +8\.0 % \(all 56\) +1 fitted$", text, re.MULTILINE)
+    assert re.search(r"^megatron-core .* gradients, tensor +10\.0 % \(all 1,234\) .* neutral$", text, re.MULTILINE)
+    assert re.search(r"^megatron-deepspeed +unfused +tensor ", text, re.MULTILINE)
+    assert re.search(r"^nanotron +kernel_slowdown +1\.083 +1 to 1\.5 +33$", text, re.MULTILINE)
+    assert max(map(len, text.splitlines())) <= FIXED_WIDTH
+
+
+def test_the_list_of_stacks_fits_a_narrow_terminal(monkeypatch):
+    monkeypatch.setattr("planner.report.catalogue.shipped_terms", lambda: TERMS)
+    out = Console(file=io.StringIO(), width=80, highlight=False)
+
+    print_stacks(out)
+
+    assert max(map(len, out.file.getvalue().splitlines())) <= 80
+
+
+def test_the_rows_of_stacks_say_whose_band_it_is_and_the_bounds_of_their_terms(monkeypatch):
+    monkeypatch.setattr("planner.report.catalogue.shipped_terms", lambda: TERMS)
+
+    rows = {row["name"]: row for row in stack_rows()}
+
+    assert rows["nanotron"]["time_band"] == {"share": 0.041, "rows": 33, "stack": "nanotron"}
+    assert rows["nanotron"]["memory_band"] == {"share": 0.08, "rows": 56, "stack": "all"}
+    assert rows["nanotron"]["terms"] == {"kernel_slowdown": {"value": 1.0834, "low": 1.0, "high": 1.5, "unit": "", "rows": 33}}
+    assert rows["fsdp1"]["terms"] == {}
 
 
 def test_stages_that_look_alike_are_one_row():
@@ -173,7 +287,9 @@ def check(value: object, schema: dict, definitions: dict, path: str) -> None:
     """`value` has the keys, and only those, that the schema gives, all the way down."""
     if "$ref" in schema:
         schema = definitions[schema["$ref"].rpartition("/")[2]]
-    if isinstance(value, dict):
+    if "anyOf" in schema and value is not None:  # that, or null
+        check(value, schema["anyOf"][0], definitions, path)
+    elif isinstance(value, dict):
         properties, rest = schema.get("properties", {}), schema.get("additionalProperties")
         assert set(schema.get("required", ())) <= set(value), path
         for key, inner in value.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from planner.bounds import redundancy_bound_bytes, time_bound
@@ -12,6 +14,8 @@ from planner.search import WORTH_REPLAYING, find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.spec import TrainingSpec
+from profiles.stack import Stack
+from profiles.terms import Residuals, Terms
 from profiles.units import GIB
 from tests.instances import PINS, Instance, every_price, peak_bytes, random_instance, redundant_bytes
 
@@ -126,6 +130,29 @@ def test_an_interrupt_after_the_first_plan_returns_it_as_feasible():
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= plan.search.value
     assert calls
+
+
+def test_runners_up_inside_the_error_band_are_marked_and_no_others():
+    plan = find_plan(*gpt_20b_on_64())
+    share, best_s = plan.predicted.error_band.time.share, plan.predicted.step_time_s.value
+
+    assert plan.search.runners_up
+    for other in plan.search.runners_up:
+        assert other.inside_error_band is (abs(other.step_time_s.value / best_s - 1) <= share)
+
+
+def test_the_margin_of_the_stack_is_what_a_search_keeps_free(monkeypatch):
+    residuals = Residuals(time_rows=50, time_band=0.001, memory_rows=50, memory_band=0.05, memory_margin=0.6)
+    every = replace(residuals, memory_margin=0.0)
+    monkeypatch.setattr("planner.band.shipped_terms", lambda: Terms(residuals={"all": every, "s": residuals}))
+    model, cluster, training = gpt_20b_on_64()
+
+    kept = find_plan(model, cluster, replace(training, stack=Stack(name="s")))
+    full = find_plan(model, cluster, training)
+
+    assert max(stage.total for stage in kept.predicted.memory_gib) <= 0.4 * cluster.device.memory_bytes / GIB
+    assert max(stage.total for stage in full.predicted.memory_gib) > 0.4 * cluster.device.memory_bytes / GIB
+    assert kept.predicted.error_band.time.stack == "s"
 
 
 def test_pins_are_respected():

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from profiles.errors import ConfigError
-from profiles.spec import AttentionKernel, ModelSpec, Norm, Precision, TrainingSpec
+from profiles.spec import ModelSpec, Norm, Precision, TrainingSpec
+from profiles.stack import AttentionKernel
 
 SHAPE = dict.fromkeys(
     ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "max_seq_length"), 4)

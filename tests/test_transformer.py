@@ -10,7 +10,8 @@ import pytest
 from costmodels.sharding import Sharding
 from profiles.catalog import load_model
 from profiles.model import LayerClass, LayerKind, OperatorKind
-from profiles.spec import AttentionKernel, ModelSpec, Norm, Positions, Precision, TrainingSpec
+from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
+from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
 
 GPT = ModelSpec(

@@ -1,16 +1,21 @@
-"""The models and clusters that come with the planner, as rows for people and for programs."""
+"""The models, clusters and software stacks that come with the planner, as rows for people and for programs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.resources import files
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from planner.report.text import FIXED_WIDTH, print_table
-from profiles.catalog import cluster_names, load_cluster, load_model, model_names
+from planner.band import stack_band
+from planner.report.names import attention_text
+from planner.report.text import FIXED_WIDTH, joined, percent, print_table, say
+from profiles.catalog import cluster_names, load_cluster, load_model, load_stack, model_names, stack_names
+from profiles.measured import shipped_profile
+from profiles.provenance import Kind
+from profiles.schema import document
 from profiles.spec import TrainingSpec
+from profiles.terms import EVERY_STACK, shipped_terms
 from profiles.transformer import build_graph
 from profiles.units import GB, format_count, gib, tflops
 
@@ -62,13 +67,19 @@ def cluster_rows() -> list[dict[str, Any]]:
             "gpus_per_node": cluster.gpus_per_node, "link": cluster.intra_node.name,
             "link_gb_per_s": round(cluster.intra_node.bytes_per_s / GB, 2), "nics_per_node": cluster.nics_per_node,
             "nic": cluster.nic.name, "nic_gb_per_s": round(cluster.nic.bytes_per_s / GB, 2),
-            "speeds": "fitted" if has_profile(device.name) else "assumed"})
+            "speeds": speeds_of(device.name)})
     return rows
 
 
-def has_profile(device_name: str) -> bool:
-    """Whether a hardware profile built from measurements ships for this device."""
-    return files("profiles").joinpath("data", f"{device_name}.yaml").is_file()
+def speeds_of(device_name: str) -> str:
+    """What the speeds of a device rest on: its own measurements, a like device's, or its datasheet."""
+    profile = shipped_profile(device_name)
+    if profile is None:
+        return "assumed"
+    product = profile.compute.forward
+    if product.kind is not Kind.ANALYTIC:
+        return "fitted"
+    return "carried" if product.rows else "assumed"
 
 
 def print_clusters(out: Console) -> None:
@@ -83,3 +94,53 @@ def print_clusters(out: Console) -> None:
 
 def _peak(peaks: Mapping[str, float]) -> str:
     return f"{peaks['bf16']:g}" if "bf16" in peaks else "-"
+
+
+def stack_rows() -> list[dict[str, Any]]:
+    """One mapping a packaged stack: its facts, its fitted terms with their bounds, and the error bands of its prices."""
+    terms, rows = shipped_terms(), []
+    for name in stack_names():
+        stack, band = load_stack(name, terms), stack_band(name, terms)
+        fitted = {term: {
+            "value": found.value, "low": found.low, "high": found.high, "unit": found.unit, "rows": found.rows,
+        } for term, found in terms.stacks.get(name, {}).items()}
+        rows.append({
+            **document(stack), "terms": fitted, "time_band": document(band.time), "memory_band": document(band.memory),
+            "memory_margin": terms.residuals_of(name).memory_margin})
+    return rows
+
+
+def print_stacks(out: Console) -> None:
+    """The tables of `plan stacks`: what each stack does, and the terms that were fitted to steps measured on it."""
+    found, wide = stack_rows(), out.width >= FIXED_WIDTH
+    heading = ("name", "attention", *(("hides",) if wide else ()), "time +-", "memory +-", "terms")
+    rows = [(
+        row["name"], attention_text(row["attention"], row["flash_kernel"]), *((_hidden(row),) if wide else ()),
+        _band(row["time_band"]), _band(row["memory_band"]), f"{len(row['terms'])} fitted" if row["terms"] else "neutral",
+    ) for row in found]
+    print_table(out, heading, rows, left=("name", "attention", "hides", "terms"), indent=0)
+    say(out)
+    note = "time, memory: eight in ten of so many measured rows, whose fit had not seen them, were within; `all`: of every stack"
+    say(out, joined(note.split(" "), " ", out.width), "dim")
+    _print_terms(found, out)
+
+
+def _print_terms(found: Sequence[Mapping[str, Any]], out: Console) -> None:
+    fitted = [
+        (row["name"], name, f"{term['value']:.4g} {term['unit']}".rstrip(), f"{term['low']:g} to {term['high']:g}", f"{term['rows']:,}")
+        for row in found for name, term in row["terms"].items()]
+    if fitted:
+        say(out)
+        heading = ("name", "fitted term", "value", "bounds", "rows")
+        print_table(out, heading, fitted, left=heading[:-1], indent=0)
+
+
+def _hidden(row: Mapping[str, Any]) -> str:
+    """Whose communication a stack hides under compute: that of gradients, that of tensor parallelism."""
+    return ", ".join(name for name, fact in (("gradients", "overlap_grad_reduce"), ("tensor", "async_tensor_parallel")) if row[fact]) or "-"
+
+
+def _band(band: Mapping[str, Any]) -> str:
+    """`4.1 % (700)`: the band and its rows; `(all 100)` where they are those of every stack."""
+    whose = f"all {band['rows']:,}" if band["stack"] == EVERY_STACK else f"{band['rows']:,}"
+    return f"{percent(band['share'])} ({whose})"

@@ -10,6 +10,7 @@ from costmodels.recompute import Recompute, recompute_operators
 from costmodels.schedules import Schedule
 from planner.plan import LayerPlan, Pipeline, Plan
 from profiles.model import LayerKind, ModelGraph
+from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
 
 _SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "interleaved 1F1B"}
@@ -22,6 +23,11 @@ def pipeline_phrases(pipeline: Pipeline, mesh: Mesh) -> tuple[str, ...]:
         return ("no pipeline", micro_batches)
     virtual = (f"{pipeline.virtual_stages} virtual stages",) if pipeline.virtual_stages > 1 else ()
     return (_SCHEDULES[pipeline.schedule], *virtual, micro_batches)
+
+
+def attention_text(attention: str, flash_kernel: str) -> str:
+    """The attention kernel as a stack runs it: `flash (cudnn)`, `unfused`."""
+    return f"{attention} ({flash_kernel})" if attention == AttentionKernel.FLASH else attention
 
 
 def graph_of(plan: Plan) -> ModelGraph:

@@ -1,8 +1,8 @@
-"""The progress of a search, as a bar on a terminal and as nothing anywhere else."""
+"""The progress of a search, or of any count of things, as a bar on a terminal and as nothing anywhere else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -46,3 +46,15 @@ def progress_bar(out: Console) -> Iterator[OnProgress | None]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]}"), TimeElapsedColumn())
     with Bar(*columns, console=out, transient=True) as bar:
         yield _Search(bar).update
+
+
+@contextmanager
+def count_bar(out: Console, what: str, total: int) -> Iterator[Callable[[int], None] | None]:
+    """What to tell how many of `total` are done; None where nobody watches. The bar is gone at the end."""
+    if not out.file.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=out, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

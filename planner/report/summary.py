@@ -10,9 +10,9 @@ from rich.console import Console
 
 from costmodels.mesh import Mesh
 from planner.plan import Objective, Plan, RunnerUp, Status
-from planner.report.names import blocks_by_plan, graph_of, pipeline_phrases, recompute_names, recompute_text
+from planner.report.names import attention_text, blocks_by_plan, graph_of, pipeline_phrases, recompute_names, recompute_text
 from planner.report.stages import fullest, print_stages
-from planner.report.text import LABEL_WIDTH, aligned, gib_text, joined, labelled, percent, say, seconds_text
+from planner.report.text import LABEL_WIDTH, aligned, band_text, gib_text, joined, labelled, percent, say, seconds_text
 from profiles.provenance import Kind
 from profiles.units import format_count
 
@@ -25,7 +25,7 @@ _CAUSES = (
 _REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 _PRICE_NOTES = {
     Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far to trust it' in the README",
-    Kind.INTERPOLATED: "the step time is a price interpolated between measured tables, not a measurement of this step",
+    Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of this step",
 }
 
 
@@ -57,17 +57,29 @@ def print_summary(plan: Plan, out: Console, context: Context) -> None:
     print_stages(plan, out, whole=context.whole)
     say(out)
     _print_runners_up(plan, out, whole=context.whole)
-    note = _PRICE_NOTES.get(plan.predicted.step_time_s.kind)
+    _print_ties(plan, out)
+    for index, note in enumerate(_notes(plan)):
+        say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    """What kind of number the step time is, and what the error band was measured on."""
+    note, band = _PRICE_NOTES.get(plan.predicted.step_time_s.kind), plan.predicted.error_band
     if note:
-        say(out, joined(note.split(" "), " ", out.width, start=labelled("note")), "dim")
+        yield note
+    if band:
+        yield f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen them, were within it"
+    else:
+        yield "band unknown: no measured steps on this device"
 
 
 def _header(plan: Plan, width: int) -> str:
     model, cluster, training = plan.model, plan.cluster, plan.training
+    precision = f"{training.precision} with fp8 products" if training.fp8_matmuls else training.precision
     return joined((
         f"{model.name}, {format_count(graph_of(plan).num_parameters)} parameters, {model.num_layers} layers",
         f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
-        f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {training.precision}, {training.optimizer.capitalize()}",
+        f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, {training.optimizer.capitalize()}",
     ), " | ", width, indent=2)
 
 
@@ -75,13 +87,16 @@ def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
     predicted, worst = plan.predicted, fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *_layers(plan))
-    step = predicted.step_time_s
+    yield ("stack", *_stack(plan))
+    step, of_step, of_memory = predicted.step_time_s, "", ""
+    if predicted.error_band:
+        of_step, of_memory = f" {band_text(predicted.error_band.time.share)}", f" ({band_text(predicted.error_band.memory.share)})"
     speed = f"{predicted.tokens_per_s_per_gpu.value:,.0f} tokens/s/GPU, {percent(predicted.mfu.value)} MFU"
-    yield "step", f"{seconds_text(step.value)} ({step.kind})", speed
+    yield "step", f"{seconds_text(step.value)}{of_step} ({step.kind})", speed
     free = worst.capacity - worst.total
     place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
     room = f"{gib_text(free)} GiB free" if free >= 0 else f"does not fit: {gib_text(-free)} GiB more than the device has"
-    yield "memory", f"{gib_text(worst.total)} GiB of {worst.capacity:.1f}", place + room
+    yield "memory", f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}", place + room
     yield _proof(plan, context)
 
 
@@ -93,6 +108,14 @@ def _layers(plan: Plan) -> tuple[str, str]:
         recompute[recompute_text(plan.layer_plans[name], names)] += count
     sequence = ", sequence parallel" if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ""
     return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}"
+
+
+def _stack(plan: Plan) -> tuple[str, str]:
+    """The software that the prices are for, its attention kernel, and whether it reduces gradients under compute."""
+    training = plan.training
+    attention = attention_text(training.attention, training.stack.flash_kernel)
+    reduction = "hidden" if training.overlap_grad_reduce else "not hidden"
+    return training.stack.name, f"{attention} attention, gradient reduction {reduction}"
 
 
 def _shares(counts: Counter[str]) -> Iterator[str]:
@@ -155,6 +178,26 @@ def _runner_up(other: RunnerUp, plan: Plan) -> tuple[str, str, str, str]:
     memory = f"{gib_text(other.peak_memory_gib)} GiB"
     if plan.search.objective is Objective.MEMORY:
         memory += f", {gib_text(other.redundancy_gib)} redundant"
+    return seconds_text(step_s), f"({100 * slower:+.1f} %{', tie' if _is_tie(other, plan) else ''})", memory, _name(other)
+
+
+def _name(other: RunnerUp) -> str:
     sequence = ("sequence parallel",) if other.sequence_parallel else ()
-    name = ", ".join((str(other.mesh), *pipeline_phrases(other.pipeline, other.mesh), *sequence))
-    return seconds_text(step_s), f"({100 * slower:+.1f} %)", memory, name
+    return ", ".join((str(other.mesh), *pipeline_phrases(other.pipeline, other.mesh), *sequence))
+
+
+def _is_tie(other: RunnerUp, plan: Plan) -> bool:
+    """Whether the prices cannot say that `other` is worse: they can, where redundant memory is what counts."""
+    return other.inside_error_band and plan.search.objective is Objective.THROUGHPUT
+
+
+def _print_ties(plan: Plan, out: Console) -> None:
+    """How many plans the prices cannot tell from the best, and the leanest of them where it really needs less memory."""
+    ties, band = [other for other in plan.search.runners_up if _is_tie(other, plan)], plan.predicted.error_band
+    if not ties or band is None:
+        return
+    lean = min(ties, key=lambda other: other.peak_memory_gib)
+    text = f"{'1 other plan is' if len(ties) == 1 else f'{len(ties)} other plans are'} inside the error band of the step time"
+    if lean.peak_memory_gib < fullest(plan).total * (1 - band.memory.share):
+        text += f"; the one with least memory, {gib_text(lean.peak_memory_gib)} GiB, is {_name(lean)}"
+    say(out, joined(text.split(" "), " ", out.width, start=labelled("ties")))

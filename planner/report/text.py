@@ -89,6 +89,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def band_text(share: float) -> str:
+    """An error band as `+- 4 %`; a decimal only below 1 %."""
+    return f"+- {100 * share:.{0 if share >= 0.01 else 1}f} %"
+
+
 def seconds_text(seconds: float) -> str:
     """Three digits, zeros kept, so that times in a column compare: `18.0 s`, `3.25 ms`."""
     scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if seconds >= s), (1e-6, "us"))

@@ -1,0 +1,149 @@
+"""What one device holds at its fullest moment: states, stashed activations, temporaries and the reserve on top of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodels.book import ActivationBytes, PriceBook
+from costmodels.memory import StateBytes
+from costmodels.mesh import Axis, Mesh
+from costmodels.schedules import in_flight
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from profiles.model import LayerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Peak bytes per device of one pipeline rank.
+
+    allocator_reserve   what the caching allocator holds beyond the tensors of the fullest moment
+    communicators       buffers of the collective library
+    context             the device context, with the code of the kernels
+    """
+
+    states: StateBytes
+    activations: float
+    temporaries: float
+    allocator_reserve: float
+    communicators: float
+    context: float
+
+    @property
+    def allocated(self) -> float:
+        """What the allocator hands out: torch.cuda.max_memory_allocated."""
+        return self.states.total + self.activations + self.temporaries
+
+    @property
+    def reserved(self) -> float:
+        """What the allocator takes from the device: torch.cuda.max_memory_reserved."""
+        return self.allocated + self.allocator_reserve
+
+    @property
+    def reserve(self) -> float:
+        """All that is no tensor."""
+        return self.allocator_reserve + self.communicators + self.context
+
+    @property
+    def total(self) -> float:
+        """What the device has lost: the figure of nvidia-smi."""
+        return self.allocated + self.reserve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedundantBytes:
+    """Bytes beyond one copy of everything, by class (EQUATIONS R); temporaries are redundant in whole."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    temporaries: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporaries
+
+
+def communicator_bytes(mesh: Mesh, book: PriceBook) -> float:
+    """Bytes of the communicators of all parallel axes; none where there is no device context."""
+    axes = sum(mesh.degree(axis) > 1 for axis in Axis)
+    return axes * book.training.stack.nccl_bytes if book.machine.cluster.device.context_bytes else 0.0
+
+
+def reserve_constant_bytes(mesh: Mesh, book: PriceBook) -> float:
+    """Bytes a device holds before the first tensor: context and communicators."""
+    return book.machine.cluster.device.context_bytes + communicator_bytes(mesh, book)
+
+
+def occupied_bytes(allocated_bytes: float, mesh: Mesh, book: PriceBook) -> float:
+    """What a device holds when tensors fill `allocated_bytes` of it."""
+    return allocated_bytes * (1 + book.training.stack.allocator_share) + reserve_constant_bytes(mesh, book)
+
+
+def usable_bytes(limit_bytes: float, mesh: Mesh, book: PriceBook) -> float:
+    """How much of `limit_bytes` tensors may fill, so that with the reserve they stay under the limit."""
+    return (limit_bytes - reserve_constant_bytes(mesh, book)) / (1 + book.training.stack.allocator_share)
+
+
+def rank_layers(strategy: Strategy, rank: int) -> list[LayerChoice]:
+    """All layers of a pipeline rank, chunk by chunk."""
+    return [choice for chunk in strategy.chunks(rank) for choice in chunk]
+
+
+def stashes(kind: LayerKind, rank: int, frame: Frame) -> int:
+    """How many micro-batches of one layer of `kind` a rank holds at its peak, per model chunk of the rank (EQUATIONS M4).
+
+    With virtual stages the count is of chunk stashes, for any one chunk an upper bound; the head's chunk is used up
+    at once.
+    """
+    if kind is LayerKind.HEAD and frame.virtual_stages > 1:
+        return 1
+    return in_flight(frame.schedule, rank, frame.mesh.pp, frame.num_micro_batches, frame.virtual_stages)
+
+
+def _held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -> float:
+    """Bytes of activations at the peak: stashes times the largest chunk's blocks, and the embedding's and head's own."""
+    frame = strategy.frame
+    blocks = max(sum(saved[c] for c in chunk if c.kind is LayerKind.BLOCK) for chunk in strategy.chunks(rank))
+    ends = sum(stashes(c.kind, rank, frame) * saved[c] for c in rank_layers(strategy, rank) if c.kind is not LayerKind.BLOCK)
+    return stashes(LayerKind.BLOCK, rank, frame) * blocks + ends
+
+
+def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
+    """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
+    frame, layers = strategy.frame, rank_layers(strategy, rank)
+    kept = {choice: book.activations(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute) for choice in layers}
+    held = [book.states(choice.kind, frame.mesh, frame.sharding, choice.zero) for choice in layers]
+    states = sum((layer.states for layer in held), StateBytes())
+    activations = _held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
+    temporaries = _workspace_bytes(strategy.chunks(rank), kept) + max(layer.zero_buffer for layer in held)
+    spare = book.training.stack.allocator_share * (states.total + activations + temporaries)
+    return RankMemory(
+        states=states, activations=activations, temporaries=temporaries, allocator_reserve=spare + sum(layer.step_copies for layer in held),
+        communicators=communicator_bytes(frame.mesh, book), context=book.machine.cluster.device.context_bytes)
+
+
+def _workspace_bytes(chunks: tuple[tuple[LayerChoice, ...], ...], kept: dict[LayerChoice, ActivationBytes]) -> float:
+    """The largest temporaries of a layer, less what the layers after it kept of the micro-batch, which is free by then."""
+    head = max((size.saved for choice, size in kept.items() if choice.kind is LayerKind.HEAD), default=0)
+    blocks = max(sum(kept[c].saved for c in chunk if c.kind is LayerKind.BLOCK) for chunk in chunks)
+    freed = {LayerKind.HEAD: 0, LayerKind.BLOCK: head, LayerKind.EMBEDDING: head + blocks}
+    return max(size.workspace - freed[choice.kind] for choice, size in kept.items())
+
+
+def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: PriceBook) -> RedundantBytes:
+    """Redundant bytes of one device of a pipeline rank that holds `memory`, by class.
+
+    A class that holds less than one copy counts as is.
+    """
+    frame = strategy.frame
+    ideal = [0.0, 0.0, 0.0]
+    kept: dict[LayerChoice, float] = {}
+    for choice in rank_layers(strategy, rank):
+        parts = book.states(choice.kind, frame.mesh, frame.sharding, choice.zero).ideal
+        ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
+        kept[choice] = book.activations(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute).ideal_saved
+    return RedundantBytes(
+        parameters=memory.states.parameters - ideal[0], gradients=memory.states.gradients - ideal[1],
+        optimizer=memory.states.optimizer - ideal[2],
+        activations=memory.activations - _held_bytes(strategy, rank, kept), temporaries=memory.temporaries)

@@ -1,0 +1,44 @@
+"""How far measurements were from predictions: the error band of a plan, and the share of a device that a search keeps free.
+
+Both come from the residuals in profiles/data/terms.yaml: of the stack that runs the plan, or of all stacks where it has
+too few measured rows of its own.
+"""
+
+from __future__ import annotations
+
+from planner.plan import Band, ErrorBand
+from planner.request import SearchOptions
+from profiles.measured import Machine
+from profiles.provenance import Kind
+from profiles.stack import Stack
+from profiles.terms import EVERY_STACK, FEWEST_ROWS, Residuals, Terms, shipped_terms
+
+
+def stack_band(stack_name: str, terms: Terms | None = None) -> ErrorBand:
+    """The error band of predictions for a stack, on a device that was measured."""
+    terms = shipped_terms() if terms is None else terms
+    found, own = terms.residuals_of(stack_name), terms.residuals.get(stack_name)
+    return ErrorBand(
+        time=Band(share=found.time_band, rows=found.time_rows, stack=_whose(stack_name, 0 if own is None else own.time_rows)),
+        memory=Band(share=found.memory_band, rows=found.memory_rows, stack=_whose(stack_name, 0 if own is None else own.memory_rows)))
+
+
+def _whose(stack_name: str, own_rows: int) -> str:
+    return stack_name if own_rows >= FEWEST_ROWS else EVERY_STACK
+
+
+def error_band(machine: Machine, stack: Stack) -> ErrorBand | None:
+    """The error band of a plan, or None where no step and no kernel of the device was measured: cpu, assumed speeds."""
+    terms = shipped_terms()
+    measured = machine.profile.compute.forward.kind is not Kind.ANALYTIC or machine.cluster.device.name in terms.devices
+    return stack_band(stack.name, terms) if measured else None
+
+
+def residuals_of(stack: Stack) -> Residuals:
+    """The residuals that the band and the default margin of a stack are taken from."""
+    return shipped_terms().residuals_of(stack.name)
+
+
+def memory_margin(stack: Stack, options: SearchOptions) -> float:
+    """The share of a device that is kept free: what was asked for, or what the stack's measured runs ask for."""
+    return residuals_of(stack).memory_margin if options.memory_margin is None else options.memory_margin

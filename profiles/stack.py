@@ -1,0 +1,112 @@
+"""The software stack: how a training framework runs what a plan decides. The third input beside model and cluster.
+
+Two frameworks that run the same plan on the same devices differ by tens of percent: in their attention kernel, in what
+they hide under compute, in how fast their host launches work. What can be read in a framework's code is a fact of its file
+in `configs/stacks`; what cannot is one of a few terms that `planner/validation/fit.py` fits to measured steps
+(`profiles/terms.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from profiles.errors import ConfigError, unknown_name_error
+from profiles.units import MIB
+
+_FORBID = {"extra": "forbid"}
+
+
+class AttentionKernel(StrEnum):
+    """`flash` never stores the S x S scores; `unfused` stores them (and their dropout mask) for the backward pass."""
+
+    FLASH = "flash"
+    UNFUSED = "unfused"
+
+
+class FlashKernel(StrEnum):
+    """Which fused attention kernel: the generations of FlashAttention, and cuDNN's (Transformer Engine)."""
+
+    FLASH1 = "flash1"
+    FLASH2 = "flash2"
+    FLASH3 = "flash3"
+    CUDNN = "cudnn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """A training framework of some years. The defaults are a neutral one: nothing hidden, nothing slowed down.
+
+    Facts:
+    attention               what it runs by default
+    flash_kernel            which fused kernel, where it runs one
+    async_tensor_parallel   without sequence parallelism, input gradients are all-reduced under the weight gradient's product
+    partitioned_transfers   each tensor-parallel rank sends its part of a pipeline boundary tensor, and gathers what it receives
+    overlap_grad_reduce     gradient reduction and parameter gathering run under compute
+    fused_accumulation      the weight gradient's product adds to the gradient; otherwise it is written and added by another kernel
+    terms_of                the stack whose fitted terms it shares, where not its own
+
+    Facts of memory:
+    logit_bytes                    held for each logit at the peak of the loss (16-bit logits and fp32 probabilities: 6)
+    keeps_gathered_inputs          under sequence parallelism a column-parallel product keeps its gathered input, not the rank's tokens
+    keeps_activated_gate           a gated activation keeps its activated half, besides its input
+    attention_kv_copies            further copies of keys and values that attention keeps
+    attention_output_copies        further copies of its output that it keeps where sequences and batch change places (micro-batch > 1)
+    keeps_low_precision_gradients  16-bit gradients stay allocated beside the fp32 ones that they are added to
+    ddp_buckets                    data parallelism holds its own 16-bit buckets, as large as the parameters, beside the gradients
+    step_copy_bytes                of fp32 that 16-bit gradients are copied to for the optimizer's step, for each parameter that the rank
+                                   updates: not there with the activations, but in blocks that theirs do not serve
+    bucket_elements                gradients that data parallelism flattens into one buffer to reduce them, beside those that it flattens
+    zero_buffers                   ZeRO 1 and 2 reduce and gather through buffers of one layer, not in place
+    workspace_bytes                libraries' workspaces that the allocator holds all the time (cuBLAS, Transformer Engine)
+
+    Fitted terms, with their bounds in profiles/terms.py:
+    kernel_slowdown    by what factor kernels take longer in a step than alone: gaps, clocks, kernels that are not priced
+    host_operator_s    seconds in which the host launches one operator of the graph; a layer is never faster than its operators
+    allocator_share    what the caching allocator holds beyond what is allocated, over what is allocated
+    nccl_bytes         what the communicators of one parallel axis hold outside the allocator
+    """
+
+    __pydantic_config__ = _FORBID
+
+    name: str = "neutral"
+    source: str = ""
+    attention: AttentionKernel = AttentionKernel.FLASH
+    flash_kernel: FlashKernel = FlashKernel.FLASH2
+    async_tensor_parallel: bool = False
+    partitioned_transfers: bool = False
+    overlap_grad_reduce: bool = True
+    fused_accumulation: bool = True
+    terms_of: str = ""
+    logit_bytes: int = 6
+    keeps_gathered_inputs: bool = False
+    keeps_activated_gate: bool = False
+    attention_kv_copies: int = 0
+    attention_output_copies: int = 0
+    keeps_low_precision_gradients: bool = False
+    ddp_buckets: bool = False
+    step_copy_bytes: int = 0
+    bucket_elements: int = 0
+    zero_buffers: bool = True
+    workspace_bytes: int = 0
+    kernel_slowdown: float = 1.0
+    host_operator_s: float = 50e-6
+    allocator_share: float = 0.04  # measured reserved/allocated is 1.02-1.07 (EQUATIONS M6)
+    nccl_bytes: float = 400.0 * MIB  # 0.5-2 GiB with many communicators (EQUATIONS M6); one a parallel axis, an assumption
+
+    def __post_init__(self) -> None:
+        for field, choices in (("attention", AttentionKernel), ("flash_kernel", FlashKernel)):
+            names = [choice.value for choice in choices]
+            if getattr(self, field) not in names:
+                raise unknown_name_error(field, str(getattr(self, field)), names, where=f"stack {self.name}")
+            object.__setattr__(self, field, choices(getattr(self, field)))
+        if self.kernel_slowdown < 1.0 or self.host_operator_s < 0.0:
+            raise ConfigError(f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s at least 0")
+        sizes = ("logit_bytes", "attention_kv_copies", "attention_output_copies", "step_copy_bytes", "bucket_elements", "workspace_bytes",
+                 "allocator_share", "nccl_bytes")
+        for field in sizes:
+            if getattr(self, field) < 0:
+                raise ConfigError(f"stack {self.name}: {field} is {getattr(self, field)}, it must be at least 0")
+
+
+NEUTRAL = Stack()
