@@ -14,6 +14,7 @@ from profiles.measured import Machine
 from profiles.model import LayerClass, LayerKind, Operator, OperatorKind
 from profiles.provenance import ZERO, Kind, Seconds
 from profiles.spec import TrainingSpec
+from profiles.stack import Stack
 
 # What a second of hidden communication costs the compute it runs under: its kernels hold 16 to 24 of an A100's 108
 # multiprocessors, and memory bandwidth. Assumed from that share. It narrows what micro-batch 3 and micro-batch 10 to 14 of
@@ -79,37 +80,41 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
     return total
 
 
-def _tensor_parallel_time(
-    operator: Operator, sharding: Sharding, machine: Machine, *, gradient_s: float, asynchronous: bool,
-) -> OperatorTime:
+def _tensor_parallel_time(operator: Operator, sharding: Sharding, machine: Machine, stack: Stack, alone: OperatorTime) -> OperatorTime:
     """Collectives over the tensor-parallel axis around one operator (EQUATIONS T, rows TP and TP + SP).
 
     Under sequence parallelism a column-parallel input is kept as this rank's tokens and gathered again for the weight
     gradient, under the product that gives the input gradient (Korthikanti et al. 2022, section 4.2.2). Without it the input
-    gradients are all-reduced, in an `asynchronous` stack under the product that gives the weight gradient; `gradient_s` is
-    one of the two products.
+    gradients are all-reduced, in an asynchronous stack under the product that gives the weight gradient. A stack may also run
+    the gathers and reductions of sequence parallelism under their products, in pieces. `alone` is the operator's compute, of
+    whose backward each of the two products takes half.
     """
+    gradient_s = alone.backward.value_s / 2
     mesh = Mesh(pp=1, dp=1, tp=sharding.tp)
     placement = place(mesh, Axis.TP, machine.cluster.gpus_per_node)
 
     def collective(kind: Collective, num_bytes: int) -> Seconds:
         return collective_time(kind, num_bytes, placement, machine)
 
+    def beside(kind: Collective, num_bytes: int, product_s: float) -> Seconds:
+        whole = collective(kind, num_bytes)
+        return _under(whole, product_s) if stack.overlap_tensor_parallel else whole
+
     forward, backward = ZERO, ZERO
     if sharding.gathers_input(operator):
         input_bytes = sum(tensor.num_bytes for tensor in operator.inputs)
         if sharding.sequence_parallel:
-            forward += collective(Collective.ALL_GATHER, input_bytes)
-            backward += collective(Collective.REDUCE_SCATTER, input_bytes)
+            forward += beside(Collective.ALL_GATHER, input_bytes, alone.forward.value_s)
+            backward += beside(Collective.REDUCE_SCATTER, input_bytes, gradient_s)
             backward += _under(collective(Collective.ALL_GATHER, input_bytes), gradient_s)
         else:
             reduce = collective(Collective.ALL_REDUCE, input_bytes)
-            backward += _under(reduce, gradient_s) if asynchronous else reduce
+            backward += _under(reduce, gradient_s) if stack.async_tensor_parallel else reduce
     if sharding.reduces_output(operator):
         output_bytes = sum(tensor.num_bytes for tensor in operator.outputs)
         if sharding.sequence_parallel:
-            forward += collective(Collective.REDUCE_SCATTER, output_bytes)
-            backward += collective(Collective.ALL_GATHER, output_bytes)
+            forward += beside(Collective.REDUCE_SCATTER, output_bytes, alone.forward.value_s)
+            backward += beside(Collective.ALL_GATHER, output_bytes, gradient_s)
         else:
             forward += collective(Collective.ALL_REDUCE, output_bytes)
     if operator.kind is OperatorKind.CROSS_ENTROPY and sharding.tp > 1:
@@ -158,10 +163,7 @@ def price_operators(layer: LayerClass, sharding: Sharding, machine: Machine, tra
     """Compute and tensor-parallel communication of every operator of `layer` on one rank."""
     compute = {op.name: operator_time(op, sharding, machine, training) for op in layer.operators}
     stack = training.stack
-    communication = {  # of a matmul's two backward products each takes half the time
-        op.name: _tensor_parallel_time(
-            op, sharding, machine, gradient_s=compute[op.name].backward.value_s / 2, asynchronous=stack.async_tensor_parallel)
-        for op in layer.operators}
+    communication = {op.name: _tensor_parallel_time(op, sharding, machine, stack, compute[op.name]) for op in layer.operators}
     return LayerOperators(layer=layer, host_operator_s=stack.host_operator_s, compute=compute, tensor_parallel=communication)
 
 

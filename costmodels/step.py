@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodels.book import PriceBook
+from costmodels.layer import CONTENTION
 from costmodels.mesh import Axis
 from costmodels.occupancy import RankMemory, RedundantBytes, rank_layers, rank_memory, rank_redundancy
 from costmodels.simulate import SimulatedStep, StageCost, simulate
@@ -62,6 +63,7 @@ def closed_form_s(rank_s: list[float], tail_s: list[float], num_micro_batches: i
 def transfer_time(rank: int, frame: Frame, book: PriceBook) -> Seconds:
     """One micro-batch's boundary activation (or its gradient) from pipeline rank `rank` to the next one, cyclically.
 
+    Where the stack hides transfers of the interleaved schedule, what they slow down is left (costmodels/layer.py).
     The ranks of a stage that sits inside a node send together and share its NICs. Without sequence parallelism every
     tensor-parallel rank sends the whole boundary tensor.
     """
@@ -71,7 +73,9 @@ def transfer_time(rank: int, frame: Frame, book: PriceBook) -> Seconds:
     stride = mesh.stride(Axis.PP)
     here, there = rank * stride, (rank + 1) % mesh.pp * stride
     crosses = here // gpus_per_node != there // gpus_per_node
-    return book.transfer(frame.micro_batch_size, frame.sharding, crosses_nodes=crosses, sharing=min(stride, gpus_per_node))
+    sent = book.transfer(frame.micro_batch_size, frame.sharding, crosses_nodes=crosses, sharing=min(stride, gpus_per_node))
+    hidden = frame.virtual_stages > 1 and book.training.stack.overlap_transfers
+    return sent.scaled(CONTENTION) if hidden else sent
 
 
 def receive_times(stage: int, frame: Frame, book: PriceBook) -> tuple[Seconds, Seconds]:

@@ -42,6 +42,8 @@ class Stack:
     flash_kernel            which fused kernel, where it runs one
     async_tensor_parallel   without sequence parallelism, input gradients are all-reduced under the weight gradient's product
     partitioned_transfers   each tensor-parallel rank sends its part of a pipeline boundary tensor, and gathers what it receives
+    overlap_tensor_parallel the gathers and reductions of sequence parallelism run under the products that they feed and follow
+    overlap_transfers       under the interleaved schedule, transfers between stages run under the compute of other micro-batches
     overlap_grad_reduce     gradient reduction and parameter gathering run under compute
     fused_accumulation      the weight gradient's product adds to the gradient; otherwise it is written and added by another kernel
     terms_of                the stack whose fitted terms it shares, where not its own
@@ -75,6 +77,8 @@ class Stack:
     flash_kernel: FlashKernel = FlashKernel.FLASH2
     async_tensor_parallel: bool = False
     partitioned_transfers: bool = False
+    overlap_tensor_parallel: bool = False
+    overlap_transfers: bool = False
     overlap_grad_reduce: bool = True
     fused_accumulation: bool = True
     terms_of: str = ""

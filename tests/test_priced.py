@@ -94,7 +94,7 @@ def test_a_row_without_a_time_is_priced_and_has_no_error():
     pytest.param("Megatron-DeepSpeed (microsoft)", "", "megatron-deepspeed", AttentionKernel.UNFUSED, 0.1, False, id="deepspeed"),
     pytest.param("Megatron-LM core 0.14", "", "megatron-core", AttentionKernel.FLASH, 0.0, False, id="megatron-core"),
     pytest.param("Megatron-LM core 0.14", "overlap=grad", "megatron-core", AttentionKernel.FLASH, 0.0, True, id="overlap-noted"),
-    pytest.param("NeMo 24.05", "", "megatron-core", AttentionKernel.FLASH, 0.0, True, id="nemo"),
+    pytest.param("NeMo 24.05", "", "nemo", AttentionKernel.FLASH, 0.0, True, id="nemo"),
     pytest.param("torchtitan 820504e", "", "torchtitan", AttentionKernel.FLASH, 0.0, True, id="torchtitan"),
     pytest.param("torchtitan 820504e", "overlap=none", "torchtitan", AttentionKernel.FLASH, 0.0, False, id="no-overlap-noted"),
     pytest.param("MosaicML Composer FSDP", "attention=unfused", "fsdp1", AttentionKernel.UNFUSED, 0.1, True, id="attention-noted"),

@@ -11,7 +11,10 @@ from costmodels.collectives import Collective, collective_time
 from costmodels.compute import MISALIGNED, misaligned, operator_time
 from costmodels.layer import CONTENTION, price_operators
 from costmodels.mesh import Axis, Mesh, place
+from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
+from costmodels.step import transfer_time
+from costmodels.strategy import Frame
 from profiles.catalog import load_cluster, load_model, load_stack, stack_names, with_gpus
 from profiles.errors import ConfigError
 from profiles.measured import FlashSpeed, Machine, machine_for
@@ -95,6 +98,29 @@ def test_across_nodes_only_what_the_weight_gradient_takes_is_hidden():
     saved_s = waiting.tp_backward.value_s - hidden.tp_backward.value_s
 
     assert 0 < saved_s < hidden.backward.value_s / 2 < waiting.tp_backward.value_s
+
+
+def test_sequence_parallel_gathers_and_reductions_run_under_their_products_where_the_stack_does_so():
+    sharding = Sharding(8, True)
+    waiting, hidden = block_time(sharding=sharding), block_time(replace(NO_HOST, overlap_tensor_parallel=True), sharding=sharding)
+
+    for before, after in ((waiting.tp_forward, hidden.tp_forward), (waiting.tp_backward, hidden.tp_backward)):
+        assert CONTENTION * before.value_s <= after.value_s < 0.6 * before.value_s
+    assert hidden.forward == waiting.forward
+    assert block_time(replace(NO_HOST, overlap_tensor_parallel=True)) == block_time()  # without sequence parallelism nothing changes
+
+
+@pytest.mark.parametrize(("virtual_stages", "share"), [(1, 1.0), (2, CONTENTION)])
+def test_transfers_are_hidden_under_the_interleaved_schedule_only(virtual_stages, share):
+    schedule = Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B
+    frame = Frame(
+        mesh=Mesh(pp=4, dp=1, tp=8), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=4, num_micro_batches=8,
+        sequence_parallel=True)
+
+    def seconds(stack):
+        return transfer_time(0, frame, PriceBook(GPT, replace(TRAINING, stack=stack), MACHINE)).value_s
+
+    assert seconds(replace(NO_HOST, overlap_transfers=True)) == pytest.approx(share * seconds(NO_HOST))
 
 
 def transfer(stack, *, sequence_parallel=False, crosses_nodes=True):

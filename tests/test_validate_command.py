@@ -43,7 +43,8 @@ SOURCE_KEYS = [
     "rows", "priced", "unpriced", "mape_time", "median_time", "bias_time", "kendall_tau", "regret_at_1", "regret_at_3", "mape_memory",
     "bias_memory", "oom_recall", "oom_precision"]
 TERM = FittedTerm(
-    stack="megatron-core", term="host_launch_s", unit="us", value=4.5, low=1.0, high=20.0, fitted_on=("simumax", "vocabpp"), rows=43,
+    stack="megatron-core", term="host_launch_s", unit="us", value=4.5, low=1.0, high=20.0, rows=43,
+    fitted_on=("simumax", "vocabpp-a", "vocabpp-b"),
     without={"simumax": 4.1, "vocabpp": 4.75})
 
 
@@ -197,7 +198,8 @@ def test_fitted_alone_prices_nothing(monkeypatch):
     output = succeed("--fitted").stdout
     body = json.loads(succeed("--fitted", "--json").stdout)
 
-    assert re.search(r"^megatron-core +host_launch_s +4\.5 us +1 \.\. 20 +4\.1 \.\. 4\.75 +43 +simumax, vocabpp$", output, re.MULTILINE)
+    line = r"^megatron-core +host_launch_s +4\.5 us +1 \.\. 20 +4\.1 \.\. 4\.75 +43 +simumax, vocabpp \(2 folds\)$"
+    assert re.search(line, output, re.MULTILINE)
     assert list(body) == ["fitted"]
     assert body["fitted"][0]["without"] == {"simumax": 4.1, "vocabpp": 4.75}
 

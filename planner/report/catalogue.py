@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -17,8 +17,13 @@ from profiles.schema import document
 from profiles.spec import TrainingSpec
 from profiles.terms import EVERY_STACK, shipped_terms
 from profiles.transformer import build_graph
-from profiles.units import GB, format_count, gib, tflops
+from profiles.units import GB, US_PER_S, format_count, gib, tflops
 
+STACK_NOTES = (
+    "time, memory: eight in ten of so many measured rows, whose fit had not seen them, were within; `all`: of every stack",
+    "fitted: by what factor kernels take longer than alone, and the host's time for one operator (plan validate --fitted)",
+    "hides: the axes whose communication runs under compute; sp: tensor parallelism with sequence parallelism",
+)
 _SOURCE_WIDTH = 30  # of where a model's shape comes from; --json has it whole
 
 
@@ -111,33 +116,24 @@ def stack_rows() -> list[dict[str, Any]]:
 
 
 def print_stacks(out: Console) -> None:
-    """The tables of `plan stacks`: what each stack does, and the terms that were fitted to steps measured on it."""
+    """The table of `plan stacks`: what each stack does, its error bands, and how much slower kernels and host are fitted to be."""
     found, wide = stack_rows(), out.width >= FIXED_WIDTH
-    heading = ("name", "attention", *(("hides",) if wide else ()), "time +-", "memory +-", "terms")
+    heading = ("name", "attention", "time +-", "memory +-", *(("fitted", "hides") if wide else ()))
     rows = [(
-        row["name"], attention_text(row["attention"], row["flash_kernel"]), *((_hidden(row),) if wide else ()),
-        _band(row["time_band"]), _band(row["memory_band"]), f"{len(row['terms'])} fitted" if row["terms"] else "neutral",
+        row["name"], attention_text(row["attention"], row["flash_kernel"]), _band(row["time_band"]), _band(row["memory_band"]),
+        *((f"{row['kernel_slowdown']:.3g} x {row['host_operator_s'] * US_PER_S:.0f} us", _hidden(row)) if wide else ()),
     ) for row in found]
-    print_table(out, heading, rows, left=("name", "attention", "hides", "terms"), indent=0)
+    print_table(out, heading, rows, left=("name", "attention", "hides", "fitted"), indent=0)
     say(out)
-    note = "time, memory: eight in ten of so many measured rows, whose fit had not seen them, were within; `all`: of every stack"
-    say(out, joined(note.split(" "), " ", out.width), "dim")
-    _print_terms(found, out)
-
-
-def _print_terms(found: Sequence[Mapping[str, Any]], out: Console) -> None:
-    fitted = [
-        (row["name"], name, f"{term['value']:.4g} {term['unit']}".rstrip(), f"{term['low']:g} to {term['high']:g}", f"{term['rows']:,}")
-        for row in found for name, term in row["terms"].items()]
-    if fitted:
-        say(out)
-        heading = ("name", "fitted term", "value", "bounds", "rows")
-        print_table(out, heading, fitted, left=heading[:-1], indent=0)
+    for note in STACK_NOTES:
+        say(out, joined(note.split(" "), " ", out.width), "dim")
 
 
 def _hidden(row: Mapping[str, Any]) -> str:
-    """Whose communication a stack hides under compute: that of gradients, that of tensor parallelism."""
-    return ", ".join(name for name, fact in (("gradients", "overlap_grad_reduce"), ("tensor", "async_tensor_parallel")) if row[fact]) or "-"
+    """The axes whose communication a stack hides under compute; sp: tensor parallelism with sequence parallelism."""
+    facts = (
+        ("dp", "overlap_grad_reduce"), ("tp", "async_tensor_parallel"), ("sp", "overlap_tensor_parallel"), ("pp", "overlap_transfers"))
+    return ", ".join(name for name, fact in facts if row[fact]) or "-"
 
 
 def _band(band: Mapping[str, Any]) -> str:

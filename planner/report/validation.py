@@ -22,6 +22,10 @@ NOTES = (  # title of a group of columns, what it means
     ("out of memory", "out of memory: found, of the rows that ran out those predicted not to fit; right, of those predicted not to fit "
      "the ones that ran out"),
 )
+FITTED_NOTES = (
+    "rows: at most 24 of an experiment, evenly spaced over those of the published steps; each experiment counts once",
+    "when held out: the value when one experiment, or one fold of a source, is left out; plan validate prices a row so",
+)
 _GAP = "   "  # between two groups of columns
 _NONE = "-"
 _REASON = "not priced because"
@@ -167,17 +171,35 @@ def print_fitted(terms: Sequence[FittedTerm], out: Console) -> None:
     if not terms:
         say(out, "no term of the prices is fitted to measured steps")
         return
-    heading = ("stack", "term", "value", "bounds", "without one source", "rows", "fitted on")
+    heading = ("of", "term", "value", "bounds", "when held out", "rows", "fitted on")
     rows = [(
-        term.stack, term.term, f"{term.value:.4g} {term.unit}".rstrip(), f"{term.low:g} .. {term.high:g}", _range_without(term),
-        f"{term.rows:,}", ", ".join(term.fitted_on),
+        term.stack, term.term, _in_unit(term.value, term.unit), _range(term.low, term.high, term.unit), _range_without(term),
+        f"{term.rows:,}", _experiments(term.fitted_on),
     ) for term in terms]
-    print_table(out, heading, rows, left=("stack", "term", "fitted on"), indent=0)
+    print_table(out, heading, rows, left=("of", "term", "fitted on"), indent=0)
+    say(out)
+    for note in FITTED_NOTES:
+        say(out, joined(note.split(" "), " ", out.width, start=labelled("note")), "dim")
+
+
+def _in_unit(value: float, unit: str) -> str:
+    return seconds_text(value) if unit == "s" else f"{value:.4g} {unit}".rstrip()
+
+
+def _range(low: float, high: float, unit: str) -> str:
+    ends = (seconds_text(end) if unit == "s" else f"{end:.4g}" for end in (low, high))
+    return " .. ".join(ends)
 
 
 def _range_without(term: FittedTerm) -> str:
-    """The least and the largest value when each source in turn is left out."""
-    return f"{min(term.without.values()):.4g} .. {max(term.without.values()):.4g}" if term.without else _NONE
+    """The least and the largest value when each experiment in turn is left out."""
+    return _range(min(term.without.values()), max(term.without.values()), term.unit) if term.without else _NONE
+
+
+def _experiments(names: Sequence[str]) -> str:
+    """The sources, with the number of folds where a source is held out in parts: `bloom, mpt (4 folds)`."""
+    folds = Counter(name.split("-")[0] for name in names)
+    return ", ".join(source if count == 1 else f"{source} ({count} folds)" for source, count in folds.items())
 
 
 def _share(value: float | None) -> str:

@@ -42,7 +42,8 @@ STACKS = (  # what a framework cell contains, first match first -> the stack
     (r"InternEvo", "internevo"),
     (r"torchtitan|torchtune", "torchtitan"),
     (r"FSDP|Composer|llm-foundry|lit-gpt", "fsdp1"),
-    (r"Megatron|NeMo", "megatron-core"),
+    (r"NeMo|Megatron-Bridge|Megatron-Core r0", "nemo"),
+    (r"Megatron", "megatron-core"),
 )
 NETWORKS = {"omnipath": "omni-path", "omni-path": "omni-path", "roce": "roce", "efa": "efa"}  # named in an interconnect -> the NIC
 NEEDED = ("layers", "hidden", "heads", "ffn_hidden", "seq_len", "global_batch", "n_gpus", "dp", "tp", "pp")
@@ -84,6 +85,9 @@ def _facts(stack: str) -> Stack:
 
 # Release tests whose golden values equal those of the un-fused test, and were not refreshed since (inferred from the values).
 RELEASE_TEST_UNFUSED = re.compile(r"lts-dgxa100_dracooci")
+
+
+NO_OVERLAP = re.compile(r"overlap=none|overlap features OFF")
 
 
 class UnpricedError(Exception):
@@ -206,6 +210,10 @@ def _stack(row: Row, stack: Stack) -> Stack:
     """The stack as the row's notes specify it: `attention=flash1` names the kernel that ran, a fused cross entropy its bytes."""
     if re.search(r"fused cross entropy|cross-entropy fusion on", row["notes"]) or "cross_entropy_loss_fusion" in row["id"]:
         stack = replace(stack, logit_bytes=FUSED_LOSS_LOGIT_BYTES)
+    if NO_OVERLAP.search(row["notes"]):
+        stack = replace(stack, overlap_tensor_parallel=False, overlap_transfers=False)
+    if "asyncTP" in row["id"]:
+        stack = replace(stack, overlap_tensor_parallel=True)
     if re.search(r"attention-backend unfused|TE impl local", row["notes"]) or RELEASE_TEST_UNFUSED.search(row["id"]):
         return replace(stack, attention=AttentionKernel.UNFUSED)
     kernel = re.search(r"\battention=(\w+)", row["notes"])
@@ -274,7 +282,7 @@ def _training(row: Row, stack: Stack) -> TrainingSpec:
         raise UnpricedError(f"precision {row['dtype']!r}")
     precision = Precision.BF16 if fp8 else PRECISIONS[row["dtype"]]
     overlap = stack.overlap_grad_reduce and "Megatron-LM" not in row["framework"]  # a flag there, off by default
-    if re.search(r"overlap=none|overlap features OFF", row["notes"]):
+    if NO_OVERLAP.search(row["notes"]):
         overlap = False
     elif "overlap=grad" in row["notes"]:
         overlap = True
@@ -298,7 +306,7 @@ def _micro_batches(row: Row, mesh: Mesh) -> tuple[int, ...]:
 
 def _virtual_stages(row: Row, mesh: Mesh, stack: Stack) -> tuple[int, ...]:
     """Open only where the framework interleaves and nothing else of the pipeline is stated."""
-    if row["vpp"] or mesh.pp == 1 or row["micro_batch"] or not stack.name.startswith(("megatron-lm-202", "megatron-core")):
+    if row["vpp"] or mesh.pp == 1 or row["micro_batch"] or not stack.name.startswith(("megatron-lm-202", "megatron-core", "nemo")):
         return (_whole(row, "vpp", 1),)
     per_rank = _whole(row, "layers") // mesh.pp
     return tuple(count for count in range(1, per_rank + 1) if per_rank % count == 0)

@@ -21,6 +21,7 @@ from typing import Any
 from planner.validation.configuration import Row, configuration_of, experiment_of, stack_name
 from planner.validation.priced import Priced, price_row
 from planner.validation.table import read_table
+from profiles.catalog import load_stack, stack_names
 from profiles.errors import ConfigError
 from profiles.schema import document
 from profiles.stack import NEUTRAL
@@ -189,16 +190,18 @@ def fit_terms(rows: Sequence[Row]) -> Terms:
 
 
 def residuals_of(rows: Sequence[Row], priced: Sequence[Priced]) -> dict[str, Residuals]:
-    """The residuals by stack and over all rows, of predictions whose fit had not seen them.
+    """The residuals by stack and over all rows, of predictions whose fit had not seen them; stacks that share terms share them.
 
     Rows that leave a setting open, or ran slower kernels on purpose, say nothing of a plan's error.
     """
-    by_stack: dict[str, list[Priced]] = {EVERY_STACK: []}
+    family = {name: load_stack(name).terms_of or name for name in stack_names()}
+    by_family: dict[str, list[Priced]] = {}
     for row, one in zip(rows, priced, strict=True):
         if one.reason is None and not one.assumed and DETERMINISTIC not in row["notes"]:
-            by_stack[EVERY_STACK].append(one)
-            by_stack.setdefault(stack_name(row), []).append(one)
-    return {name: _residuals(found) for name, found in sorted(by_stack.items())}
+            by_family.setdefault(family[stack_name(row)], []).append(one)
+    every = [one for found in by_family.values() for one in found]
+    own = {name: _residuals(by_family[found]) for name, found in family.items() if found in by_family}
+    return {EVERY_STACK: _residuals(every), **own}
 
 
 def _residuals(priced: Sequence[Priced]) -> Residuals:
