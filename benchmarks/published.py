@@ -7,9 +7,8 @@ Every legal candidate is solved under its own best layers that fit, with the col
 replayed. A published configuration is priced as published (ZeRO 1, no recompute, an even split), and its mesh, schedule
 and micro-batch also with their own best layers. Facts that no source states (a micro-batch) are left to the price.
 
-What the published runs have and no price knows: tensor-parallel communication under the products (userbuffers; all rows with
-tp > 1) and transfers between stages under compute (overlap_p2p_comm; rows with virtual stages). `tp_comm` and `pp_comm` of the
-breakdown are thus at most what those runs wait.
+The published runs have tensor-parallel communication under the products (userbuffers; all rows with tp > 1). The stack that is
+taken by default has not; with `--stack nemo` every candidate has.
 """
 
 from __future__ import annotations
@@ -148,10 +147,10 @@ class Request:
 
 def request_of(
     model: str, gpus: int, gpu: str, global_batch_size: int | None = None, *, fp8: bool = False, bf16_gradients: bool = False,
-    max_zero: int = 3,
+    max_zero: int = 3, stack: str = DEFAULT_STACK,
 ) -> Request:
-    """The request of the options, with the stack and the memory margin that a search takes by default."""
-    asked = question(Asked(model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=DEFAULT_STACK))
+    """The request of the options, with the memory margin that a search takes by default."""
+    asked = question(Asked(model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=stack))
     gradients = Precision.BF16 if bf16_gradients else asked.training.gradient_precision
     training = replace(asked.training, fp8_matmuls=fp8, gradient_precision=gradients)
     book = PriceBook(asked.model, training, machine_for(asked.cluster))
@@ -322,11 +321,14 @@ def report(request: Request, console: Console) -> None:
 @click.option("--global-batch-size", type=click.IntRange(min=1), help="Sequences of a step; the model's by default.")
 @click.option("--fp8", is_flag=True, help="The products of the blocks in FP8.")
 @click.option("--bf16-gradients", is_flag=True, help="Gradients in bf16, as NeMo's published runs of gpt3-20b; fp32 by default.")
+@click.option("--stack", default=DEFAULT_STACK, show_default=True, help="A name of `plan stacks`.")
 @click.option("--max-zero", type=click.IntRange(0, 3), default=3, show_default=True, help="1: what Megatron's distributed optimizer does.")
-def main(model: str, gpus: int, gpu: str, global_batch_size: int | None, fp8: bool, bf16_gradients: bool, max_zero: int) -> None:
+def main(
+    model: str, gpus: int, gpu: str, global_batch_size: int | None, fp8: bool, bf16_gradients: bool, stack: str, max_zero: int,
+) -> None:
     """Rank the published configurations of the 20B class among all candidates."""
     try:
-        request = request_of(model, gpus, gpu, global_batch_size, fp8=fp8, bf16_gradients=bf16_gradients, max_zero=max_zero)
+        request = request_of(model, gpus, gpu, global_batch_size, fp8=fp8, bf16_gradients=bf16_gradients, max_zero=max_zero, stack=stack)
     except PlannerError as error:
         raise click.ClickException(f"{error.message}; {error.hint}") from None
     training, console = request.book.training, Console(width=WIDTH, highlight=False)

@@ -128,7 +128,8 @@ class PriceBook:
             n_bytes = sharding.tensor_bytes(boundary)
             parted = self.training.stack.partitioned_transfers and sharding.tp > 1 and n_bytes == boundary.num_bytes
             part_bytes = -(-n_bytes // sharding.tp) if parted else n_bytes
-            sent = point_to_point_time(part_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=machine)
+            as_slow_bytes = round(part_bytes / self.training.stack.transfer_share)  # as many take as long on the whole link
+            sent = point_to_point_time(as_slow_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=machine)
             if not parted:
                 return sent
             ranks = place(Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, machine.cluster.gpus_per_node)

@@ -46,12 +46,12 @@ def chip_of(machine: Machine, precision: Precision) -> Chip:
 def operator_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
     """Seconds of one rank's share of `operator`, forward and backward, without communication and without recompute.
 
-    The kernels' own time, times the factors by which they take longer in a step than alone (`Stack.kernel_slowdown` and
-    `Machine.slowdown`). What the host needs to launch them is a bound of the layer (costmodels/layer.py). Raises ConfigError
-    when the device lacks the precision.
+    The kernels' own time, times the factor by which they take longer in a step than alone (`Stack.kernel_slowdown`). What the
+    host needs to launch them is a bound of the layer (costmodels/layer.py). Raises ConfigError when the device lacks the
+    precision.
     """
     alone = _PRICES[operator.kind](operator, sharding, machine, training)
-    slowdown = training.stack.kernel_slowdown * machine.slowdown
+    slowdown = training.stack.kernel_slowdown
     return alone if slowdown == 1.0 else OperatorTime(alone.forward.scaled(slowdown), alone.backward.scaled(slowdown))
 
 
@@ -77,7 +77,7 @@ def _matmul_time(operator: Operator, sharding: Sharding, machine: Machine, train
         (Product(m=m, n=k, k=n, operand_bytes=operand, result_bytes=element), compute.input_gradient),
         (Product(m=k, n=n, k=m, operand_bytes=operand, result_bytes=moved), compute.weight_gradient),
     )
-    slower = misaligned(math.gcd(n, k) * element)
+    slower = misaligned(math.gcd(n, k) * operand)
     forward, dx, dw = (
         Seconds(slower * matmul_s(p, curve, chip), Kind.ANALYTIC if fp8 else curve.kind_at((p.m, p.n, p.k))) for p, curve in products)
     if not fused:

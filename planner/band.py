@@ -9,9 +9,8 @@ from __future__ import annotations
 from planner.plan import Band, ErrorBand
 from planner.request import SearchOptions
 from profiles.measured import Machine
-from profiles.provenance import Kind
 from profiles.stack import Stack
-from profiles.terms import EVERY_STACK, FEWEST_ROWS, Residuals, Terms, shipped_terms
+from profiles.terms import EVERY_STACK, FEWEST_ROWS, LEAST_MARGIN, Residuals, Terms, shipped_terms
 
 
 def stack_band(stack_name: str, terms: Terms | None = None) -> ErrorBand:
@@ -28,10 +27,8 @@ def _whose(stack_name: str, own_rows: int) -> str:
 
 
 def error_band(machine: Machine, stack: Stack) -> ErrorBand | None:
-    """The error band of a plan, or None where no step and no kernel of the device was measured: cpu, assumed speeds."""
-    terms = shipped_terms()
-    measured = machine.profile.compute.forward.kind is not Kind.ANALYTIC or machine.cluster.device.name in terms.devices
-    return stack_band(stack.name, terms) if measured else None
+    """The error band of a plan, or None where no kernel of the device, nor of one with the same chip, was measured."""
+    return stack_band(stack.name, shipped_terms()) if machine.profile.compute.forward.rows else None
 
 
 def residuals_of(stack: Stack) -> Residuals:
@@ -42,3 +39,10 @@ def residuals_of(stack: Stack) -> Residuals:
 def memory_margin(stack: Stack, options: SearchOptions) -> float:
     """The share of a device that is kept free: what was asked for, or what the stack's measured runs ask for."""
     return residuals_of(stack).memory_margin if options.memory_margin is None else options.memory_margin
+
+
+def margin_text(stack: Stack) -> str:
+    """Where the default margin of a stack comes from."""
+    found, own = residuals_of(stack), shipped_terms().residuals.get(stack.name)
+    runs = f"{found.memory_rows:,} measured runs" + ("" if own and own.memory_rows >= FEWEST_ROWS else " of other stacks")
+    return f"the least; {runs} ask for no more" if found.memory_margin <= LEAST_MARGIN else f"from {runs}"

@@ -18,7 +18,7 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from planner.band import memory_margin, residuals_of
+from planner.band import margin_text, memory_margin
 from planner.plan import Objective
 from planner.request import Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
@@ -145,7 +145,7 @@ def all_assumed(question: Question, options: Options, how: SearchOptions) -> tup
     assumed = question.assumed
     if options["memory_margin"] is None and options["memory_limit"] is None:
         stack = question.training.stack
-        assumed += (f"--memory-margin {memory_margin(stack, how):g} (from {residuals_of(stack).memory_rows:,} measured runs)",)
+        assumed += (f"--memory-margin {memory_margin(stack, how):g} ({margin_text(stack)})",)
     if options["objective"] == Objective.MEMORY and options["max_slowdown"] is None:
         assumed += (f"--max-slowdown {how.max_slowdown}",)
     return assumed

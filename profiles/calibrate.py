@@ -46,7 +46,9 @@ from typing import Any
 
 import yaml
 
-from profiles.calibrate_compute import SUPERSCALER, Bench, Recipe, chip_of, compute_curves, flash1_speed, hopper_kernels, retimed_curves
+from profiles.calibrate_attention import flash1_speed, hopper_kernels
+from profiles.calibrate_bench import Bench, Recipe, chip_of
+from profiles.calibrate_compute import SUPERSCALER, compute_curves, retimed_curves
 from profiles.calibrate_links import inter, intra
 from profiles.catalog import load_cluster
 from profiles.curves import Curve, FlashCurve, MatmulCurve

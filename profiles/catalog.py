@@ -142,8 +142,12 @@ def load_stack(name_or_path: str, terms: Terms | None = None, *, without: str | 
     """
     name = name_or_path.lower().replace("_", "-")
     source: Traversable = _packaged("stacks", name) if name in stack_names() else _path_or_unknown("stack", name_or_path, stack_names())
-    stack = parse(Stack, _read_yaml(source), _where(source))
-    return (shipped_terms() if terms is None else terms).of_stack(stack, without)
+    stated = _read_yaml(source)
+    stack = parse(Stack, stated, _where(source))
+    if stack.terms_of and stack.terms_of not in stack_names():
+        raise unknown_name_error("stack", stack.terms_of, stack_names(), where=f"terms_of of {_where(source)}")
+    fitted = (shipped_terms() if terms is None else terms).of_stack(stack, without)
+    return replace(fitted, **{key: getattr(stack, key) for key in cast(Mapping[str, Any], stated)})  # what a file says itself stays
 
 
 def load_cluster(name_or_path: str, *, what: str = "cluster") -> Cluster:

@@ -123,14 +123,10 @@ class Profile:
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """A cluster and what is known of its speed: the one argument of every price.
-
-    slowdown: by what factor the device's kernels take longer in a step than alone, whatever the stack (profiles/terms.py)
-    """
+    """A cluster and what is known of its speed: the one argument of every price."""
 
     cluster: Cluster
     profile: Profile
-    slowdown: float = 1.0
 
     @functools.cached_property
     def collective_curves(self) -> Mapping[str, tuple[CollectiveCurve, ...]]:
@@ -153,7 +149,7 @@ def machine_for(cluster: Cluster, terms: Terms | None = None, *, without: str | 
     if share is not None:
         inter = profile.inter
         profile = replace(profile, inter=replace(inter, nic_share=share, point_to_point_share=min(share, inter.point_to_point_share)))
-    return Machine(cluster, profile, terms.slowdown(name, without))
+    return Machine(cluster, profile)
 
 
 @functools.cache

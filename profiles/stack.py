@@ -62,9 +62,10 @@ class Stack:
     zero_buffers                   ZeRO 1 and 2 reduce and gather through buffers of one layer, not in place
     workspace_bytes                libraries' workspaces that the allocator holds all the time (cuBLAS, Transformer Engine)
 
-    Fitted terms, with their bounds in profiles/terms.py:
+    Terms, of which the first four are fitted to measured steps (planner/validation/fit.py has their bounds):
     kernel_slowdown    by what factor kernels take longer in a step than alone: gaps, clocks, kernels that are not priced
     host_operator_s    seconds in which the host launches one operator of the graph; a layer is never faster than its operators
+    transfer_share     share of a link's bandwidth that transfers between stages reach, of what single messages reach on it
     allocator_share    what the caching allocator holds beyond what is allocated, over what is allocated
     nccl_bytes         what the communicators of one parallel axis hold outside the allocator
     """
@@ -94,7 +95,8 @@ class Stack:
     zero_buffers: bool = True
     workspace_bytes: int = 0
     kernel_slowdown: float = 1.0
-    host_operator_s: float = 50e-6
+    host_operator_s: float = 50e-6  # assumed: between the 20 us of a bare launch from Python and the 84 us fitted on vTrain's steps
+    transfer_share: float = 1.0
     allocator_share: float = 0.04  # measured reserved/allocated is 1.02-1.07 (EQUATIONS M6)
     nccl_bytes: float = 400.0 * MIB  # 0.5-2 GiB with many communicators (EQUATIONS M6); one a parallel axis, an assumption
 
@@ -104,8 +106,9 @@ class Stack:
             if getattr(self, field) not in names:
                 raise unknown_name_error(field, str(getattr(self, field)), names, where=f"stack {self.name}")
             object.__setattr__(self, field, choices(getattr(self, field)))
-        if self.kernel_slowdown < 1.0 or self.host_operator_s < 0.0:
-            raise ConfigError(f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s at least 0")
+        if self.kernel_slowdown < 1.0 or self.host_operator_s < 0.0 or not 0.0 < self.transfer_share <= 1.0:
+            raise ConfigError(
+                f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s at least 0, transfer_share in (0, 1]")
         sizes = ("logit_bytes", "attention_kv_copies", "attention_output_copies", "step_copy_bytes", "bucket_elements", "workspace_bytes",
                  "allocator_share", "nccl_bytes")
         for field in sizes:

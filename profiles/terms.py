@@ -1,4 +1,4 @@
-"""The fitted terms of stacks and devices, with their bounds, what they were fitted on, and their values without each source.
+"""The fitted terms of stacks and networks, with their bounds, what they were fitted on, and their values without each source.
 
 `profiles/data/terms.yaml` is written by `python -m planner.validation.fit` from a table of measured steps. A stack's file
 in `configs/stacks` holds what can be read in its code; this one what cannot.
@@ -45,7 +45,8 @@ class Residuals:
     """How far measurements were from predictions whose fit had not seen them (measured / predicted - 1, a fraction).
 
     time_band, memory_band   eight in ten of the rows were within +- this of their prediction
-    memory_margin            share of a device kept free so that fewer than 1 in 100 rows that ran out of memory are called fitting
+    memory_margin            share of a device that, added to the prediction, covers 99 in 100 rows, those that ran out of memory too;
+                             at least LEAST_MARGIN
     """
 
     __pydantic_config__ = _FORBID
@@ -59,16 +60,16 @@ class Residuals:
 
 EVERY_STACK = "all"  # the residuals of all rows: what holds for a stack with too few of its own
 FEWEST_ROWS = 10
+LEAST_MARGIN = 0.04  # of a device: most rows tell what is allocated, and nothing of fragmentation; assumed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Terms by stack, by device and by the name of a cluster's NIC, then by name; residuals by stack."""
+    """Terms by stack and by the name of a cluster's NIC, then by name; residuals by stack."""
 
     __pydantic_config__ = _FORBID
 
     stacks: Mapping[str, Mapping[str, Term]] = field(default_factory=dict)
-    devices: Mapping[str, Mapping[str, Term]] = field(default_factory=dict)
     links: Mapping[str, Mapping[str, Term]] = field(default_factory=dict)
     residuals: Mapping[str, Residuals] = field(default_factory=dict)
 
@@ -87,11 +88,6 @@ class Terms:
         found = self.stacks.get(stack.terms_of or stack.name, {})
         values: dict[str, Any] = {name: term.seen_without(without) for name, term in found.items()}
         return replace(stack, **values)
-
-    def slowdown(self, device_name: str, without: str | None = None) -> float:
-        """By what factor the device's kernels take longer in a step than alone; 1 where nothing was fitted."""
-        term = self.devices.get(device_name, {}).get("kernel_slowdown")
-        return 1.0 if term is None else term.seen_without(without)
 
     def nic_share(self, nic_name: str, without: str | None = None) -> float | None:
         """What share of a NIC's bandwidth NCCL reaches on that network; None where nothing was fitted."""

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from planner.band import error_band, memory_margin, stack_band
+from planner.band import error_band, margin_text, memory_margin, stack_band
 from planner.plan import Band, ErrorBand
 from planner.request import SearchOptions
 from profiles.catalog import load_cluster, load_stack
 from profiles.measured import machine_for
 from profiles.stack import Stack
-from profiles.terms import FEWEST_ROWS, Residuals, Term, Terms
+from profiles.terms import FEWEST_ROWS, Residuals, Terms
 
 EVERY = Residuals(time_rows=1000, time_band=0.1, memory_rows=300, memory_band=0.08, memory_margin=0.09)
 OWN = Residuals(time_rows=700, time_band=0.04, memory_rows=FEWEST_ROWS - 1, memory_band=0.01, memory_margin=0.01)
 LEAN = Residuals(time_rows=FEWEST_ROWS - 1, time_band=0.5, memory_rows=FEWEST_ROWS, memory_band=0.02, memory_margin=0.03)
 TERMS = Terms(
-    residuals={"all": EVERY, "mine": OWN, "lean": LEAN},
-    devices={"cpu": {"kernel_slowdown": Term(value=1.0, low=1.0, high=2.0, unit="", rows=20)}})
+    residuals={"all": EVERY, "mine": OWN, "lean": LEAN})
 
 
 @pytest.fixture(autouse=True)
 def _terms(monkeypatch):
-    monkeypatch.setattr("planner.band.shipped_terms", lambda: replace(TERMS, devices={}))
+    monkeypatch.setattr("planner.band.shipped_terms", lambda: TERMS)
 
 
 @pytest.mark.parametrize(("name", "expected"), [
@@ -46,10 +43,9 @@ def test_a_device_that_nobody_measured_has_no_band():
     assert error_band(machine_for(load_cluster("a100-80gb")), stack) == stack_band("megatron-core")
 
 
-def test_a_device_with_assumed_kernels_and_measured_steps_has_a_band(monkeypatch):
-    monkeypatch.setattr("planner.band.shipped_terms", lambda: TERMS)
-
-    assert error_band(machine_for(load_cluster("cpu")), Stack(name="mine")) == stack_band("mine")
+@pytest.mark.parametrize(("device", "known"), [("a100-40gb", True), ("h100-96gb-hbm2e", True), ("l4-24gb", False), ("rtx3090-24gb", False)])
+def test_a_device_with_the_chip_of_a_measured_one_has_a_band(device, known):
+    assert (error_band(machine_for(load_cluster(device)), Stack(name="mine")) is not None) is known
 
 
 @pytest.mark.parametrize(("asked", "name", "expected"), [
@@ -61,3 +57,11 @@ def test_a_device_with_assumed_kernels_and_measured_steps_has_a_band(monkeypatch
 ])
 def test_the_margin_is_that_of_the_measured_runs_unless_asked(asked, name, expected):
     assert memory_margin(Stack(name=name), SearchOptions(memory_margin=asked)) == expected
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("other", "from 300 measured runs of other stacks"), ("mine", "from 300 measured runs of other stacks"),
+    ("lean", "the least; 10 measured runs ask for no more"),
+])
+def test_the_margin_says_where_it_comes_from(name, text):
+    assert margin_text(Stack(name=name)) == text

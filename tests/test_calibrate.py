@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from profiles.calibrate import DATASHEETS, HOPPER_KERNELS, LIMITS, RECIPES, VARIANTS, _line, _slowed, from_datasheet, to_yaml
-from profiles.calibrate_compute import CACHE_WRITE, PUBLISHED_SEQS, Bench, _flash, _flash_price, _published_rows
+from profiles.calibrate_attention import CACHE_WRITE, PUBLISHED_SEQS, _flash, _published_rows, flash_price
+from profiles.calibrate_bench import Bench
 from profiles.calibrate_links import _curves
 from profiles.catalog import cluster_names, load_cluster
 from profiles.curves import Chip, Curve, FlashCurve, MatmulCurve, MemoryCurve, flash_attention_s, memory_bound_s, spline_s
@@ -247,7 +248,7 @@ def test_hoppers_curves_reproduce_the_published_figures_they_were_not_fitted_to(
     """FlashAttention-3 forward, causal, 2k to 16k tokens: figure 5 of arXiv 2407.08608, against a fit to inference rows."""
     device, curve = load_cluster("h100-80gb").device, shipped_profile("h100-80gb").compute.flash_forward
     chip = Chip(peak_flops_per_s=device.peak("bf16"), bytes_per_s=device.memory_bytes_per_s, num_sms=device.num_sms)
-    price = _flash_price(chip, 1.0)
+    price = flash_price(chip, 1.0)
     published = {64: (371, 420, 460, 473), 128: (521, 579, 602, 616)}
     for head_dim, bars in published.items():
         for seq, tflops in zip((2048, 4096, 8192, 16384), bars, strict=True):

@@ -18,6 +18,7 @@ from profiles.catalog import (
     cluster_names,
     load_cluster,
     load_model,
+    load_stack,
     model_names,
     with_gpus,
 )
@@ -367,6 +368,21 @@ def test_a_missing_file_is_an_error_that_names_it(load, tmp_path):
 
     with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml: No such file or directory"):
         load(str(path))
+
+
+def test_a_stack_file_keeps_what_it_states_and_takes_the_other_fitted_terms(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nterms_of: megatron-core\nkernel_slowdown: 1.5\n")
+    shipped = load_stack("megatron-core")
+
+    stack = load_stack(str(path))
+
+    assert stack.kernel_slowdown == 1.5 != shipped.kernel_slowdown
+    assert stack.host_operator_s == shipped.host_operator_s
+
+    path.write_text("name: mine\nterms_of: megatron-cor\n")
+    with pytest.raises(ConfigError, match=r"unknown stack 'megatron-cor' in terms_of of .*mine.yaml"):
+        load_stack(str(path))
 
 
 def test_a_broken_packaged_file_is_named_by_its_place_in_the_package(monkeypatch):

@@ -18,11 +18,12 @@ from click.testing import CliRunner, Result
 import cli
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
+from planner.band import margin_text
 from planner.plan import Objective, Status, read
 from planner.report.text import band_text
 from planner.request import SolverName
 from planner.stage_ilp import Master
-from profiles.catalog import stack_names
+from profiles.catalog import load_stack, stack_names
 from profiles.spec import Precision
 from profiles.stack import AttentionKernel, Stack
 from profiles.terms import shipped_terms
@@ -89,7 +90,7 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
     assert assumed(*TINY) == (
         "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), --precision bf16, "
         "--stack megatron-core, --attention flash (the stack's), "
-        f"--memory-margin {residuals.memory_margin:g} (from {residuals.memory_rows:,} measured runs)")
+        f"--memory-margin {residuals.memory_margin:g} ({margin_text(load_stack('megatron-core'))})")
     assert assumed(*TINY, "--precision", "fp32", "--memory-limit", "3GiB", "--global-batch-size", "8", "--objective", "memory") == (
         "--gpus-per-node 2, --seq-length 64 (the model's), --stack megatron-core, --attention flash (the stack's), --max-slowdown 0.1")
     assert assumed(*TINY, "--stack", "nanotron", "--attention", "unfused", "--memory-margin", "0", "--precision", "bf16") == (
@@ -276,7 +277,7 @@ def test_models_and_clusters_are_listed():
 def test_stacks_are_listed():
     stacks = succeed("stacks").stdout
 
-    assert re.search(r"^megatron-core +flash \(cudnn\) +gradients, tensor ", stacks, re.MULTILINE)
+    assert re.search(r"^megatron-core +flash \(cudnn\) .* dp, tp, pp$", stacks, re.MULTILINE)
     assert {row["name"] for row in json.loads(succeed("stacks", "--json").stdout)} == set(stack_names())
 
 

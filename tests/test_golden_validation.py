@@ -11,7 +11,7 @@ from planner.validation.score import error_table
 from planner.validation.table import price_table, read_table
 
 GOLDEN = Path(__file__).parent / "golden" / "validation.json"
-ERRORS = ("mape_time", "bias_time", "mape_memory")
+ERRORS = ("mape_time", "median_time", "bias_time", "regret_at_1", "mape_memory", "bias_memory")
 TOLERANCE = 0.002  # of an error, absolute
 ROUNDING = 0.0002  # of tau
 REFRESH = "a change that is meant: pytest tests/test_golden_validation.py --update-golden, and say the numbers before and after"
@@ -48,11 +48,14 @@ def test_no_source_got_worse(update_golden):
     assert not lines, "\n".join((*lines, REFRESH))
 
 
-SOURCE = {"mape_time": 0.05, "bias_time": -0.03, "mape_memory": None, "kendall_tau": 0.9, "priced": 10}
+SOURCE = {
+    "mape_time": 0.05, "median_time": 0.04, "bias_time": -0.03, "regret_at_1": 0.0, "mape_memory": None, "bias_memory": None,
+    "kendall_tau": 0.9, "priced": 10}
 
 
 @pytest.mark.parametrize(("change", "line"), [
     pytest.param({"mape_time": 0.0521}, "made: mape_time 0.05 -> 0.0521", id="time"),
+    pytest.param({"regret_at_1": 0.01}, "made: regret_at_1 0.0 -> 0.01", id="regret"),
     pytest.param({"mape_time": None}, "made: mape_time 0.05 -> None", id="no-time"),
     pytest.param({"bias_time": 0.04}, "made: bias_time -0.03 -> 0.04", id="bias-of-the-other-sign"),
     pytest.param({"kendall_tau": 0.89}, "made: kendall_tau 0.9 -> 0.89", id="tau"),

@@ -57,6 +57,11 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
     pytest.param({"experts": "8"}, "mixture of experts", id="experts"),
     pytest.param({"cp": "2"}, "context parallelism", id="context-parallel"),
     pytest.param({"gpu": "tpu-v5"}, "no device profile for tpu-v5", id="device"),
+    pytest.param({"gpu": "l40s-48g"}, "no device profile for l40s-48g", id="a-name-that-begins-alike"),
+    pytest.param({"gpu": "h100-80gb-pcie"}, "no device profile for h100-80gb-pcie", id="the-slower-card"),
+    pytest.param({"vocab": ""}, "vocab is not stated", id="no-vocabulary"),
+    pytest.param({"dtype": ""}, "dtype is not stated", id="no-precision"),
+    pytest.param({"sequence_parallel": "yes"}, "sequence_parallel is neither true nor false", id="no-truth-value"),
     pytest.param({"dtype": "int8"}, "precision 'int8'", id="precision"),
     pytest.param({"recompute": "block 3 layers"}, "recompute 'block 3 layers'", id="recompute"),
     pytest.param({"dp": "8"}, "dp x tp x pp is not the number of GPUs", id="mesh"),
@@ -69,6 +74,15 @@ def test_a_row_outside_what_can_be_priced_has_its_reason(change, reason):
     assert priced.reason == reason
     assert (priced.predicted_s, priced.error, priced.memory_error) == (None, None, None)
     assert (priced.id, priced.source) == ("made-1", "made")
+
+
+@pytest.mark.parametrize(("change", "same"), [
+    pytest.param({"sequence_parallel": "True", "gated_ffn": "FALSE"}, {}, id="as-pandas-writes-it"),
+    pytest.param({"vpp": "0"}, {"vpp": "1"}, id="no-virtual-stages"),
+    pytest.param({"gpu": "a100-80gb-pcie"}, {"gpu": "a100-80g-pcie"}, id="gb-for-g"),
+])
+def test_other_spellings_of_a_cell_are_priced_the_same(change, same):
+    assert price_row({**ROW, **change}).predicted_s == price_row({**ROW, **same}).predicted_s > 0
 
 
 def test_a_pipeline_that_never_fills_is_priced_as_gpipe():

@@ -219,7 +219,7 @@ def test_stacks_are_listed_with_their_fitted_terms_and_bands(monkeypatch):
     text = out.file.getvalue()
     assert re.search(r"^nanotron +flash \(flash2\) +4\.1 % \(33\) +8\.0 % \(all 56\) +1\.08 x 50 us +-$", text, re.MULTILINE)
     assert re.search(r"^megatron-core .* 10\.0 % \(all 1,234\) .* 1 x 50 us +dp, tp, pp$", text, re.MULTILINE)
-    assert re.search(r"^megatron-deepspeed +unfused .* tp$", text, re.MULTILINE)
+    assert re.search(r"^internevo +flash \(flash2\) .* dp, tp$", text, re.MULTILINE)
     assert max(map(len, text.splitlines())) <= FIXED_WIDTH
 
 

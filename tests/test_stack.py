@@ -17,7 +17,7 @@ from costmodels.step import transfer_time
 from costmodels.strategy import Frame
 from profiles.catalog import load_cluster, load_model, load_stack, stack_names, with_gpus
 from profiles.errors import ConfigError
-from profiles.measured import FlashSpeed, Machine, machine_for
+from profiles.measured import FlashSpeed, machine_for
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
 from profiles.stack import NEUTRAL, FlashKernel, Stack
@@ -61,12 +61,11 @@ def test_an_unknown_stack_suggests_the_nearest():
     assert error.value.hint == "did you mean 'megatron-core'?"
 
 
-def test_kernels_take_longer_by_the_factors_of_stack_and_device_and_communication_does_not():
-    alone = block_time()
-    slower = block_time(replace(NO_HOST, kernel_slowdown=1.2), machine=Machine(CLUSTER, MACHINE.profile, slowdown=1.5))
+def test_kernels_take_longer_by_the_factor_of_the_stack_and_communication_does_not():
+    alone, slower = block_time(), block_time(replace(NO_HOST, kernel_slowdown=1.2))
 
-    assert slower.forward.value_s == pytest.approx(1.8 * alone.forward.value_s)
-    assert slower.backward.value_s == pytest.approx(1.8 * alone.backward.value_s)
+    assert slower.forward.value_s == pytest.approx(1.2 * alone.forward.value_s)
+    assert slower.backward.value_s == pytest.approx(1.2 * alone.backward.value_s)
     assert slower.tp_forward == alone.tp_forward
 
 
@@ -135,6 +134,12 @@ def test_partitioned_transfers_send_a_part_a_rank_and_gather_it_inside_the_node(
 
     assert parted - gathered == pytest.approx(whole / 8, rel=0.01)
     assert transfer(NO_HOST, sequence_parallel=True) == pytest.approx(parted - gathered)  # already a part, nothing to gather
+
+
+def test_a_stack_whose_transfers_reach_a_share_of_the_link_takes_as_much_longer():
+    whole = transfer(NO_HOST, crosses_nodes=False)
+
+    assert transfer(replace(NO_HOST, transfer_share=0.02), crosses_nodes=False) == pytest.approx(50 * whole, rel=0.05)
 
 
 def test_an_older_attention_kernel_is_as_much_slower_as_the_device_says_and_an_unknown_one_is_not():
@@ -211,16 +216,15 @@ def test_a_networks_fitted_share_replaces_that_of_its_device():
 
 
 def test_a_source_that_is_held_out_reads_the_terms_of_the_fit_without_it():
-    terms = Terms(stacks={"neutral": {"kernel_slowdown": term(1.1)}}, devices={"a100-80gb": {"kernel_slowdown": term(1.2)}})
+    terms = Terms(stacks={"neutral": {"kernel_slowdown": term(1.1)}})
 
     assert terms.of_stack(NEUTRAL).kernel_slowdown == 1.1
     assert terms.of_stack(NEUTRAL, "held").kernel_slowdown == 2.2
     assert terms.of_stack(NEUTRAL, "another").kernel_slowdown == 1.1
-    assert machine_for(CLUSTER, terms).slowdown == 1.2
-    assert machine_for(CLUSTER, terms, without="held").slowdown == 2.4
 
 
-@pytest.mark.parametrize("field", [{"kernel_slowdown": 0.5}, {"host_operator_s": -1.0}, {"attention": "flush"}, {"flash_kernel": "flash9"}])
+@pytest.mark.parametrize("field", [
+    {"kernel_slowdown": 0.5}, {"host_operator_s": -1.0}, {"transfer_share": 0.0}, {"attention": "flush"}, {"flash_kernel": "flash9"}])
 def test_a_stack_with_an_impossible_term_is_an_error(field):
     with pytest.raises(ConfigError):
         Stack(**field)

@@ -108,7 +108,7 @@ def stack_rows() -> list[dict[str, Any]]:
         stack, band = load_stack(name, terms), stack_band(name, terms)
         fitted = {term: {
             "value": found.value, "low": found.low, "high": found.high, "unit": found.unit, "rows": found.rows,
-        } for term, found in terms.stacks.get(name, {}).items()}
+        } for term, found in terms.stacks.get(stack.terms_of or name, {}).items()}
         rows.append({
             **document(stack), "terms": fitted, "time_band": document(band.time), "memory_band": document(band.memory),
             "memory_margin": terms.residuals_of(name).memory_margin})

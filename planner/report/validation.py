@@ -16,7 +16,7 @@ from planner.validation.score import GridScore, SourceScore, grid_scores, score,
 
 NOTES = (  # title of a group of columns, what it means
     ("step time", "time: the published step time, or what follows from the published tokens/s or TFLOP/s"),
-    ("ranking", "ranking: inside each grid of at least 3 configurations of one model, GPUs, batch and sequence; @1: how much slower than "
+    ("ranking", "ranking: inside each grid of at least 3 configurations of one model, GPUs and tokens in a step; @1: how much slower than "
      "the best is the one predicted fastest (regret), @3: the best of the three predicted fastest"),
     ("memory", "memory: what the source measured, mostly the allocator's peak of the fullest GPU"),
     ("out of memory", "out of memory: found, of the rows that ran out those predicted not to fit; right, of those predicted not to fit "

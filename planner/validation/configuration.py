@@ -25,12 +25,13 @@ from profiles.terms import Terms, shipped_terms
 
 Row = Mapping[str, str]
 
-DEVICES = {  # how a gpu cell begins -> the cluster file
+DEVICES = {  # how a gpu cell begins, up to the end of a word -> the cluster file
     "a100-80g-pcie": "a100-80gb-pcie", "a100-40g-pcie": "a100-40gb-pcie", "a100-80g": "a100-80gb", "a100-40g": "a100-40gb",
     "a100-sxm": "a100-80gb", "a800-80g": "a800-80gb", "h100-80g": "h100-80gb", "h100-96g": "h100-96gb-hbm2e", "h200-141g": "h200-141gb",
     "gh200-96g": "gh200-96gb", "b200": "b200-180gb", "gb200": "gb200-186gb", "v100-32g": "v100-32gb", "v100-16g": "v100-16gb",
     "rtx3090": "rtx3090-24gb", "a10g": "a10g-24gb", "l4": "l4-24gb",
 }
+PCIE_IS_ANOTHER = ("v100", "a100", "a800", "h100", "h200")  # devices whose PCIe card is slower than the one of `DEVICES`
 STACKS = (  # what a framework cell contains, first match first -> the stack
     (r"Megatron-LM v[12]\.|Megatron-LM \(2020\)", "megatron-lm-2020"),
     (r"Megatron-LM \((\w+ )?2021\)", "megatron-lm-2021"),
@@ -61,16 +62,17 @@ RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
 }
 # What a framework calls selective. torchtitan: every second product and all that is cheap runs again, attention stays; half of
 # the blocks selective and half full keep the same bytes within a tenth. fms-fsdp: one block in k; its published HFU / MFU of
-# 1.35 says that nearly all blocks run again.
+# 1.35 on A100 and 1.29 on H100 (4/3 at most) says that nearly all blocks run again.
 SELECTIVE_OF = {"torchtitan": "selective op", "torchtitan-2024": "selective op", "fsdp1": "selective blocks"}
 KERNELS = {"sdpa": "flash2", "te": "cudnn"}  # what a note calls a kernel -> the kernel
 FOLDS = {"vtrain": "hidden", "mpt": "hidden", "nanotron": "n_gpus", "titan": "n_gpus", "internevo": "n_gpus"}
 DROPOUT = 0.1  # of GPT recipes before 2022, and Megatron's default, which its release tests keep; BLOOM was trained without
 NOT_DECODERS = ("bert", "t5", "multimodal", "mimo", "hybrid", "vit")  # how a model cell begins
-RELEASE_TEST_VOCAB = 50257  # of the tokenizer that Megatron's release tests take by default
+RELEASE_TEST_VOCAB = 50257  # of the tokenizer of Megatron's GPT release tests that name none (GPT2BPETokenizer)
 FUSED_LOSS_LOGIT_BYTES = 10  # Megatron's fused cross entropy keeps fp32 logits beside their gradient
 # Blocks on the last stage of the vocabulary-parallel fork's `redis` (sail-sg/VocabularyParallelism artifact/exp_one_host.csv).
 LAST_STAGE_OF_REDIS = {32000: 4, 64000: 3, 128000: 2, 256000: 0}
+INTERLEAVING_STACKS = ("megatron-lm-2021", "megatron-lm-2022", "megatron-core", "nemo")
 OPEN_MICRO_BATCHES = (1, 2, 4, 8, 16)
 
 
@@ -154,7 +156,7 @@ def configuration_of(row: Row, terms: Terms | None = None, *, without: str | Non
     """The configuration that the row states, under the shipped terms or others. Raises UnpricedError, ConfigError."""
     _refuse(row)
     row = _completed(row)
-    missing = [name for name in NEEDED if not row.get(name)]
+    missing = [name for name in (*NEEDED, "vocab", "dtype") if not row.get(name)]
     if missing:
         raise UnpricedError(f"{missing[0]} is not stated")
     terms = shipped_terms() if terms is None else terms
@@ -165,7 +167,7 @@ def configuration_of(row: Row, terms: Terms | None = None, *, without: str | Non
         raise UnpricedError("dp x tp x pp is not the number of GPUs")
     return Configuration(
         model=model, cluster=cluster, blocks=_blocks(row, model, mesh), training=_training(row, stack), mesh=mesh,
-        sequence_parallel=row["sequence_parallel"] == "true" and mesh.tp > 1, zero=_whole(row, "zero_stage", 0),
+        sequence_parallel=_true(row, "sequence_parallel") and mesh.tp > 1, zero=_whole(row, "zero_stage", 0),
         micro_batches=_micro_batches(row, mesh), virtual_stages=_virtual_stages(row, mesh, stack), recompute=_recompute(row, stack))
 
 
@@ -227,7 +229,7 @@ def _stack(row: Row, stack: Stack) -> Stack:
 
 
 def _model(row: Row, stack: Stack) -> ModelSpec:
-    gated, heads, hidden = row["gated_ffn"] == "true", _whole(row, "heads"), _whole(row, "hidden")
+    gated, heads, hidden = _true(row, "gated_ffn"), _whole(row, "heads"), _whole(row, "hidden")
     old = stack.attention is AttentionKernel.UNFUSED and source_of(row) != "bloom"
     dropout = DROPOUT if old or "Megatron-LM CI" in row["framework"] else 0.0
     return ModelSpec(
@@ -260,7 +262,7 @@ def _blocks(row: Row, model: ModelSpec, mesh: Mesh) -> tuple[int, ...] | None:
 
 
 def _cluster(row: Row) -> Cluster:
-    name = next((ours for theirs, ours in DEVICES.items() if row["gpu"].startswith(theirs)), None)
+    name = _device(row["gpu"])
     if name is None:
         raise UnpricedError(f"no device profile for {row['gpu'] or 'an unnamed GPU'}")
     cluster = _packaged_cluster(name)
@@ -274,6 +276,15 @@ def _cluster(row: Row) -> Cluster:
         cluster = replace(cluster, nics_per_node=nics, nic=replace(cluster.nic, bytes_per_s=int(network[2]) * 1e9 / 8))
     kind = next((ours for theirs, ours in NETWORKS.items() if theirs in row["interconnect"].lower()), None)
     return replace(cluster, nic=replace(cluster.nic, name=kind)) if kind else cluster
+
+
+def _device(gpu: str) -> str | None:
+    """The cluster file of a gpu cell, never that of a device whose name only begins alike: an L40S is no L4."""
+    gpu = re.sub(r"(\d)gb\b", r"\1g", gpu.lower())
+    name = next((ours for theirs, ours in DEVICES.items() if re.match(rf"{theirs}(?![a-z0-9])", gpu)), None)
+    if name and "pcie" in gpu and "pcie" not in name and name.startswith(PCIE_IS_ANOTHER):
+        return None
+    return name
 
 
 def _training(row: Row, stack: Stack) -> TrainingSpec:
@@ -306,8 +317,8 @@ def _micro_batches(row: Row, mesh: Mesh) -> tuple[int, ...]:
 
 def _virtual_stages(row: Row, mesh: Mesh, stack: Stack) -> tuple[int, ...]:
     """Open only where the framework interleaves and nothing else of the pipeline is stated."""
-    if row["vpp"] or mesh.pp == 1 or row["micro_batch"] or not stack.name.startswith(("megatron-lm-202", "megatron-core", "nemo")):
-        return (_whole(row, "vpp", 1),)
+    if row["vpp"] or mesh.pp == 1 or row["micro_batch"] or stack.name not in INTERLEAVING_STACKS:
+        return (max(1, _whole(row, "vpp", 1)),)  # some write 0 for no interleaving
     per_rank = _whole(row, "layers") // mesh.pp
     return tuple(count for count in range(1, per_rank + 1) if per_rank % count == 0)
 
@@ -319,6 +330,13 @@ def _recompute(row: Row, stack: Stack) -> tuple[tuple[Recompute, ...], ...]:
     if cell not in RECOMPUTE:
         raise UnpricedError(f"recompute {cell!r}")
     return (RECOMPUTE[cell],)
+
+
+def _true(row: Row, name: str) -> bool:
+    """Whether a cell says true; an empty one does not. Raises UnpricedError."""
+    if row[name].lower() not in ("", "true", "false"):
+        raise UnpricedError(f"{name} is neither true nor false")
+    return row[name].lower() == "true"
 
 
 def _whole(row: Row, name: str, default: int | None = None) -> int:

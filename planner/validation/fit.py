@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from planner.validation.configuration import Row, configuration_of, experiment_of, stack_name
+from planner.validation.memory_kind import Figure, figure_of
 from planner.validation.priced import Priced, price_row
 from planner.validation.table import read_table
 from profiles.catalog import load_stack, stack_names
 from profiles.errors import ConfigError
 from profiles.schema import document
 from profiles.stack import NEUTRAL
-from profiles.terms import EVERY_STACK, Residuals, Term, Terms, shipped_terms
+from profiles.terms import EVERY_STACK, LEAST_MARGIN, Residuals, Term, Terms, shipped_terms
 
 ROWS_OF_EXPERIMENT = 24  # evenly spaced over the rows of an experiment
 SWEEPS = 2
@@ -36,7 +37,6 @@ PRICE_OF_TERMS = 0.01
 BAND_SHARE = 0.8  # eight rows in ten lie within a band
 MARGIN_SHARE = 0.99  # of the rows, those that ran out of memory too, needed no more than predicted and the margin
 TOY_SHARE = 0.1  # of a device: runs that hold less say little of one that fills it
-LEAST_MARGIN = 0.04  # most rows tell what is allocated, and nothing of fragmentation; assumed
 WORST = 1.5  # an error counts as at most this, in log: rows of a broken run pull no term
 
 
@@ -54,6 +54,10 @@ STACK_TERMS = {
     "kernel_slowdown": Bounds(1.0, 1.6, "factor", 1.0),
     "host_operator_s": Bounds(10e-6, 300e-6, "s", NEUTRAL.host_operator_s),
 }
+OWN_TERMS = {  # of the one stack whose rows show them
+    "nanotron-2024": {"transfer_share": Bounds(0.005, 1.0, "share", 1.0)},
+}
+MEMORY_TERMS = {"allocator_share": Bounds(0.005, 0.25, "share", NEUTRAL.allocator_share)}  # of stacks with rows of a whole device
 LINK_TERMS = {  # a share of a NIC's bandwidth; Omni-Path's before any step: the median of three all-reduces on 4 and 16 nodes
     "omni-path": Bounds(0.05, 0.95, "share", 0.14),  # (bigscience-workshop/bigscience experiments/bandwidth)
     "roce": Bounds(0.05, 0.95, "share", 0.9),
@@ -68,7 +72,7 @@ Values = Mapping[Key, float]
 
 def bounds_of(key: Key) -> Bounds:
     """The bounds of a term."""
-    return LINK_TERMS[key[1]] if key[0] == "links" else STACK_TERMS[key[2]]
+    return LINK_TERMS[key[1]] if key[0] == "links" else (STACK_TERMS | MEMORY_TERMS | OWN_TERMS.get(key[1], {}))[key[2]]
 
 
 def terms_of(values: Values) -> Terms:
@@ -88,7 +92,8 @@ class Fit:
         self.keys: dict[str, set[Key]] = {}  # of an experiment
         for row in rows:
             priced = price_row(row, held_out=False)
-            if priced.error is not None and not priced.assumed and DETERMINISTIC not in row["notes"]:
+            measured = priced.error is not None or _memory_error(row, priced) is not None
+            if measured and not priced.assumed and DETERMINISTIC not in row["notes"]:
                 self.rows.setdefault(experiment_of(row), []).append(row)
                 self.keys.setdefault(experiment_of(row), set()).update(_keys(row))
         self.rows = {name: _spaced(found, ROWS_OF_EXPERIMENT) for name, found in sorted(self.rows.items())}
@@ -100,7 +105,7 @@ class Fit:
         return tuple(name for name in self.rows if key in self.keys[name] and name != without)
 
     def loss(self, experiments: Iterable[str], values: Values) -> float:
-        """The mean over experiments of the mean |log(predicted / measured)| of their rows, and what is paid for terms.
+        """The mean over experiments of the mean |log(predicted / measured)| of their times and memories, and what terms cost.
 
         A factor e away from its neutral value costs as much as 1 % of error: a term that rows do not need stays neutral.
         """
@@ -111,8 +116,10 @@ class Fit:
         own = tuple(sorted((key, values[key]) for key in self.keys[experiment]))
         if (experiment, own) not in self._losses:
             terms = terms_of(values)
-            errors = [_log_error(price_row(row, terms, held_out=False)) for row in self.rows[experiment]]
-            self._losses[experiment, own] = statistics.fmean(errors)
+            priced = [(row, price_row(row, terms, held_out=False)) for row in self.rows[experiment]]
+            times = [_log(one.error) for _, one in priced if one.error is not None]
+            memories = [_log(error) for row, one in priced if (error := _memory_error(row, one)) is not None]
+            self._losses[experiment, own] = sum(statistics.fmean(errors) for errors in (times, memories) if errors)
         return self._losses[experiment, own]
 
     def fitted(self, start: Values, keys: Sequence[Key], without: str | None = None) -> dict[Key, float]:
@@ -142,8 +149,20 @@ class Fit:
 def _keys(row: Row) -> set[Key]:
     configuration = configuration_of(row)
     nic, stack = configuration.cluster.nic.name, configuration.training.stack
-    found: set[Key] = {("stacks", stack.terms_of or stack.name, term) for term in STACK_TERMS}
+    name = stack.terms_of or stack.name
+    found: set[Key] = {("stacks", name, term) for term in STACK_TERMS | OWN_TERMS.get(name, {})}
+    if _counts_the_allocator(row):
+        found |= {("stacks", name, term) for term in MEMORY_TERMS}
     return found | ({("links", nic, NIC_SHARE)} if nic in LINK_TERMS else set())
+
+
+def _counts_the_allocator(row: Row) -> bool:
+    return bool(row["peak_memory_gib"]) and figure_of(row["memory_kind"]) is not Figure.ALLOCATED
+
+
+def _memory_error(row: Row, priced: Priced) -> float | None:
+    """The error of a memory figure that a term of memory has a part in."""
+    return priced.memory_error if _counts_the_allocator(row) else None
 
 
 def _spaced(rows: Sequence[Row], count: int) -> list[Row]:
@@ -152,10 +171,9 @@ def _spaced(rows: Sequence[Row], count: int) -> list[Row]:
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
-def _log_error(priced: Priced) -> float:
-    if not priced.predicted_s or not priced.measured_s:
-        return WORST
-    return min(abs(math.log(priced.predicted_s / priced.measured_s)), WORST)
+def _log(error: float) -> float:
+    """|log(predicted / measured)| of a relative error, at most `WORST`."""
+    return min(abs(math.log1p(error)), WORST)
 
 
 def _rounded(value: float) -> float:

@@ -10,7 +10,7 @@ from profiles.terms import shipped_terms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedTerm:
-    """One fitted value of one software stack, device or network (`stack` names it).
+    """One fitted value of one software stack or network (`stack` names it).
 
     low, high: the bounds it was kept in, in `unit`; fitted_on: the sources whose rows the fit saw; rows: how many;
     without: the value when all rows of one source are left out, by source
@@ -28,11 +28,11 @@ class FittedTerm:
 
 
 def fitted_terms() -> list[FittedTerm]:
-    """Every fitted term that the shipped prices use: of stacks, devices and networks."""
+    """Every fitted term that the shipped prices use: of stacks and networks."""
     terms = shipped_terms()
     return [
         FittedTerm(
             stack=name, term=term, unit=one.unit, value=one.value, low=one.low, high=one.high, fitted_on=one.fitted_on, rows=one.rows,
             without=one.without)
-        for group in (terms.stacks, terms.devices, terms.links) for name, found in group.items() for term, one in found.items()
+        for group in (terms.stacks, terms.links) for name, found in group.items() for term, one in found.items()
     ]

@@ -12,7 +12,7 @@ from planner.validation.configuration import NEEDED, Row, source_of
 from planner.validation.priced import SHIPPED, Priced, price_row, read_rows
 from profiles.errors import ConfigError, unknown_name_error
 
-_COUNTS = (*(name for name in NEEDED if name != "recompute"), "micro_batch", "gpus_per_node", "kv_heads", "head_dim", "vocab_multiple")
+_COUNTS = (*NEEDED, "vocab", "micro_batch", "gpus_per_node", "kv_heads", "head_dim", "vocab_multiple")
 _COUNTS_OR_NONE = ("vpp", "cp", "ep", "experts", "zero_stage")  # where some write 0 for what was not used
 _MEASURED = ("step_time_s", "derived_step_time_s", "peak_memory_gib")
 _MOST_DIGITS = 9  # of a count
