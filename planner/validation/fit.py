@@ -4,7 +4,7 @@ Every term is one number with physical bounds, of a software stack or of a netwo
 term after another, so that the mean of |log(predicted / measured)| over the experiments that ran it is least; an experiment
 counts once, however many rows it has. Then the same is done without each experiment in turn: those values price its own rows
 in `plan validate`, so that no figure is of rows that its fit saw. A stack whose only experiment is left out falls back to
-the median of the other stacks. Same table, same bytes.
+the median slowdown of the other stacks and to neutral terms. Same table, same bytes.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Bounds:
     neutral: float
 
 
+SLOWDOWN = "kernel_slowdown"
 STACK_TERMS = {
-    "kernel_slowdown": Bounds(1.0, 1.6, "factor", 1.0),
+    SLOWDOWN: Bounds(1.0, 1.6, "factor", 1.0),
     "host_operator_s": Bounds(10e-6, 300e-6, "s", NEUTRAL.host_operator_s),
 }
 OWN_TERMS = {  # of the one stack whose rows show them
@@ -181,9 +182,9 @@ def _rounded(value: float) -> float:
 
 
 def _fallback(key: Key, values: Values, fit: Fit, without: str) -> float:
-    """What a term is when its only experiment is left out: the median of the same term of the other stacks."""
-    others = [value for other, value in values.items() if other[0] == key[0] and other[2] == key[2] and fit.experiments(other, without)]
-    return _rounded(statistics.median(others)) if others and key[0] == "stacks" else bounds_of(key).neutral
+    """What a term is when its only experiment is left out: how slow kernels are on the other stacks, or neutral."""
+    others = [value for other, value in values.items() if other[2] == key[2] == SLOWDOWN and fit.experiments(other, without)]
+    return _rounded(statistics.median(others)) if others else bounds_of(key).neutral
 
 
 def fit_terms(rows: Sequence[Row]) -> Terms:
