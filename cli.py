@@ -35,6 +35,8 @@ _asked = together(
     option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
     option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
     option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of weights and activations. [default: bf16]"),
+    option(WHAT, "--gradient-precision", type=click.Choice(PRECISIONS),
+            help="What gradients accumulate and are reduced in. [default: fp32]"),
     option(WHAT, "--fp8", is_flag=True, help="Run the products of the blocks in fp8."),
     option(WHAT, "--stack", metavar="NAME|FILE",
             help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core]"),

@@ -47,6 +47,7 @@ class Asked:
     global_batch_size: int | None = None
     seq_length: int | None = None
     precision: str | None = None
+    gradient_precision: str | None = None
     fp8: bool = False
     stack: str | None = None
     attention: str | None = None
@@ -107,11 +108,13 @@ def _training(asked: Asked, entry: ModelEntry) -> tuple[TrainingSpec, tuple[str,
     training = TrainingSpec(
         global_batch_size=entry.global_batch_size if asked.global_batch_size is None else asked.global_batch_size,
         seq_length=entry.seq_length if asked.seq_length is None else asked.seq_length,
-        precision=Precision(asked.precision or Precision.BF16), attention=AttentionKernel(asked.attention or stack.attention),
+        precision=Precision(asked.precision or Precision.BF16), gradient_precision=Precision(asked.gradient_precision or Precision.FP32),
+        attention=AttentionKernel(asked.attention or stack.attention),
         overlap_grad_reduce=stack.overlap_grad_reduce, fp8_matmuls=asked.fp8, stack=stack)
     taken = {
         "global_batch_size": f"{training.global_batch_size} (the model's)", "seq_length": f"{training.seq_length} (the model's)",
-        "precision": training.precision, "stack": stack.name, "attention": f"{training.attention} (the stack's)"}
+        "precision": training.precision, "gradient_precision": training.gradient_precision, "stack": stack.name,
+        "attention": f"{training.attention} (the stack's)"}
     return training, tuple(
         f"--{name.replace('_', '-')} {value}" for name, value in taken.items() if getattr(asked, name) is None)
 

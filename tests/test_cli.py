@@ -89,12 +89,13 @@ def test_every_default_that_was_taken_is_printed_and_no_other():
     residuals = shipped_terms().residuals_of("megatron-core")
     assert assumed(*TINY) == (
         "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), --precision bf16, "
-        "--stack megatron-core, --attention flash (the stack's), "
+        "--gradient-precision fp32, --stack megatron-core, --attention flash (the stack's), "
         f"--memory-margin {residuals.memory_margin:g} ({margin_text(load_stack('megatron-core'))})")
     assert assumed(*TINY, "--precision", "fp32", "--memory-limit", "3GiB", "--global-batch-size", "8", "--objective", "memory") == (
-        "--gpus-per-node 2, --seq-length 64 (the model's), --stack megatron-core, --attention flash (the stack's), --max-slowdown 0.1")
+        "--gpus-per-node 2, --seq-length 64 (the model's), --gradient-precision fp32, --stack megatron-core, "
+        "--attention flash (the stack's), --max-slowdown 0.1")
     assert assumed(*TINY, "--stack", "nanotron", "--attention", "unfused", "--memory-margin", "0", "--precision", "bf16") == (
-        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's)")
+        "--gpus-per-node 2, --global-batch-size 16 (the model's), --seq-length 64 (the model's), --gradient-precision fp32")
 
 
 def test_a_model_on_one_node_is_run_without_nnodes():
@@ -470,3 +471,10 @@ def test_fp8_products_are_in_the_plan_and_a_device_without_them_is_an_error():
     assert "bf16 with fp8 products" in succeed("show", "plan.yaml").stdout
 
     assert "a100-80gb has no fp8 arithmetic" in fail(2, "--model", "gpt-1.5b", "--gpus", "8", "--fp8")
+
+
+def test_gradients_in_16_bits_are_asked_for_and_need_less_memory():
+    def gradients_gib(*more):
+        return read(plan_file("--model", "gpt-1.5b", "--gpus", "8", "--dp", "8", "--zero", "0", *more)).predicted.memory_gib[0].gradients
+
+    assert gradients_gib("--gradient-precision", "bf16") == pytest.approx(gradients_gib() / 2, rel=0.01)
