@@ -51,7 +51,6 @@ def test_a_row_is_priced_as_estimate_prices_its_configuration():
 
 @pytest.mark.parametrize(("change", "reason"), [
     pytest.param({"layers": ""}, "layers is not stated", id="missing"),
-    pytest.param({"framework": "mine"}, "no stack for mine", id="stack"),
     pytest.param({"run_type": "LoRA"}, "LoRA", id="lora"),
     pytest.param({"interconnect": "8x 0 Gb/s"}, "interconnect is 0 Gb/s", id="network"),
     pytest.param({"experts": "8"}, "mixture of experts", id="experts"),
@@ -242,3 +241,14 @@ def test_a_fused_cross_entropy_is_noted():
 
 def test_the_time_of_a_toy_model_is_not_compared():
     assert price_row({**ROW, "notes": "small models are launch-bound: use for MEMORY, not time"}).measured_s is None
+
+
+def test_a_framework_that_no_stack_describes_is_priced_as_plain_pytorch_and_said_to_be_assumed():
+    unknown = price_row({**ROW, "framework": "mine"})
+
+    assert unknown.assumed == ("framework",)
+    assert unknown.predicted_s == price_row({**ROW, "framework": "torchtitan 820504e"}).predicted_s
+
+
+def test_a_precision_may_be_written_out():
+    assert configuration_of({**FULL, "dtype": "BFloat16"}).training.precision is Precision.BF16

@@ -37,6 +37,7 @@ from planner.validation.frameworks import (
     RELEASE_TEST_VOCAB,
     SELECTIVE_OF,
     STACKS,
+    UNKNOWN_STACK,
 )
 from profiles.catalog import load_cluster, load_stack, with_gpus
 from profiles.hardware import Cluster
@@ -78,13 +79,15 @@ class Configuration:
     micro_batches: tuple[int, ...]
     virtual_stages: tuple[int, ...]
     recompute: tuple[tuple[Recompute, ...], ...]  # choices; each the levels that blocks take in turn
+    known_framework: bool = True
     blocks: tuple[int, ...] | None = None  # of each pipeline rank, where the framework does not divide them evenly
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """The settings that the row leaves open."""
+        """The settings that the row leaves open, and `framework` where no stack describes it."""
         open_ = {"micro_batch": self.micro_batches, "vpp": self.virtual_stages, "recompute": self.recompute}
-        return tuple(name for name, choices in open_.items() if len(choices) > 1)
+        left = tuple(name for name, choices in open_.items() if len(choices) > 1)
+        return left if self.known_framework else ("framework", *left)
 
     def frame(self, micro_batch: int, virtual_stages: int) -> Frame:
         """The frame of one of the choices."""
@@ -114,11 +117,8 @@ def experiment_of(row: Row) -> str:
 
 
 def stack_name(row: Row) -> str:
-    """The stack of the row's framework. Raises UnpricedError for one that no stack describes."""
-    name = next((stack for pattern, stack in STACKS if re.search(pattern, row["framework"])), None)
-    if name is None:
-        raise UnpricedError(f"no stack for {row['framework'] or 'an unnamed framework'}")
-    return name
+    """The stack of the row's framework; plain PyTorch's parts for one that no stack describes."""
+    return next((stack for pattern, stack in STACKS if re.search(pattern, row["framework"])), UNKNOWN_STACK)
 
 
 def configuration_of(row: Row, terms: Terms | None = None, *, without: str | None = None) -> Configuration:
@@ -137,7 +137,8 @@ def configuration_of(row: Row, terms: Terms | None = None, *, without: str | Non
     return Configuration(
         model=model, cluster=cluster, blocks=_blocks(row, model, mesh), training=_training(row, stack), mesh=mesh,
         sequence_parallel=_true(row, "sequence_parallel") and mesh.tp > 1, zero=_whole(row, "zero_stage", 0),
-        micro_batches=_micro_batches(row, mesh), virtual_stages=_virtual_stages(row, mesh, stack), recompute=_recompute(row, stack))
+        micro_batches=_micro_batches(row, mesh), virtual_stages=_virtual_stages(row, mesh, stack), recompute=_recompute(row, stack),
+        known_framework=any(re.search(pattern, row["framework"]) for pattern, _ in STACKS))
 
 
 def _refuse(row: Row) -> None:
@@ -257,10 +258,11 @@ def _device(gpu: str) -> str | None:
 
 
 def _training(row: Row, stack: Stack) -> TrainingSpec:
-    fp8 = row["dtype"] in FP8_DTYPES
-    if row["dtype"] not in PRECISIONS and not fp8:
+    dtype = row["dtype"].lower()
+    fp8 = dtype in FP8_DTYPES
+    if dtype not in PRECISIONS and not fp8:
         raise UnpricedError(f"precision {row['dtype']!r}")
-    precision = Precision.BF16 if fp8 else PRECISIONS[row["dtype"]]
+    precision = Precision.BF16 if fp8 else PRECISIONS[dtype]
     overlap = stack.overlap_grad_reduce and "Megatron-LM" not in row["framework"]  # a flag there, off by default
     if NO_OVERLAP.search(row["notes"]):
         overlap = False

@@ -28,8 +28,11 @@ STACKS = (  # what a framework cell contains, first match first -> the stack
     (r"NeMo|Megatron-Bridge|Megatron-Core r0", "nemo"),
     (r"Megatron", "megatron-core"),
 )
+UNKNOWN_STACK = "torchtitan"  # of a framework that no pattern names; the row says so among its assumed settings
 NETWORKS = {"omnipath": "omni-path", "omni-path": "omni-path", "roce": "roce", "efa": "efa"}  # named in an interconnect -> the NIC
-PRECISIONS = {"bf16": Precision.BF16, "fp16": Precision.FP16, "fp16/bf16": Precision.FP16}  # BLOOM's early runs: fp16, as their log says
+PRECISIONS = {  # fp16/bf16: BLOOM's early runs, fp16 as their log says
+    "bf16": Precision.BF16, "bfloat16": Precision.BF16, "fp16": Precision.FP16, "float16": Precision.FP16, "fp16/bf16": Precision.FP16,
+}
 FP8_DTYPES = ("fp8", "bf16+float8 linear", "bf16+float8 tensorwise", "float8 tensorwise")
 RECOMPUTE = {  # a recompute cell -> the levels that blocks take in turn
     "none": (Recompute.NONE,), "none []": (Recompute.NONE,), "full": (Recompute.FULL,), "full uniform 1": (Recompute.FULL,),
