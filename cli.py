@@ -272,7 +272,8 @@ def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[Priced]:
     """The rows of a table, by default of the shipped one, priced; a bar on stderr while it lasts."""
     from planner.report.progress import count_bar
     from planner.report.text import console
-    from planner.validation.table import of_sources, price_table, read_table
+    from planner.validation.rows import read_table
+    from planner.validation.table import of_sources, price_table
 
     found = of_sources(read_table(steps), sources)
     with count_bar(console(sys.stderr), "pricing", len(found)) as on_row:

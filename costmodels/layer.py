@@ -17,8 +17,7 @@ from profiles.spec import TrainingSpec
 from profiles.stack import Stack
 
 # What a second of hidden communication costs the compute it runs under: its kernels hold 16 to 24 of an A100's 108
-# multiprocessors, and memory bandwidth. Assumed from that share. It narrows what micro-batch 3 and micro-batch 10 to 14 of
-# llm-foundry's 30B on H100 are apart in error (bias -22 and -12 % without it, -18 and -11 % with it).
+# multiprocessors, and memory bandwidth. Assumed from that share.
 CONTENTION = 0.2
 LOSS_REDUCTIONS = 3  # vocabulary-parallel cross entropy reduces the maximum, the target logit and the sum
 

@@ -64,8 +64,7 @@ def transfer_time(rank: int, frame: Frame, book: PriceBook) -> Seconds:
     """One micro-batch's boundary activation (or its gradient) from pipeline rank `rank` to the next one, cyclically.
 
     Where the stack hides transfers of the interleaved schedule, what they slow down is left (costmodels/layer.py).
-    The ranks of a stage that sits inside a node send together and share its NICs. Without sequence parallelism every
-    tensor-parallel rank sends the whole boundary tensor.
+    The ranks of a stage that sits inside a node send together and share its NICs. What each sends: `PriceBook.transfer`.
     """
     mesh, gpus_per_node = frame.mesh, book.machine.cluster.gpus_per_node
     if mesh.pp == 1:

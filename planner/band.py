@@ -10,20 +10,16 @@ from planner.plan import Band, ErrorBand
 from planner.request import SearchOptions
 from profiles.measured import Machine
 from profiles.stack import Stack
-from profiles.terms import EVERY_STACK, FEWEST_ROWS, LEAST_MARGIN, Residuals, Terms, shipped_terms
+from profiles.terms import EVERY_STACK, LEAST_MARGIN, Residuals, Terms, shipped_terms
 
 
 def stack_band(stack_name: str, terms: Terms | None = None) -> ErrorBand:
     """The error band of predictions for a stack, on a device that was measured."""
     terms = shipped_terms() if terms is None else terms
-    found, own = terms.residuals_of(stack_name), terms.residuals.get(stack_name)
+    found = terms.residuals_of(stack_name)
     return ErrorBand(
-        time=Band(share=found.time_band, rows=found.time_rows, stack=_whose(stack_name, 0 if own is None else own.time_rows)),
-        memory=Band(share=found.memory_band, rows=found.memory_rows, stack=_whose(stack_name, 0 if own is None else own.memory_rows)))
-
-
-def _whose(stack_name: str, own_rows: int) -> str:
-    return stack_name if own_rows >= FEWEST_ROWS else EVERY_STACK
+        time=Band(share=found.time_band, rows=found.time_rows, stack=terms.time_stack(stack_name)),
+        memory=Band(share=found.memory_band, rows=found.memory_rows, stack=terms.memory_stack(stack_name)))
 
 
 def error_band(machine: Machine, stack: Stack) -> ErrorBand | None:
@@ -43,6 +39,6 @@ def memory_margin(stack: Stack, options: SearchOptions) -> float:
 
 def margin_text(stack: Stack) -> str:
     """Where the default margin of a stack comes from."""
-    found, own = residuals_of(stack), shipped_terms().residuals.get(stack.name)
-    runs = f"{found.memory_rows:,} measured runs" + ("" if own and own.memory_rows >= FEWEST_ROWS else " of other stacks")
+    found, whose = residuals_of(stack), shipped_terms().memory_stack(stack.name)
+    runs = f"{found.memory_rows:,} measured runs" + (" of other stacks" if whose == EVERY_STACK else "")
     return f"the least; {runs} ask for no more" if found.memory_margin <= LEAST_MARGIN else f"from {runs}"

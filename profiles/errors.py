@@ -1,9 +1,10 @@
-"""Every error a user can cause or meet, with the exit code of the command line and one action that helps."""
+"""Every error a user can cause or meet, with the exit code of the command line and one action that helps; checks of names."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import StrEnum
 
 
 class PlannerError(Exception):
@@ -47,3 +48,12 @@ def unknown_name_error(what: str, found: str, known: Iterable[str], *, where: st
     place = f" in {where}" if where else ""
     hint = did_you_mean(found, names) or f"known: {', '.join(names)}"
     return ConfigError(f"unknown {what} {found!r}{place}", hint=hint)
+
+
+def choose(instance: object, field: str, choices: type[StrEnum], *, where: str = "") -> None:
+    """Make the field of a frozen dataclass a member of `choices`, which a plain string may name. Raises ConfigError."""
+    found = getattr(instance, field)
+    names = [choice.value for choice in choices]
+    if found not in names:
+        raise unknown_name_error(field, str(found), names, where=where)
+    object.__setattr__(instance, field, choices(found))

@@ -5,19 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from profiles.errors import ConfigError, unknown_name_error
+from profiles.errors import ConfigError, choose
 from profiles.stack import NEUTRAL, AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
-
-
-def _choose(instance: object, field: str, choices: type[StrEnum]) -> None:
-    """Make the field of a frozen dataclass a member of `choices`, which a plain string may name. Raises ConfigError."""
-    found = getattr(instance, field)
-    names = [choice.value for choice in choices]
-    if found not in names:
-        raise unknown_name_error(field, str(found), names)
-    object.__setattr__(instance, field, choices(found))
 
 
 FP8 = "fp8"  # the name of a device's peak
@@ -80,8 +71,8 @@ class ModelSpec:
     vocab_multiple: int = 128
 
     def __post_init__(self) -> None:
-        _choose(self, "norm", Norm)
-        _choose(self, "positions", Positions)
+        choose(self, "norm", Norm)
+        choose(self, "positions", Positions)
         sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "max_seq_length",
                  "vocab_multiple")
         for field in sizes:
@@ -130,10 +121,10 @@ class TrainingSpec:
     stack: Stack = NEUTRAL
 
     def __post_init__(self) -> None:
-        _choose(self, "precision", Precision)
-        _choose(self, "gradient_precision", Precision)
-        _choose(self, "optimizer", Optimizer)
-        _choose(self, "attention", AttentionKernel)
+        choose(self, "precision", Precision)
+        choose(self, "gradient_precision", Precision)
+        choose(self, "optimizer", Optimizer)
+        choose(self, "attention", AttentionKernel)
         for field in ("global_batch_size", "seq_length"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"training: {field} is {getattr(self, field)}, it must be at least 1")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from profiles.errors import ConfigError, unknown_name_error
+from profiles.errors import ConfigError, choose
 from profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
@@ -101,11 +101,8 @@ class Stack:
     nccl_bytes: float = 400.0 * MIB  # 0.5-2 GiB with many communicators (EQUATIONS M6); one a parallel axis, an assumption
 
     def __post_init__(self) -> None:
-        for field, choices in (("attention", AttentionKernel), ("flash_kernel", FlashKernel)):
-            names = [choice.value for choice in choices]
-            if getattr(self, field) not in names:
-                raise unknown_name_error(field, str(getattr(self, field)), names, where=f"stack {self.name}")
-            object.__setattr__(self, field, choices(getattr(self, field)))
+        choose(self, "attention", AttentionKernel, where=f"stack {self.name}")
+        choose(self, "flash_kernel", FlashKernel, where=f"stack {self.name}")
         if self.kernel_slowdown < 1.0 or self.host_operator_s < 0.0 or not 0.0 < self.transfer_share <= 1.0:
             raise ConfigError(
                 f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s at least 0, transfer_share in (0, 1]")

@@ -75,13 +75,18 @@ class Terms:
 
     def residuals_of(self, stack_name: str) -> Residuals:
         """The residuals of predictions for a stack; each part that rests on fewer than 10 rows is that of all stacks."""
-        every = self.residuals[EVERY_STACK]
-        own = self.residuals.get(stack_name, every)
-        if own.time_rows < FEWEST_ROWS:
-            own = replace(own, time_rows=every.time_rows, time_band=every.time_band)
-        if own.memory_rows < FEWEST_ROWS:
-            own = replace(own, memory_rows=every.memory_rows, memory_band=every.memory_band, memory_margin=every.memory_margin)
-        return own
+        time, memory = self.residuals[self.time_stack(stack_name)], self.residuals[self.memory_stack(stack_name)]
+        return replace(memory, time_rows=time.time_rows, time_band=time.time_band)
+
+    def time_stack(self, stack_name: str) -> str:
+        """Whose measured step times a stack's residuals rest on: its own, or EVERY_STACK where it has fewer than 10."""
+        own = self.residuals.get(stack_name)
+        return stack_name if own and own.time_rows >= FEWEST_ROWS else EVERY_STACK
+
+    def memory_stack(self, stack_name: str) -> str:
+        """Whose measured memories a stack's residuals rest on: its own, or EVERY_STACK where it has fewer than 10."""
+        own = self.residuals.get(stack_name)
+        return stack_name if own and own.memory_rows >= FEWEST_ROWS else EVERY_STACK
 
     def of_stack(self, stack: Stack, without: str | None = None) -> Stack:
         """The stack with its fitted terms, or with those of a fit that did not see the source `without`."""

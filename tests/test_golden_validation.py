@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from planner.validation.rows import read_table
 from planner.validation.score import error_table
-from planner.validation.table import price_table, read_table
+from planner.validation.table import price_table
 
 GOLDEN = Path(__file__).parent / "golden" / "validation.json"
 ERRORS = ("mape_time", "median_time", "bias_time", "regret_at_1", "mape_memory", "bias_memory")

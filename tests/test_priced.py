@@ -12,7 +12,8 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.estimate import estimate_plan
 from planner.validation.configuration import OPTIONAL, configuration_of
-from planner.validation.priced import price_row, read_rows
+from planner.validation.priced import price_row
+from planner.validation.rows import read_rows
 from profiles.catalog import load_cluster, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.spec import ModelSpec, Precision, TrainingSpec

@@ -21,11 +21,13 @@ import cli
 from planner.report.progress import count_bar
 from planner.report.scatter import draw
 from planner.report.validation import print_fitted, print_validation
+from planner.validation import rows as table_rows
 from planner.validation import table
 from planner.validation.configuration import OPTIONAL
 from planner.validation.fitted import FittedTerm
 from planner.validation.priced import Priced
-from planner.validation.table import price_table, read_table
+from planner.validation.rows import read_table
+from planner.validation.table import price_table
 from profiles.errors import ConfigError
 
 ROW = dict.fromkeys(OPTIONAL, "") | {
@@ -369,7 +371,7 @@ def test_a_terminal_sees_how_many_rows_are_priced_and_a_pipe_nothing():
 
 
 def test_nothing_to_price_without_a_table_is_an_error(monkeypatch):
-    monkeypatch.setattr(table, "SHIPPED", "missing.csv")
+    monkeypatch.setattr(table_rows, "SHIPPED", "missing.csv")
 
     with pytest.raises(ConfigError, match=r"cannot read .*missing.csv"):
         read_table()

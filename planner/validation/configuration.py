@@ -51,7 +51,7 @@ NEEDED = ("layers", "hidden", "heads", "ffn_hidden", "seq_len", "global_batch", 
 OPTIONAL = (
     "gpu", "gpus_per_node", "interconnect", "model", "vocab", "kv_heads", "head_dim", "gated_ffn", "micro_batch", "recompute", "vpp", "cp",
     "ep", "experts", "sequence_parallel", "zero_stage", "dtype", "notes", "step_time_s", "derived_step_time_s", "peak_memory_gib",
-    "memory_kind", "run_type", "check_flag")
+    "memory_kind", "run_type")
 
 _packaged_cluster = functools.cache(load_cluster)
 
@@ -118,7 +118,11 @@ def experiment_of(row: Row) -> str:
 
 def stack_name(row: Row) -> str:
     """The stack of the row's framework; plain PyTorch's parts for one that no stack describes."""
-    return next((stack for pattern, stack in STACKS if re.search(pattern, row["framework"])), UNKNOWN_STACK)
+    return _described_stack(row) or UNKNOWN_STACK
+
+
+def _described_stack(row: Row) -> str | None:
+    return next((stack for pattern, stack in STACKS if re.search(pattern, row["framework"])), None)
 
 
 def configuration_of(row: Row, terms: Terms | None = None, *, without: str | None = None) -> Configuration:
@@ -138,7 +142,7 @@ def configuration_of(row: Row, terms: Terms | None = None, *, without: str | Non
         model=model, cluster=cluster, blocks=_blocks(row, model, mesh), training=_training(row, stack), mesh=mesh,
         sequence_parallel=_true(row, "sequence_parallel") and mesh.tp > 1, zero=_whole(row, "zero_stage", 0),
         micro_batches=_micro_batches(row, mesh), virtual_stages=_virtual_stages(row, mesh, stack), recompute=_recompute(row, stack),
-        known_framework=any(re.search(pattern, row["framework"]) for pattern, _ in STACKS))
+        known_framework=_described_stack(row) is not None)
 
 
 def _refuse(row: Row) -> None:
@@ -188,14 +192,15 @@ def _stack(row: Row, stack: Stack) -> Stack:
         stack = replace(stack, overlap_tensor_parallel=True)
     if re.search(r"attention-backend unfused|TE impl local", row["notes"]) or RELEASE_TEST_UNFUSED.search(row["id"]):
         return replace(stack, attention=AttentionKernel.UNFUSED)
-    kernel = re.search(r"\battention=(\w+)", row["notes"])
-    if kernel is None:
+    noted = re.search(r"\battention=(\w+)", row["notes"])
+    if noted is None:
         return stack
-    if KERNELS.get(kernel[1], kernel[1]) not in {AttentionKernel.UNFUSED, *FlashKernel}:
-        raise UnpricedError(f"no attention kernel {kernel[1]!r}")
-    if kernel[1] == AttentionKernel.UNFUSED:
+    kernel = KERNELS.get(noted[1], noted[1])
+    if kernel == AttentionKernel.UNFUSED:
         return replace(stack, attention=AttentionKernel.UNFUSED)
-    return replace(stack, attention=AttentionKernel.FLASH, flash_kernel=FlashKernel(KERNELS.get(kernel[1], kernel[1])))
+    if kernel not in list(FlashKernel):
+        raise UnpricedError(f"no attention kernel {noted[1]!r}")
+    return replace(stack, attention=AttentionKernel.FLASH, flash_kernel=FlashKernel(kernel))
 
 
 def _model(row: Row, stack: Stack) -> ModelSpec:

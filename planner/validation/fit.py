@@ -21,12 +21,12 @@ from typing import Any
 from planner.validation.configuration import Row, configuration_of, experiment_of, stack_name
 from planner.validation.memory_kind import Figure, figure_of
 from planner.validation.priced import Priced, price_row
-from planner.validation.table import read_table
+from planner.validation.rows import read_table
 from profiles.catalog import load_stack, stack_names
 from profiles.errors import ConfigError
 from profiles.schema import document
 from profiles.stack import NEUTRAL
-from profiles.terms import EVERY_STACK, LEAST_MARGIN, Residuals, Term, Terms, shipped_terms
+from profiles.terms import EVERY_STACK, LEAST_MARGIN, Residuals, Term, Terms
 
 ROWS_OF_EXPERIMENT = 24  # evenly spaced over the rows of an experiment
 SWEEPS = 2
@@ -78,11 +78,19 @@ def bounds_of(key: Key) -> Bounds:
 
 def terms_of(values: Values) -> Terms:
     """Values as terms that prices can read."""
+    return _grouped({key: _term(key, value) for key, value in values.items()})
+
+
+def _term(key: Key, value: float) -> Term:
+    bounds = bounds_of(key)
+    return Term(value=value, low=bounds.low, high=bounds.high, unit=bounds.unit, rows=0)
+
+
+def _grouped(terms: Mapping[Key, Term]) -> Terms:
     groups: dict[str, dict[str, dict[str, Term]]] = {"stacks": {}, "links": {}}
-    for (group, name, term), value in values.items():
-        bounds = bounds_of((group, name, term))
-        groups[group].setdefault(name, {})[term] = Term(value=value, low=bounds.low, high=bounds.high, unit=bounds.unit, rows=0)
-    return Terms(stacks=groups["stacks"], links=groups["links"], residuals=shipped_terms().residuals)
+    for (group, name, term), found in terms.items():
+        groups[group].setdefault(name, {})[term] = found
+    return Terms(stacks=groups["stacks"], links=groups["links"])
 
 
 class Fit:
@@ -188,7 +196,7 @@ def _fallback(key: Key, values: Values, fit: Fit, without: str) -> float:
 
 
 def fit_terms(rows: Sequence[Row]) -> Terms:
-    """Every term, its values without each experiment, and the residuals of the predictions made with those."""
+    """Every term, and its values without each experiment; no residuals, which are of predictions made with these."""
     fit = Fit(rows)
     start = {key: bounds_of(key).neutral for key in fit.all_keys}
     values = fit.fitted(start, fit.all_keys)
@@ -199,13 +207,12 @@ def fit_terms(rows: Sequence[Row]) -> Terms:
         for key, value in fit.fitted(left, keys, experiment).items():
             if key in fit.keys[experiment]:
                 without[key][experiment] = value
-    groups: dict[str, dict[str, dict[str, Term]]] = {"stacks": {}, "links": {}}
+    terms = {}
     for key in fit.all_keys:
-        bounds, experiments = bounds_of(key), fit.experiments(key)
-        groups[key[0]].setdefault(key[1], {})[key[2]] = Term(
-            value=values[key], low=bounds.low, high=bounds.high, unit=bounds.unit, rows=sum(len(fit.rows[name]) for name in experiments),
-            fitted_on=experiments, without=without[key])
-    return Terms(stacks=groups["stacks"], links=groups["links"], residuals=shipped_terms().residuals)
+        experiments = fit.experiments(key)
+        rows_of_term = sum(len(fit.rows[name]) for name in experiments)
+        terms[key] = replace(_term(key, values[key]), rows=rows_of_term, fitted_on=experiments, without=without[key])
+    return _grouped(terms)
 
 
 def residuals_of(rows: Sequence[Row], priced: Sequence[Priced]) -> dict[str, Residuals]:
@@ -261,7 +268,7 @@ def to_yaml(terms: Terms) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fits the terms to a table of measured steps and writes them; run twice where residuals feed prices."""
+    """Fits the terms to a table of measured steps and writes them, with the residuals of what they predict."""
     parser = argparse.ArgumentParser(prog="python -m planner.validation.fit", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=Path, default=None, help="CSV table of measured steps (the shipped one)")
     parser.add_argument("--out", type=Path, default=Path("profiles/data/terms.yaml"))

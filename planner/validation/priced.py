@@ -6,13 +6,10 @@ A row that cannot be priced is returned with its reason, never dropped. A row th
 
 from __future__ import annotations
 
-import csv
 import functools
 import itertools
 import re
 from dataclasses import dataclass, replace
-from importlib.resources import as_file, files
-from pathlib import Path
 
 from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
@@ -22,7 +19,6 @@ from planner.assemble import step_kind
 from planner.estimate import default_blocks, uniform_strategy
 from planner.space import illegal_frame, illegal_tensor_parallel
 from planner.validation.configuration import (
-    NEEDED,
     OPTIONAL,
     Configuration,
     Row,
@@ -33,6 +29,7 @@ from planner.validation.configuration import (
     stack_name,
 )
 from planner.validation.memory_kind import predicted_gib
+from planner.validation.rows import read_table
 from profiles.errors import ConfigError
 from profiles.measured import machine_for
 from profiles.model import LayerKind
@@ -40,7 +37,6 @@ from profiles.terms import Terms, shipped_terms
 from profiles.units import GIB
 
 LAUNCH_BOUND = "small models are launch-bound"
-SHIPPED = "published_steps.csv"
 OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
 
@@ -122,8 +118,7 @@ def _workload(row: Row) -> tuple[str, ...]:
 @functools.cache
 def _fitted_workloads() -> frozenset[tuple[str, ...]]:
     """What the shipped table holds measured rows of."""
-    with as_file(files("profiles") / "data" / SHIPPED) as shipped:
-        return frozenset(map(_workload, read_rows(shipped)))
+    return frozenset(map(_workload, read_table()))
 
 
 def _ran_out(row: Row) -> bool | None:
@@ -182,18 +177,3 @@ def _measured_s(row: Row) -> float | None:
 
 def _number(text: str | None) -> float | None:
     return float(text) if text else None
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a steps table. Raises ConfigError when the file cannot be read or lacks a needed column."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows: list[Row] = [dict.fromkeys(OPTIONAL, "") | row for row in csv.DictReader(file)]
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give a table of measured steps with --steps") from None
-    if not rows:
-        raise ConfigError(f"{path}: no rows", hint="give a table of measured steps with --steps")
-    missing = [name for name in (*NEEDED, "id", "framework") if name not in rows[0]]
-    if missing:
-        raise ConfigError(f"{path}: no column {missing[0]}", hint="the columns of a steps table are listed in docs/validation-table.md")
-    return rows

@@ -1,16 +1,13 @@
-"""Tables of measured steps: the shipped one or a file, the sources asked for, and every row priced or with its reason."""
+"""The rows of a table of measured steps: those of the sources asked for, each priced or with its reason."""
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Callable, Collection, Sequence
-from importlib.resources import as_file, files
-from pathlib import Path
 
 from planner.validation.configuration import NEEDED, Row, source_of
-from planner.validation.priced import SHIPPED, Priced, price_row, read_rows
-from profiles.errors import ConfigError, unknown_name_error
+from planner.validation.priced import Priced, price_row
+from profiles.errors import unknown_name_error
 
 _COUNTS = (*NEEDED, "vocab", "micro_batch", "gpus_per_node", "kv_heads", "head_dim", "vocab_multiple")
 _COUNTS_OR_NONE = ("vpp", "cp", "ep", "experts", "zero_stage")  # where some write 0 for what was not used
@@ -18,23 +15,6 @@ _MEASURED = ("step_time_s", "derived_step_time_s", "peak_memory_gib")
 _MOST_DIGITS = 9  # of a count
 
 OnRow = Callable[[int], None]  # told how many rows are done
-
-
-def read_table(path: Path | None = None) -> list[Row]:
-    """The rows of a table of measured steps, by default of the one that is shipped. Raises ConfigError."""
-    if path is None:
-        with as_file(files("profiles") / "data" / SHIPPED) as shipped:
-            return read_table(shipped)
-    try:
-        rows = read_rows(path)
-    except (UnicodeDecodeError, csv.Error):
-        raise ConfigError(f"{path}: not a CSV table in UTF-8", hint="give a table of measured steps with --steps") from None
-    return [_cleaned(row) for row in rows]
-
-
-def _cleaned(row: Row) -> Row:
-    """The row without the cells that no column names; those that a short line lacks are empty."""
-    return {name: (value or "").strip() for name, value in row.items() if name}
 
 
 def of_sources(rows: Sequence[Row], sources: Collection[str]) -> list[Row]:
