@@ -10,7 +10,7 @@ from costmodels.collectives import Collective, collective_time, point_to_point_t
 from costmodels.layer import DataParallelTime, LayerOperators, LayerTime, data_parallel_time, has_tied_head, price_operators, tied_reduction
 from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, step_copy_bytes, zero_buffer_bytes
 from costmodels.mesh import Axis, Mesh, place
-from costmodels.recompute import Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
+from costmodels.recompute import Again, Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
 from profiles.measured import Machine
 from profiles.model import LayerKind, ModelGraph
@@ -62,7 +62,7 @@ class PriceBook:
     def tied(self) -> bool:
         return has_tied_head(self.graph(1).head)
 
-    def recompute_operators(self, kind: LayerKind, level: Recompute) -> tuple[str, ...]:
+    def recompute_operators(self, kind: LayerKind, level: Again) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
         return recompute_operators(self.graph(1).layer_class(kind), level) if kind is LayerKind.BLOCK else ()
 
@@ -72,13 +72,13 @@ class PriceBook:
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
 
-    def layer_time(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Recompute = Recompute.NONE) -> LayerTime:
+    def layer_time(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> LayerTime:
         """One micro-batch through one layer of `kind`, without data-parallel communication."""
         return self._once(
             ("time", kind, micro_batch_size, sharding, level),
             lambda: self._operators(kind, micro_batch_size, sharding).time(self.recompute_operators(kind, level)))
 
-    def activations(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Recompute = Recompute.NONE) -> ActivationBytes:
+    def activations(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> ActivationBytes:
         """Saved and temporary bytes of one layer of `kind` for one micro-batch."""
 
         def make() -> ActivationBytes:
@@ -125,7 +125,7 @@ class PriceBook:
         def make() -> Seconds:
             boundary, machine = self.graph(micro_batch_size).block.input, self.machine
             assert boundary is not None
-            n_bytes = sharding.tensor_bytes(boundary)
+            n_bytes = sharding.local_bytes(boundary, sharding.boundary)
             parted = self.training.stack.partitioned_transfers and sharding.tp > 1 and n_bytes == boundary.num_bytes
             part_bytes = -(-n_bytes // sharding.tp) if parted else n_bytes
             as_slow_bytes = round(part_bytes / self.training.stack.transfer_share)  # as many take as long on the whole link

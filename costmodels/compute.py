@@ -35,6 +35,12 @@ class OperatorTime:
     forward: Seconds
     backward: Seconds
 
+    def plus(self, other: OperatorTime) -> OperatorTime:
+        return self if other is FREE else OperatorTime(self.forward + other.forward, self.backward + other.backward)
+
+
+FREE = OperatorTime(ZERO, ZERO)
+
 
 @functools.lru_cache(maxsize=64)
 def chip_of(machine: Machine, precision: Precision) -> Chip:
@@ -64,7 +70,7 @@ def _matmul_time(operator: Operator, sharding: Sharding, machine: Machine, train
     chip, compute = chip_of(machine, training.precision), machine.profile.compute
     element = operand = training.precision.num_bytes
     *token_dims, features, contracted = operator.dims
-    m = math.prod(dim.size for dim in token_dims)
+    m = math.prod(sharding.dim_size(operator, dim.name) for dim in token_dims)
     n, k = sharding.dim_size(operator, features.name), sharding.dim_size(operator, contracted.name)
     gradient_bytes = training.gradient_precision.num_bytes
     fused = training.stack.fused_accumulation
@@ -172,10 +178,10 @@ def _streaming_time(operator: Operator, sharding: Sharding, machine: Machine, tr
 
 def _stream_bytes(operator: Operator, sharding: Sharding) -> tuple[int, int, int, int]:
     """Bytes on one rank of the inputs, the outputs, the saved tensors, and the masks among those."""
-    kept = tuple((tensor.element_bytes, sharding.tensor_bytes(tensor)) for tensor in operator.saved)
+    kept = tuple((tensor.element_bytes, sharding.tensor_bytes(operator, tensor)) for tensor in operator.saved)
     return (
-        sum(sharding.tensor_bytes(tensor) for tensor in operator.inputs),
-        sum(sharding.tensor_bytes(tensor) for tensor in operator.outputs),
+        sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs),
+        sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.outputs),
         sum(n_bytes for _, n_bytes in kept),
         sum(n_bytes for element_bytes, n_bytes in kept if element_bytes == 1),
     )
@@ -199,7 +205,7 @@ def _embedding_time(operator: Operator, sharding: Sharding, machine: Machine, tr
     """
     chip_of(machine, training.precision)
     compute = machine.profile.compute
-    n_bytes = sum(tensor.num_bytes for tensor in operator.outputs)
+    n_bytes = sum(sharding.local_bytes(tensor, sharding.place_inside(operator, tensor)) for tensor in operator.outputs)
     table_bytes = TABLE_PASSES * training.precision.num_bytes * sharding.parameter_elements(operator)
     backward = _memory(n_bytes, compute.embedding.backward, machine) + _memory(table_bytes, compute.elementwise.backward, machine)
     return OperatorTime(_memory(n_bytes, compute.embedding.forward, machine), backward)
@@ -208,7 +214,7 @@ def _embedding_time(operator: Operator, sharding: Sharding, machine: Machine, tr
 def _cross_entropy_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
     """Vocabulary-parallel cross entropy of this rank's logits: their bytes, the share covers its fp32 passes (un-fused)."""
     chip_of(machine, training.precision)
-    n_bytes = sum(sharding.tensor_bytes(tensor) for tensor in operator.inputs)
+    n_bytes = sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs)
     passes = machine.profile.compute.cross_entropy
     return OperatorTime(_memory(n_bytes, passes.forward, machine), _memory(n_bytes, passes.backward, machine))
 

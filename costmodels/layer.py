@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from costmodels.collectives import Collective, collective_time
-from costmodels.compute import OperatorTime, operator_time, optimizer_time
+from costmodels.compute import FREE, OperatorTime, operator_time, optimizer_time
+from costmodels.edges import Edge, edges_of, leaves
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis, Mesh, place
-from costmodels.sharding import Sharding
+from costmodels.redistribution import redistribute
+from costmodels.sharding import PARTIAL, Place, Sharding
 from profiles.measured import Machine
-from profiles.model import LayerClass, LayerKind, Operator, OperatorKind
+from profiles.model import LayerClass, LayerKind, Operator, OperatorKind, Tensor
 from profiles.provenance import ZERO, Kind, Seconds
 from profiles.spec import TrainingSpec
 from profiles.stack import Stack
@@ -79,46 +82,87 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
     return total
 
 
-def _tensor_parallel_time(operator: Operator, sharding: Sharding, machine: Machine, stack: Stack, alone: OperatorTime) -> OperatorTime:
-    """Collectives over the tensor-parallel axis around one operator (EQUATIONS T, rows TP and TP + SP).
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The axes inside a stage that divide its operators, on one machine, and what the stack runs under compute."""
 
-    Under sequence parallelism a column-parallel input is kept as this rank's tokens and gathered again for the weight
-    gradient, under the product that gives the input gradient (Korthikanti et al. 2022, section 4.2.2). Without it the input
-    gradients are all-reduced, in an asynchronous stack under the product that gives the weight gradient. A stack may also run
-    the gathers and reductions of sequence parallelism under their products, in pieces. `alone` is the operator's compute, of
-    whose backward each of the two products takes half.
+    degrees: tuple[int, ...]
+    machine: Machine
+    stack: Stack
+
+    def moved(self, tensor: Tensor, source: Place, target: Place) -> Seconds:
+        """Seconds to bring a tensor from one placement to another."""
+        return redistribute(tensor.num_bytes, source, target, self.degrees, self.machine).time
+
+    def beside(self, whole: Seconds, product_s: float) -> Seconds:
+        """Gathers and reductions of divided activations: under their product where the stack does so."""
+        return under(whole, product_s) if self.stack.overlap_tensor_parallel else whole
+
+
+def edge_time(edge: Edge, alone: OperatorTime, inside: Inside) -> OperatorTime:
+    """Collectives before a reader reads, and behind it in the backward pass (EQUATIONS T, rows TP and TP + SP).
+
+    An input that is gathered is kept as this rank's part and gathered again for the weight gradient, under the product that
+    gives the input gradient (Korthikanti et al. 2022, section 4.2.2). Input gradients that are all-reduced are so, in an
+    asynchronous stack, under the product that gives the weight gradient. A stack may also run gathers and reduce-scatters
+    under their products, in pieces. `alone` is the reader's compute, of whose backward each of two products takes half.
     """
+    if edge.source == edge.target == edge.gradient:
+        return FREE
     gradient_s = alone.backward.value_s / 2
-    mesh = Mesh(pp=1, dp=1, tp=sharding.tp)
-    placement = place(mesh, Axis.TP, machine.cluster.gpus_per_node)
+    read = inside.moved(edge.tensor, edge.source, edge.target)
+    returned = inside.moved(edge.tensor, edge.gradient, edge.source)
+    backward = ZERO
+    if edge.gathers(inside.degrees) and edge.reader.saved:
+        backward += under(read, gradient_s)
+    if PARTIAL in edge.gradient and not any(edge.source):
+        backward += under(returned, gradient_s) if inside.stack.async_tensor_parallel else returned
+    else:
+        backward += inside.beside(returned, gradient_s)
+    return OperatorTime(inside.beside(read, alone.forward.value_s), backward)
 
-    def collective(kind: Collective, num_bytes: int) -> Seconds:
-        return collective_time(kind, num_bytes, placement, machine)
 
-    def beside(kind: Collective, num_bytes: int, product_s: float) -> Seconds:
-        whole = collective(kind, num_bytes)
-        return _under(whole, product_s) if stack.overlap_tensor_parallel else whole
-
-    forward, backward = ZERO, ZERO
-    if sharding.gathers_input(operator):
-        input_bytes = sum(tensor.num_bytes for tensor in operator.inputs)
-        if sharding.sequence_parallel:
-            forward += beside(Collective.ALL_GATHER, input_bytes, alone.forward.value_s)
-            backward += beside(Collective.REDUCE_SCATTER, input_bytes, gradient_s)
-            backward += _under(collective(Collective.ALL_GATHER, input_bytes), gradient_s)
-        else:
-            reduce = collective(Collective.ALL_REDUCE, input_bytes)
-            backward += _under(reduce, gradient_s) if stack.async_tensor_parallel else reduce
-    if sharding.reduces_output(operator):
-        output_bytes = sum(tensor.num_bytes for tensor in operator.outputs)
-        if sharding.sequence_parallel:
-            forward += beside(Collective.REDUCE_SCATTER, output_bytes, alone.forward.value_s)
-            backward += beside(Collective.ALL_GATHER, output_bytes, gradient_s)
-        else:
-            forward += collective(Collective.ALL_REDUCE, output_bytes)
-    if operator.kind is OperatorKind.CROSS_ENTROPY and sharding.tp > 1:
-        forward += collective(Collective.ALL_REDUCE, operator.outputs[0].num_bytes).scaled(LOSS_REDUCTIONS)
+def ending_time(operator: Operator, sharding: Sharding, alone: OperatorTime, inside: Inside) -> OperatorTime:
+    """What ends the partial sums of an operator's output, and gathers the output's gradient again in the backward pass."""
+    if operator.kind is OperatorKind.CROSS_ENTROPY:
+        return _loss_reductions(operator, sharding, inside)
+    forward = backward = ZERO
+    for tensor in operator.outputs:
+        summed, ended = sharding.place_inside(operator, tensor), sharding.place(operator, tensor)
+        if summed == ended:
+            continue
+        reduced = inside.moved(tensor, summed, ended)
+        forward += inside.beside(reduced, alone.forward.value_s) if any(ended) else reduced
+        whole = tuple(None if place == PARTIAL else place for place in summed)
+        backward += inside.beside(inside.moved(tensor, ended, whole), alone.backward.value_s / 2)
     return OperatorTime(forward, backward)
+
+
+def _loss_reductions(operator: Operator, sharding: Sharding, inside: Inside) -> OperatorTime:
+    """Vocabulary-parallel cross entropy reduces per token the maximum, the target's logit and the sum."""
+    partial = tuple(PARTIAL if split.dim == operator.parallel_dim else None for split in sharding.splits(operator))
+    once = inside.moved(operator.outputs[0], partial, (None,) * len(partial))
+    return OperatorTime(once.scaled(LOSS_REDUCTIONS), ZERO) if once.value_s else FREE
+
+
+def leaving_time(layer: LayerClass, sharding: Sharding, inside: Inside) -> OperatorTime:
+    """From where the last operator leaves the layer's output to the boundary, and its gradient back."""
+    left = leaves(layer, sharding)
+    if left is None or layer.kind is LayerKind.HEAD or left[1] == sharding.boundary:
+        return FREE
+    return OperatorTime(inside.moved(left[0], left[1], sharding.boundary), inside.moved(left[0], sharding.boundary, left[1]))
+
+
+def _communication(layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: Inside) -> dict[str, OperatorTime]:
+    """By operator, the collectives before and after it over the axes inside the stage."""
+    if sharding.tp == 1:
+        return dict.fromkeys(compute, FREE)
+    found = {operator.name: ending_time(operator, sharding, compute[operator.name], inside) for operator in layer.operators}
+    for (reader, _), edge in edges_of(layer, sharding).items():
+        found[reader] = found[reader].plus(edge_time(edge, compute[reader], inside))
+    last = layer.operators[-1].name
+    found[last] = found[last].plus(leaving_time(layer, sharding, inside))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,17 +205,16 @@ class LayerOperators:
 def price_operators(layer: LayerClass, sharding: Sharding, machine: Machine, training: TrainingSpec) -> LayerOperators:
     """Compute and tensor-parallel communication of every operator of `layer` on one rank."""
     compute = {op.name: operator_time(op, sharding, machine, training) for op in layer.operators}
-    stack = training.stack
-    communication = {op.name: _tensor_parallel_time(op, sharding, machine, stack, compute[op.name]) for op in layer.operators}
-    return LayerOperators(layer=layer, host_operator_s=stack.host_operator_s, compute=compute, tensor_parallel=communication)
+    communication = _communication(layer, sharding, compute, Inside(sharding.degrees, machine, training.stack))
+    return LayerOperators(layer=layer, host_operator_s=training.stack.host_operator_s, compute=compute, tensor_parallel=communication)
 
 
 def _exposed(communication: Seconds, window_s: float, training: TrainingSpec) -> Seconds:
     """What `communication` adds to a step when it runs under `window_s` of compute; all of it without overlap."""
-    return _under(communication, window_s) if training.overlap_grad_reduce else communication
+    return under(communication, window_s) if training.overlap_grad_reduce else communication
 
 
-def _under(communication: Seconds, window_s: float) -> Seconds:
+def under(communication: Seconds, window_s: float) -> Seconds:
     """What communication adds to the compute that hides it: max(0, c - window) + CONTENTION min(c, window)."""
     if not communication.value_s:
         return ZERO
@@ -193,26 +236,47 @@ def data_parallel_time(
     parameters = owned_parameters(layer, sharding, with_tied=with_tied)
     owned = owned_parameters(layer, sharding, mesh.dp, with_tied=with_tied) if zero else parameters
     optimizer = optimizer_time(owned, machine, training)
+    inside = summed_inside(layer, sharding, machine, training)
     if mesh.dp == 1 or not parameters:
-        return DataParallelTime(forward=ZERO, backward=ZERO, step=ZERO, optimizer=optimizer)
-
+        return DataParallelTime(forward=ZERO, backward=ZERO, step=_exposed(inside, time.backward_s, training), optimizer=optimizer)
     gradient_bytes = training.gradient_precision.num_bytes * parameters
+
+    def reduced(collective: Collective) -> Seconds:
+        whole = collective_time(collective, gradient_bytes, placement, machine)
+        return whole + inside if inside.value_s else whole
+
+    def exposed(communication: Seconds, window_s: float) -> Seconds:
+        return _exposed(communication, window_s, training)
+
+    if zero == 0:
+        step = exposed(reduced(Collective.ALL_REDUCE), time.backward_s)
+        return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
     gather = collective_time(Collective.ALL_GATHER, training.precision.num_bytes * parameters, placement, machine)
-    scatter = collective_time(Collective.REDUCE_SCATTER, gradient_bytes, placement, machine)
-    forward_s, backward_s = time.forward_s, time.backward_s
+    scatter = reduced(Collective.REDUCE_SCATTER)
     if zero == 3:
         return DataParallelTime(
-            forward=_exposed(gather, forward_s, training), backward=_exposed(gather + scatter, backward_s, training),
-            step=ZERO, optimizer=optimizer)
-    gather_step = _exposed(gather, forward_s, training)
+            forward=exposed(gather, time.forward_s), backward=exposed(gather + scatter, time.backward_s), step=ZERO, optimizer=optimizer)
+    gather_step = exposed(gather, time.forward_s)
+    scatter_exposed = exposed(scatter, time.backward_s)
     if zero == 2:
-        return DataParallelTime(
-            forward=ZERO, backward=_exposed(scatter, backward_s, training), step=gather_step, optimizer=optimizer)
-    if zero == 1:
-        return DataParallelTime(
-            forward=ZERO, backward=ZERO, step=_exposed(scatter, backward_s, training) + gather_step, optimizer=optimizer)
-    reduce = collective_time(Collective.ALL_REDUCE, gradient_bytes, placement, machine)
-    return DataParallelTime(forward=ZERO, backward=ZERO, step=_exposed(reduce, backward_s, training), optimizer=optimizer)
+        return DataParallelTime(forward=ZERO, backward=scatter_exposed, step=gather_step, optimizer=optimizer)
+    return DataParallelTime(forward=ZERO, backward=ZERO, step=scatter_exposed + gather_step, optimizer=optimizer)
+
+
+def summed_inside(layer: LayerClass, sharding: Sharding, machine: Machine, training: TrainingSpec) -> Seconds:
+    """All-reduces of weight gradients over the axes inside a stage that divide a product's tokens but not its weight.
+
+    They run with the reduction over data parallelism. Left out: the vectors of norms and biases, a few kilobytes.
+    """
+    total, degrees = ZERO, sharding.degrees
+    for operator in layer.operators if sharding.own else ():
+        for parameter in operator.parameters if operator.kind is OperatorKind.MATMUL else ():
+            axes = sharding.summed_axes(operator, parameter) if len(parameter.dims) > 1 else ()
+            if axes:
+                local = math.prod(sharding.parameter_shape(operator, parameter)) * training.gradient_precision.num_bytes
+                partial = tuple(PARTIAL if axis in axes else None for axis in range(len(degrees)))
+                total += redistribute(local, partial, (None,) * len(degrees), degrees, machine).time
+    return total
 
 
 def tied_reduction(embedding: LayerClass, *, mesh: Mesh, sharding: Sharding, machine: Machine, training: TrainingSpec) -> Seconds:

@@ -77,13 +77,17 @@ class Placement:
 
 
 def place(mesh: Mesh, axis: Axis, gpus_per_node: int) -> Placement:
-    """The placement of `axis` when ranks fill the nodes in order.
+    """The placement of `axis` when ranks fill the nodes in order."""
+    return place_axis(mesh.degree(axis), mesh.stride(axis), mesh.num_ranks, gpus_per_node)
 
-    An axis of degree p and stride s keeps min(p, max(1, gpus_per_node / s)) ranks of a group on a node; the node's
-    other ranks belong to other groups of the axis. Degrees that do not divide a node are rounded to the widest spread.
+
+def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> Placement:
+    """The placement of an axis of `degree` ranks, each `stride` ranks after the one before, in a mesh of `num_ranks`.
+
+    It keeps min(degree, max(1, gpus_per_node / stride)) ranks of a group on a node; the node's other ranks belong to other
+    groups of the axis. Degrees that do not divide a node are rounded to the widest spread.
     """
-    degree, stride = mesh.degree(axis), mesh.stride(axis)
-    local = min(gpus_per_node, mesh.num_ranks)
+    local = min(gpus_per_node, num_ranks)
     ranks_per_node = math.gcd(degree, max(1, local // stride)) if stride < local else 1
     nodes = degree // ranks_per_node
     return Placement(nodes=nodes, ranks_per_node=ranks_per_node, groups_per_node=max(1, local // ranks_per_node) if nodes > 1 else 1)

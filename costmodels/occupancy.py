@@ -112,8 +112,8 @@ def _held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) 
 def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
     frame, layers = strategy.frame, rank_layers(strategy, rank)
-    kept = {choice: book.activations(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute) for choice in layers}
-    held = [book.states(choice.kind, frame.mesh, frame.sharding, choice.zero) for choice in layers]
+    kept = {choice: book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute) for choice in layers}
+    held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
     activations = _held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
     temporaries = _workspace_bytes(strategy.chunks(rank), kept) + max(layer.zero_buffer for layer in held)
@@ -140,9 +140,9 @@ def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: Pri
     ideal = [0.0, 0.0, 0.0]
     kept: dict[LayerChoice, float] = {}
     for choice in rank_layers(strategy, rank):
-        parts = book.states(choice.kind, frame.mesh, frame.sharding, choice.zero).ideal
+        parts = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).ideal
         ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
-        kept[choice] = book.activations(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute).ideal_saved
+        kept[choice] = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).ideal_saved
     return RedundantBytes(
         parameters=memory.states.parameters - ideal[0], gradients=memory.states.gradients - ideal[1],
         optimizer=memory.states.optimizer - ideal[2],

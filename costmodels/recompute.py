@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 
+from costmodels.edges import Edges, edges_of
 from costmodels.sharding import Sharding
 from profiles.model import LayerClass, Operator, OperatorKind, Tensor
 from profiles.stack import NEUTRAL, Stack
@@ -18,12 +19,17 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
-def recompute_operators(layer: LayerClass, level: Recompute) -> tuple[str, ...]:
+Again = Recompute | tuple[str, ...]  # what runs again in the backward pass: a level, or operators by name
+
+
+def recompute_operators(layer: LayerClass, level: Again) -> tuple[str, ...]:
     """The names of the operators that `level` recomputes in `layer`.
 
     Selective is the attention core where it stores its scores (Korthikanti et al. 2022, section 5); with flash
     attention, which recomputes them by itself, it is the norms and activation functions whose outputs a matmul keeps.
     """
+    if isinstance(level, tuple):
+        return level
     if level is Recompute.NONE:
         return ()
     if level is Recompute.FULL:
@@ -47,13 +53,19 @@ def kept_tensors(layer: LayerClass, recompute: Iterable[str]) -> tuple[Tensor, .
     operators make: their own internal tensors and their outputs. The output of a recomputed attention core stays for
     an output projection that is not recomputed, as in Korthikanti's selective recompute (34 S b h).
     """
+    kept: dict[str, Tensor] = {}
+    for _, tensor in keepers(layer, recompute):
+        kept.setdefault(tensor.name, tensor)
+    return tuple(kept.values())
+
+
+def keepers(layer: LayerClass, recompute: Iterable[str] = ()) -> Iterator[tuple[Operator, Tensor]]:
+    """Each kept tensor with every operator that needs it kept, in the order of the operators."""
     again = frozenset(recompute)
     remade = {t.name for op in layer.operators if op.name in again for t in (*_remade_outputs(op, layer, again), *_internal(op))}
-    kept: dict[str, Tensor] = {}
     for operator in layer.operators:
         needed = (*operator.saved, *operator.inputs) if operator.name in again else operator.saved
-        kept.update({tensor.name: tensor for tensor in needed if tensor.name not in remade})
-    return tuple(kept.values())
+        yield from ((operator, tensor) for tensor in dict.fromkeys(needed) if tensor.name not in remade)
 
 
 def _remade_outputs(operator: Operator, layer: LayerClass, again: frozenset[str]) -> tuple[Tensor, ...]:
@@ -72,12 +84,27 @@ def saved_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[str] 
 
     A stack that keeps the gathered input of a column-parallel product holds it whole; the others gather it again.
     """
-    whole = _gathered_inputs(layer, sharding) if stack.keeps_gathered_inputs else frozenset()
-    return sum(t.num_bytes if t.name in whole else sharding.tensor_bytes(t) for t in kept_tensors(layer, recompute))
+    return sum(saved_bytes_by_operator(layer, sharding, recompute, stack).values())
 
 
-def _gathered_inputs(layer: LayerClass, sharding: Sharding) -> frozenset[str]:
-    return frozenset(t.name for op in layer.operators if sharding.gathers_input(op) for t in op.inputs)
+def saved_bytes_by_operator(
+    layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL,
+) -> dict[str, int]:
+    """The same by operator: a tensor that several operators need counts at the first of them."""
+    flow, counted, total = edges_of(layer, sharding), set[str](), dict.fromkeys((op.name for op in layer.operators), 0)
+    for operator, tensor in keepers(layer, recompute):
+        if tensor.name not in counted:
+            counted.add(tensor.name)
+            total[operator.name] += _stored_bytes(operator, tensor, sharding, flow, whole=stack.keeps_gathered_inputs)
+    return total
+
+
+def _stored_bytes(operator: Operator, tensor: Tensor, sharding: Sharding, flow: Edges, *, whole: bool = False) -> int:
+    """Bytes of a tensor that an operator keeps: an input as `Edge.kept_place` says, or gathered where the stack does so."""
+    edge = flow.get((operator.name, tensor.name))
+    if edge is None or whole:
+        return sharding.tensor_bytes(operator, tensor)
+    return sharding.local_bytes(tensor, edge.kept_place(sharding.degrees))
 
 
 def ideal_saved_bytes(layer: LayerClass, tp: int, recompute: Iterable[str] = ()) -> float:
@@ -99,22 +126,21 @@ def workspace_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[s
 
 def _backward_bytes(layer: LayerClass, sharding: Sharding, stack: Stack) -> Iterator[int]:
     """For each operator of the layer the bytes its backward pass adds to what the layer keeps."""
-    freed = 0
+    freed, flow = 0, edges_of(layer, sharding)
     before = list(layer.operators)
     for operator in reversed(layer.operators):
-        yield _gradient_bytes(operator, sharding, stack) - freed
+        yield gradient_bytes(operator, sharding, stack) - freed
         before.pop()
         needed = {tensor.name for op in before for tensor in op.saved}
-        freed += sum(sharding.tensor_bytes(tensor) for tensor in operator.saved if tensor.name not in needed)
+        freed += sum(_stored_bytes(operator, tensor, sharding, flow) for tensor in operator.saved if tensor.name not in needed)
 
 
-def _gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
+def gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:
     """Gradients of the operator's inputs, outputs and parameters; of stored scores two, after and before the softmax."""
-    gathers = sharding.gathers_input(operator)
-    inputs = sum(t.num_bytes if gathers else sharding.tensor_bytes(t) for t in operator.inputs)
-    outputs = sum(t.num_bytes if sharding.reduces_output(operator) else sharding.tensor_bytes(t) for t in operator.outputs)
+    inputs = sum(sharding.tensor_bytes(operator, tensor) for tensor in operator.inputs)
+    outputs = sum(sharding.local_bytes(tensor, sharding.place_inside(operator, tensor)) for tensor in operator.outputs)
     parameters = sharding.parameter_elements(operator) * max((t.element_bytes for t in operator.outputs), default=0)
-    scores = next((sharding.tensor_bytes(t) for t in operator.saved if t.has("keys")), 0)
+    scores = next((sharding.tensor_bytes(operator, t) for t in operator.saved if t.has("keys")), 0)
     return inputs + outputs + parameters + 2 * scores + _logit_copies_bytes(operator, sharding, stack)
 
 
@@ -124,4 +150,4 @@ def _logit_copies_bytes(operator: Operator, sharding: Sharding, stack: Stack) ->
         return 0
     logits, probabilities = operator.inputs[0], operator.saved[0]
     beyond = stack.logit_bytes - logits.element_bytes - probabilities.element_bytes
-    return max(0, beyond) * (sharding.tensor_bytes(logits) // logits.element_bytes)
+    return max(0, beyond) * (sharding.tensor_bytes(operator, logits) // logits.element_bytes)

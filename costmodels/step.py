@@ -120,12 +120,12 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
 def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: PriceBook) -> StageCost:
     forward_s = backward_s = recompute_s = stash_bytes = 0.0
     for choice in chunk:
-        time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute)
-        data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding, choice.zero)
+        time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+        data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
         forward_s += time.forward_s + data.forward.value_s
         backward_s += time.backward_s + data.backward.value_s
         recompute_s += time.recompute_s
-        stash_bytes += book.activations(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute).saved
+        stash_bytes += book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).saved
     receive_forward, receive_backward = receive_times(stage, frame, book)
     return StageCost(
         forward_s=forward_s, backward_s=backward_s, recompute_s=recompute_s, stash_bytes=stash_bytes,
@@ -136,7 +136,7 @@ def _tail(strategy: Strategy, rank: int, book: PriceBook) -> Seconds:
     """What follows the last backward pass of a rank: exposed reductions, the tied embedding, the optimizer."""
     frame, total = strategy.frame, ZERO
     for choice in rank_layers(strategy, rank):
-        data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding, choice.zero)
+        data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
         total += data.step + data.optimizer
     return total + _tied(frame, rank, book)
 
@@ -150,8 +150,8 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
     frame = strategy.frame
     compute = recompute = tp_comm = per_micro_batch = per_step = optimizer = ZERO
     for choice in rank_layers(strategy, rank):
-        time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding, choice.recompute)
-        data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding, choice.zero)
+        time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+        data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
         compute += time.forward + time.backward
         recompute += time.recompute
         tp_comm += time.tp_forward + time.tp_backward + time.tp_recompute

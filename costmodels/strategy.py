@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodels.mesh import Mesh
-from costmodels.recompute import Recompute
+from costmodels.recompute import Again
 from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from profiles.model import LayerKind
@@ -13,16 +13,20 @@ from profiles.model import LayerKind
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """How one layer is run: what it recomputes and its ZeRO stage."""
+    """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not the frame's."""
 
     kind: LayerKind
-    recompute: Recompute
+    recompute: Again
     zero: int
+    sharding: Sharding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """The outer choices that the layers of a strategy share (EQUATIONS I1)."""
+    """The outer choices that the layers of a strategy share (EQUATIONS I1).
+
+    sequence_parallel: between layers, activations are divided by token over the tensor-parallel ranks
+    """
 
     mesh: Mesh
     schedule: Schedule
@@ -34,6 +38,10 @@ class Frame:
     @property
     def sharding(self) -> Sharding:
         return Sharding(self.mesh.tp, self.sequence_parallel)
+
+    def sharding_of(self, choice: LayerChoice) -> Sharding:
+        """How a layer of this frame is divided."""
+        return choice.sharding or self.sharding
 
     @property
     def num_virtual_stages(self) -> int:

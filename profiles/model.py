@@ -26,10 +26,14 @@ class OperatorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Dim:
-    """One index an operator runs over: `batch`, `sequence`, `hidden`, `heads`, `ffn`, `vocab`, ... and its extent."""
+    """One index an operator runs over: `batch`, `sequence`, `hidden`, `heads`, `ffn`, `vocab`, ... and its extent.
+
+    unit: how many neighbours stay together when the dim is divided, as the features of one group of key-value heads
+    """
 
     name: str
     size: int
+    unit: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,7 @@ class Operator:
     parallel_dim   the dim tensor parallelism splits (heads, ffn, vocab); None: the operator has no such dim and is
                    replicated over the tensor-parallel axis, or split along the sequence under sequence parallelism
     saved          the activations its backward pass needs
+    undivided      dims that no mesh axis may split, each with the reason
     flops_*        model FLOPs: causal attention counted in full (EQUATIONS K2, K4)
     causal         attention only: the kernel may skip half of the scores
     """
@@ -96,6 +101,7 @@ class Operator:
     saved: tuple[Tensor, ...] = ()
     contracted: str | None = None
     parallel_dim: str | None = None
+    undivided: tuple[tuple[str, str], ...] = ()
     flops_forward: int = 0
     flops_backward: int = 0
     causal: bool = False

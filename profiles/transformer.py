@@ -22,6 +22,7 @@ from profiles.stack import AttentionKernel
 
 MASK_BYTES = 1  # a dropout mask is one byte an element
 FP32_BYTES = 4
+_POSITIONED = (("sequence", "positions are counted from the first token of a rank's part"),)
 
 
 class _Shapes:
@@ -33,11 +34,12 @@ class _Shapes:
         self.sequence = Dim("sequence", training.seq_length)
         self.keys = Dim("keys", training.seq_length)
         self.hidden = Dim("hidden", model.hidden_size)
-        self.qkv = Dim("heads", model.q_size + 2 * model.kv_size)
-        self.context = Dim("heads", model.q_size)
-        self.heads = Dim("heads", model.num_heads)
+        self.qkv = Dim("heads", model.q_size + 2 * model.kv_size, (model.q_size + 2 * model.kv_size) // model.num_kv_heads)
+        self.context = Dim("heads", model.q_size, model.q_size // model.num_kv_heads)
+        self.heads = Dim("heads", model.num_heads, model.num_heads // model.num_kv_heads)
         self.head_dim = Dim("head_dim", model.head_dim)
-        self.fc1 = Dim("ffn", model.ffn_hidden_size * (2 if model.gated_ffn else 1))
+        halves = 2 if model.gated_ffn else 1
+        self.fc1 = Dim("ffn", model.ffn_hidden_size * halves, halves)
         self.ffn = Dim("ffn", model.ffn_hidden_size)
         self.vocab = Dim("vocab", model.padded_vocab_size)
         self.positions = Dim("positions", model.max_seq_length)
@@ -52,7 +54,9 @@ def _norm(name: str, x: Tensor, out: Tensor, model: ModelSpec, shapes: _Shapes) 
     weight = Parameter(name="weight", dims=(shapes.hidden,))
     bias = Parameter(name="bias", dims=(shapes.hidden,))
     parameters = (weight, bias) if model.norm is Norm.LAYER_NORM else (weight,)
-    return Operator(name=name, kind=OperatorKind.NORM, dims=x.dims, inputs=(x,), outputs=(out,), parameters=parameters, saved=(x,))
+    return Operator(
+        name=name, kind=OperatorKind.NORM, dims=x.dims, inputs=(x,), outputs=(out,), parameters=parameters, saved=(x,),
+        undivided=(("hidden", "a norm is over the whole of it"),))
 
 
 def _linear(name: str, x: Tensor, out: Tensor, *, parallel_dim: str, bias: bool) -> Operator:
@@ -86,6 +90,9 @@ def _attention(qkv: Tensor, context: Tensor, model: ModelSpec, training: Trainin
     return Operator(
         name="attention", kind=OperatorKind.ATTENTION, dims=(*scores, shapes.head_dim), inputs=(qkv,), outputs=(context,),
         saved=kept, parallel_dim="heads", flops_forward=flops, flops_backward=2 * flops, causal=True,
+        undivided=(
+            ("sequence", "attention reads every token of a sequence"), ("keys", "the softmax is over all of them"),
+            ("head_dim", "the scores sum over it")),
     )
 
 
@@ -100,9 +107,11 @@ def _attention_copies(context: Tensor, model: ModelSpec, training: TrainingSpec,
 
 def _elementwise(
     name: str, inputs: tuple[Tensor, ...], out: Tensor, saved: tuple[Tensor, ...] = (), *, parallel_dim: str | None = None,
+    undivided: tuple[tuple[str, str], ...] = (),
 ) -> Operator:
     return Operator(
-        name=name, kind=OperatorKind.ELEMENTWISE, dims=out.dims, inputs=inputs, outputs=(out,), saved=saved, parallel_dim=parallel_dim)
+        name=name, kind=OperatorKind.ELEMENTWISE, dims=out.dims, inputs=inputs, outputs=(out,), saved=saved, parallel_dim=parallel_dim,
+        undivided=undivided)
 
 
 def _residual(name: str, inputs: tuple[Tensor, ...], out: Tensor, model: ModelSpec, shapes: _Shapes) -> Operator:
@@ -142,7 +151,7 @@ def _block_operators(model: ModelSpec, training: TrainingSpec, shapes: _Shapes) 
     attention = (
         _norm("norm1", x, normed1, model, shapes),
         _linear("qkv", normed1, qkv, parallel_dim="heads", bias=model.qkv_bias),
-        *((_elementwise("rotary", (qkv,), rotated, parallel_dim="heads"),) if rotary else ()),
+        *((_elementwise("rotary", (qkv,), rotated, parallel_dim="heads", undivided=_POSITIONED),) if rotary else ()),
         _attention(rotated if rotary else qkv, context, model, training, shapes),
         _linear("attention_out", context, attended, parallel_dim="heads", bias=model.linear_bias),
     )

@@ -6,7 +6,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from costmodels.sharding import Sharding, placements
+from costmodels.edges import edges_of
+from costmodels.redistribution import moves
+from costmodels.sharding import PARTIAL, Sharding, placements
 from profiles.catalog import load_model
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
@@ -20,6 +22,18 @@ TP4 = Sharding(tp=4)
 TP4_SP = Sharding(tp=4, sequence_parallel=True)
 
 
+def input_gradients_are_sums(found):
+    return any(PARTIAL in TP4.gradient_place(found, tensor) for tensor in found.inputs)
+
+
+def outputs_are_sums(found):
+    return any(PARTIAL in TP4.place_inside(found, tensor) for tensor in found.outputs)
+
+
+def ways(edge):
+    return (edge.source, edge.target), (edge.gradient, edge.source)
+
+
 def operator(name, graph=GPT, kind=LayerKind.BLOCK):
     return graph.layer_class(kind).operator(name)
 
@@ -30,16 +44,16 @@ def operator(name, graph=GPT, kind=LayerKind.BLOCK):
     pytest.param(TP4_SP, 4, 4, id="tp-and-sequence-parallel"),
 ])
 def test_features_split_over_tp_and_tokens_only_under_sequence_parallelism(sharding, tensor_degree, token_degree):
-    qkv, residual = operator("qkv").outputs[0], operator("norm1").inputs[0]
+    qkv, norm = operator("qkv"), operator("norm1")
 
-    assert sharding.tensor_bytes(qkv) == qkv.num_bytes // tensor_degree
-    assert sharding.tensor_bytes(residual) == residual.num_bytes // token_degree
+    assert sharding.tensor_bytes(qkv, qkv.outputs[0]) == qkv.outputs[0].num_bytes // tensor_degree
+    assert sharding.tensor_bytes(norm, norm.inputs[0]) == norm.inputs[0].num_bytes // token_degree
 
 
 def test_a_tensor_that_does_not_divide_is_rounded_up():
-    loss = operator("loss", kind=LayerKind.HEAD).outputs[0]
+    norm = operator("norm1")
 
-    assert Sharding(tp=3, sequence_parallel=True).tensor_bytes(loss) == -(-loss.num_bytes // 3)
+    assert Sharding(tp=3, sequence_parallel=True).tensor_bytes(norm, norm.inputs[0]) == -(-norm.inputs[0].num_bytes // 3)
 
 
 def test_a_matmul_sees_every_token_and_its_share_of_the_split_dim():
@@ -78,23 +92,23 @@ def test_split_parameters_add_up_to_the_whole(graph, tp):
 
 
 def test_four_of_the_blocks_operators_communicate_two_before_and_two_after():
-    gathers = [found.name for found in GPT.block.operators if TP4.gathers_input(found)]
-    reduces = [found.name for found in GPT.block.operators if TP4.reduces_output(found)]
+    gathers = [found.name for found in GPT.block.operators if input_gradients_are_sums(found)]
+    reduces = [found.name for found in GPT.block.operators if outputs_are_sums(found)]
 
     assert gathers == ["qkv", "fc1"]
     assert reduces == ["attention_out", "fc2"]
 
 
 def test_nothing_communicates_without_tensor_parallelism():
-    operators = [found for layer in GPT for found in layer.operators]
+    layers = [edges_of(layer, Sharding()) for layer in GPT]
 
-    assert not any(Sharding().gathers_input(found) or Sharding().reduces_output(found) for found in operators)
+    assert not any(list(moves(1024, *way, (1,))) for flow in layers for edge in flow.values() for way in ways(edge))
 
 
 def test_the_embedding_sums_over_its_vocabulary_and_the_head_gathers_its_input():
-    assert TP4.reduces_output(operator("tokens", kind=LayerKind.EMBEDDING))
-    assert not TP4.gathers_input(operator("tokens", kind=LayerKind.EMBEDDING))
-    assert TP4.gathers_input(operator("lm_head", kind=LayerKind.HEAD))
+    assert outputs_are_sums(operator("tokens", kind=LayerKind.EMBEDDING))
+    assert not input_gradients_are_sums(operator("tokens", kind=LayerKind.EMBEDDING))
+    assert input_gradients_are_sums(operator("lm_head", kind=LayerKind.HEAD))
 
 
 @pytest.mark.parametrize(("name", "kind", "sharding", "expected"), [

@@ -34,11 +34,17 @@ def stored_bytes(block: LayerClass, sharding: Sharding, recompute: frozenset[str
     """What one rank keeps of a block for its backward pass; a recomputed operator keeps its inputs, a whole block its own."""
     if recompute == frozenset(operator.name for operator in block.operators):
         assert block.input is not None
-        return sharding.tensor_bytes(block.input)
+        return sharding.local_bytes(block.input, sharding.boundary)
     tensors = {
         tensor.name: tensor
         for operator in block.operators for tensor in (operator.inputs if operator.name in recompute else operator.saved)}
-    return sum(sharding.tensor_bytes(tensor) for tensor in tensors.values())
+    return sum(tensor.num_bytes // megatron_parts(tensor, sharding) for tensor in tensors.values())
+
+
+def megatron_parts(tensor, sharding):
+    """Korthikanti et al. 2022: features of heads and ffn over tp, everything else by token under sequence parallelism."""
+    features = any(tensor.has(dim) for dim in ("heads", "ffn", "vocab"))
+    return sharding.tp if features or (sharding.sequence_parallel and tensor.has("sequence")) else 1
 
 
 def everything(block: LayerClass) -> frozenset[str]:

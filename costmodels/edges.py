@@ -1,0 +1,56 @@
+"""Where the tensors of a divided layer are on their way from the operator that makes them to those that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from costmodels.sharding import Place, Sharding, placed_parts
+from profiles.model import LayerClass, Operator, OperatorKind, Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """A tensor between its maker, which leaves it at `source`, and one reader, which wants it at `target`.
+
+    maker      None: the layer before
+    gradient   where the reader leaves the tensor's gradient
+    """
+
+    tensor: Tensor
+    maker: str | None
+    reader: Operator
+    source: Place
+    target: Place
+    gradient: Place
+
+    def kept_place(self, degrees: tuple[int, ...]) -> Place:
+        """Where a reader that needs the tensor in its backward pass keeps it: on whichever side less of it is on a rank."""
+        return self.source if self.gathers(degrees) else self.target
+
+    def gathers(self, degrees: tuple[int, ...]) -> bool:
+        """Whether the reader has more of the tensor than the maker left."""
+        return placed_parts(self.source, degrees) > placed_parts(self.target, degrees)
+
+
+Edges = Mapping[tuple[str, str], Edge]
+
+
+def edges_of(layer: LayerClass, sharding: Sharding) -> Edges:
+    """The edges of `layer` by (reader, tensor); the layer's input comes from the boundary."""
+    makers = {tensor.name: operator for operator in layer.operators for tensor in operator.outputs}
+    found: dict[tuple[str, str], Edge] = {}
+    for reader in layer.operators:
+        for tensor in reader.inputs:
+            maker = makers.get(tensor.name)
+            found[reader.name, tensor.name] = Edge(
+                tensor=tensor, maker=maker.name if maker else None, reader=reader,
+                source=sharding.place(maker, tensor) if maker else sharding.boundary,
+                target=sharding.place(reader, tensor), gradient=sharding.gradient_place(reader, tensor))
+    return found
+
+
+def leaves(layer: LayerClass, sharding: Sharding) -> tuple[Tensor, Place] | None:
+    """The tensor that the layer hands on and where its last operator leaves it; None for the loss."""
+    last = layer.operators[-1]
+    return None if last.kind is OperatorKind.CROSS_ENTROPY else (last.outputs[0], sharding.place(last, last.outputs[0]))
