@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from costmodels.collectives import Collective, collective_time, point_to_point_time
-from costmodels.layer import DataParallelTime, LayerOperators, LayerTime, data_parallel_time, has_tied_head, price_operators, tied_reduction
+from costmodels.layer import (
+    ENDLESS,
+    DataParallelTime,
+    LayerOperators,
+    LayerTime,
+    data_parallel_time,
+    has_tied_head,
+    price_operators,
+    tied_reduction,
+)
 from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, step_copy_bytes, zero_buffer_bytes
 from costmodels.mesh import Axis, Mesh, place
 from costmodels.recompute import Again, Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
@@ -99,6 +108,16 @@ class PriceBook:
                 mesh=mesh, sharding=sharding, zero=zero, machine=self.machine, training=self.training, with_tied=mesh.pp > 1)
 
         return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
+
+    def hidden_data_parallel(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
+        """The same under endless compute, which hides all that the stack can hide: no layer of `kind` pays less."""
+
+        def make() -> DataParallelTime:
+            return data_parallel_time(
+                self.graph(1).layer_class(kind), ENDLESS, mesh=mesh, sharding=sharding, zero=zero, machine=self.machine,
+                training=self.training, with_tied=mesh.pp > 1)
+
+        return self._once(("hidden dp", kind, mesh, sharding, zero), make)
 
     def states(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
         """State bytes of one layer of `kind`; a tied head holds its own copy only when stages are apart."""

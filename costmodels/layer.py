@@ -53,6 +53,11 @@ class LayerTime:
         return self.forward_s + self.backward_s + self.recompute_s
 
 
+_INFINITE = Seconds(math.inf, Kind.ANALYTIC)
+ENDLESS = LayerTime(  # hides whatever can be hidden
+    forward=_INFINITE, backward=_INFINITE, recompute=ZERO, tp_forward=ZERO, tp_backward=ZERO, tp_recompute=ZERO)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallelTime:
     """What data parallelism and ZeRO add to one layer, as far as compute does not hide it.

@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass
 
 from costmodels.sharding import Sharding
-from profiles.model import LayerClass
+from profiles.model import LayerClass, Operator
 from profiles.spec import Precision, TrainingSpec
 
 MASTER_BYTES = 4
@@ -81,14 +81,21 @@ def layer_states(
     layer: LayerClass, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, dp_rank: int = 0, with_tied: bool = True,
 ) -> StateBytes:
     """States of one `layer` on data-parallel rank `dp_rank`; `with_tied` counts the head's copy of a tied embedding."""
-    zero = zero if dp > 1 else 0
-    total, copies = StateBytes(), gradient_copy_bytes(dp, training)
+    total = StateBytes()
     for operator in layer.operators:
-        for parameter in operator.parameters:
-            if parameter.tied and not with_tied:
-                continue
+        total += operator_states(operator, sharding, zero, dp, training, dp_rank=dp_rank, with_tied=with_tied)
+    return total
+
+
+def operator_states(
+    operator: Operator, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, dp_rank: int = 0, with_tied: bool = True,
+) -> StateBytes:
+    """States of one operator's parameters on data-parallel rank `dp_rank`."""
+    total, copies, stage = StateBytes(), gradient_copy_bytes(dp, training), zero if dp > 1 else 0
+    for parameter in operator.parameters:
+        if with_tied or not parameter.tied:
             shape = sharding.parameter_shape(operator, parameter)
-            total += states_of(math.prod(shape), chunk_elements(shape, dp, dp_rank), zero, training)
+            total += states_of(math.prod(shape), chunk_elements(shape, dp, dp_rank), stage, training)
             total += StateBytes(gradients=copies * math.prod(shape))
     return total
 

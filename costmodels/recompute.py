@@ -62,7 +62,7 @@ def kept_tensors(layer: LayerClass, recompute: Iterable[str]) -> tuple[Tensor, .
 def keepers(layer: LayerClass, recompute: Iterable[str] = ()) -> Iterator[tuple[Operator, Tensor]]:
     """Each kept tensor with every operator that needs it kept, in the order of the operators."""
     again = frozenset(recompute)
-    remade = {t.name for op in layer.operators if op.name in again for t in (*_remade_outputs(op, layer, again), *_internal(op))}
+    remade = {t.name for op in layer.operators if op.name in again for t in (*_remade_outputs(op, layer, again), *made_inside(op))}
     for operator in layer.operators:
         needed = (*operator.saved, *operator.inputs) if operator.name in again else operator.saved
         yield from ((operator, tensor) for tensor in dict.fromkeys(needed) if tensor.name not in remade)
@@ -73,7 +73,7 @@ def _remade_outputs(operator: Operator, layer: LayerClass, again: frozenset[str]
     return () if stays else operator.outputs
 
 
-def _internal(operator: Operator) -> tuple[Tensor, ...]:
+def made_inside(operator: Operator) -> tuple[Tensor, ...]:
     """Saved tensors that the operator makes itself: scores, masks, statistics."""
     inputs = {tensor.name for tensor in operator.inputs}
     return tuple(tensor for tensor in operator.saved if tensor.name not in inputs)

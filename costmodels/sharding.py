@@ -143,7 +143,7 @@ class Rejected:
 def operator_splits(operator: Operator, degrees: tuple[int, ...]) -> tuple[tuple[Splits, ...], tuple[Rejected, ...]]:
     """Every way to divide `operator` over axes of `degrees`: the legal ones, and the others with their reason."""
     legal, rejected = [], []
-    for splits in itertools.product(_axis_splits(operator), repeat=len(degrees)):
+    for splits in itertools.product(*(tuple(_axis_splits(operator)) if p > 1 else (Split(),) for p in degrees)):
         reason = _illegal(operator, splits, degrees)
         if reason is None:
             legal.append(splits)

@@ -36,9 +36,7 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
     """
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
     stages, share = table.zero_choices(mesh), 1 / frame.virtual_stages
-    data = [book.data_parallel(LayerKind.BLOCK, b, mesh, sharding, zero) for zero in stages]
-    compute_s = min(book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s for level in table.allowed_levels)
-    block_s = compute_s + min(time.per_micro_batch_s for time in data)
+    block_s, block_tail_s = _least_block(frame, table)
     ends_s = sum(
         book.layer_time(kind, b, sharding).total_s
         + min(book.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in stages)
@@ -47,21 +45,39 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
     fullest = -(-book.model.num_layers // mesh.pp)
     total_s = book.model.num_layers * block_s + ends_s + transfers_s
     pace_s = max(total_s / mesh.pp, fullest * block_s)
-    step_s = (frame.num_micro_batches - share) * pace_s + share * total_s + fullest * min(time.per_step_s for time in data)
+    step_s = (frame.num_micro_batches - share) * pace_s + share * total_s + fullest * block_tail_s
     return TimeBound(step_s, block_s, share * total_s)
 
 
+def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
+    """Seconds of a block at least, per micro-batch and per step, with data parallelism.
+
+    Where operators may be divided in several ways, whose windows differ, data parallelism counts as hidden.
+    """
+    book, b, mesh, catalogue = table.book, frame.micro_batch_size, frame.mesh, table.catalogue
+    per_micro_batch_s, per_step_s = [], []
+    for layout, fastest_s in catalogue.fastest_s(b, frame.sharding).items():
+        for zero in table.zero_choices(mesh):
+            if frame.mesh.tp == 1 or not catalogue.free:
+                data = book.data_parallel(LayerKind.BLOCK, b, mesh, frame.sharding, zero)
+            else:
+                data = book.hidden_data_parallel(LayerKind.BLOCK, mesh, catalogue.with_layout(layout, frame.sharding), zero)
+            per_micro_batch_s.append(fastest_s + data.per_micro_batch_s)
+            per_step_s.append(data.per_step_s)
+    return min(per_micro_batch_s), min(per_step_s)
+
+
 def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
-    """Redundant bytes of the cluster: every layer at its leanest ZeRO stage and recompute level, one stash a layer."""
+    """Redundant bytes of the cluster: every layer at its leanest ZeRO stage, recompute and sharding, one stash a layer."""
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
     stages = table.zero_choices(mesh)
-    sizes = [book.activations(LayerKind.BLOCK, b, sharding, level) for level in table.allowed_levels]
+    options = table.options(frame)
     stored = 0.0
     for kind, count in ((LayerKind.BLOCK, book.model.num_layers), (LayerKind.EMBEDDING, 1), (LayerKind.HEAD, 1)):
         held = [book.states(kind, mesh, sharding, zero) for zero in stages]
         stored += count * min(states.states.total - sum(states.ideal) for states in held)
-    kept = book.model.num_layers * min(size.saved - size.ideal_saved for size in sizes)
+    kept = book.model.num_layers * min(option.saved_bytes - option.ideal_saved_bytes for option in options)
     buffers = min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
-    head, workspace = book.activations(LayerKind.HEAD, b, sharding), min(size.workspace for size in sizes)
+    head, workspace = book.activations(LayerKind.HEAD, b, sharding), min(option.workspace_bytes for option in options)
     temporaries = (mesh.pp - 1) * workspace + max(workspace - head.saved, head.workspace) + mesh.pp * buffers
     return mesh.ranks_per_stage * (stored + kept + temporaries)

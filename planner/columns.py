@@ -1,9 +1,8 @@
 """Stage columns: for one pipeline rank, every block count with its best ways to run, priced and within memory.
 
-A rank runs its blocks on counts (none, selective, full) of the recompute levels, in that order, and one ZeRO stage. The
-price is a sum over layers, so the counts that add up to n are enumerated exactly, vectorised, and cached: they depend on
-the micro-batch and the tensor parallelism alone. Only the points that no other point of the same rank and count beats
-become columns of the master (EQUATIONS I4).
+A rank runs its blocks on a mix of the catalogue's options (planner/mixes.py) at one ZeRO stage. The price is a sum over
+layers, so the mixes of n blocks are priced at once, vectorised; they depend on the micro-batch and the sharding alone. Only
+the points that no other point of the same rank and count beats become columns of the master (EQUATIONS I4).
 """
 
 from __future__ import annotations
@@ -18,23 +17,26 @@ from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
 from costmodels.occupancy import occupied_bytes, stashes, usable_bytes
 from costmodels.recompute import Recompute
+from costmodels.sharding import Sharding
 from costmodels.step import rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.layer_plans import Catalogue, LayerOption
+from planner.mixes import Mixes, Pairs, column_of, make_mixes, option_pairs, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
 
 Array = npt.NDArray[np.float64]
-LEVELS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+Mix = tuple[tuple[LayerOption, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One way to run one rank: `counts` blocks by recompute level (of the whole rank), at ZeRO stage `zero`.
+    """One way to run one rank: how many of its blocks on which option, at ZeRO stage `zero`.
 
     time_s of one micro-batch; tail_s after the last one; memory_bytes the peak of a device; redundant_bytes per device.
     """
 
-    counts: tuple[int, ...]
+    mix: Mix
     zero: int
     time_s: float
     tail_s: float
@@ -43,96 +45,77 @@ class Column:
 
     @property
     def num_blocks(self) -> int:
-        return sum(self.counts)
-
-
-@dataclass(frozen=True, slots=True)
-class Mixes:
-    """All counts of recompute levels that add up to n blocks, fastest first, with their sums for one micro-batch.
-
-    Time is that of all n blocks, saved bytes are those of one (the longest) chunk of the rank.
-    """
-
-    counts: npt.NDArray[np.int64]
-    time_s: Array
-    saved_bytes: Array
-    ideal_saved_bytes: Array
-    workspace_bytes: Array
-
-
-def compositions(total: int, levels: tuple[bool, ...]) -> npt.NDArray[np.int64]:
-    """Every tuple of three non-negative counts that adds up to `total`, with zeros where a level is not allowed."""
-    first, second = np.meshgrid(np.arange(total + 1), np.arange(total + 1), indexing="ij")
-    third = total - first - second
-    counts = np.stack([first, second, third], axis=-1).reshape(-1, 3)
-    allowed = (counts >= 0).all(axis=1)
-    for index, permitted in enumerate(levels):
-        if not permitted:
-            allowed &= counts[:, index] == 0
-    return counts[allowed]
+        return sum(count for _, count in self.mix)
 
 
 class MixTable:
-    """Mixes by (micro-batch, sharding, chunks, number of blocks), each made once."""
+    """Catalogue and mixes by (micro-batch, sharding, chunks, number of blocks), each made once."""
 
     def __init__(self, book: PriceBook, pins: Constraints) -> None:
         self.book = book
+        self.catalogue = Catalogue(book, pins)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
-        self._levels = tuple(pins.recompute is None or level in pins.recompute for level in LEVELS)
-        self._known: dict[tuple[object, ...], Mixes] = {}
+        self._known: dict[tuple[int, Sharding, int, int], Mixes] = {}
+        self._pairs: dict[tuple[int, Sharding], Pairs] = {}
+        self._blocks: dict[tuple[Mesh, int, Sharding], dict[int, _PerBlock]] = {}
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard."""
         return self._zero_stages if mesh.dp > 1 else (0,)
 
-    @property
-    def allowed_levels(self) -> tuple[Recompute, ...]:
-        return tuple(level for level, allowed in zip(LEVELS, self._levels, strict=True) if allowed)
+    def options(self, frame: Frame) -> tuple[LayerOption, ...]:
+        return self.catalogue.options(frame.micro_batch_size, frame.sharding)
+
+    def pairs(self, frame: Frame) -> Pairs:
+        """Every ordered pair of options, an option with itself included."""
+        key = frame.micro_batch_size, frame.sharding
+        if key not in self._pairs:
+            self._pairs[key] = option_pairs(self.options(frame))
+        return self._pairs[key]
+
+    def per_block(self, frame: Frame) -> dict[int, _PerBlock]:
+        """By ZeRO stage, what a block on each option costs in `frame`."""
+        key = (frame.mesh, frame.micro_batch_size, frame.sharding)
+        if key not in self._blocks:
+            self._blocks[key] = {
+                zero: _per_block(self.options(frame), frame, zero, self.book) for zero in self.zero_choices(frame.mesh)}
+        return self._blocks[key]
 
     def get(self, frame: Frame, num_blocks: int) -> Mixes:
         """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
         key = (frame.micro_batch_size, frame.sharding, frame.virtual_stages, num_blocks)
         if key not in self._known:
-            self._known[key] = self._make(frame, num_blocks)
+            self._known[key] = make_mixes(self.options(frame), num_blocks, frame.virtual_stages)
         return self._known[key]
-
-    def _make(self, frame: Frame, num_blocks: int) -> Mixes:
-        b, sharding = frame.micro_batch_size, frame.sharding
-        times = np.array([self.book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s for level in LEVELS])
-        sizes = [self.book.activations(LayerKind.BLOCK, b, sharding, level) for level in LEVELS]
-        chunk = compositions(-(-num_blocks // frame.virtual_stages), self._levels)
-        counts = chunk * frame.virtual_stages
-        if num_blocks % frame.virtual_stages:  # the shorter chunk lacks a block of its last level
-            last = chunk.shape[1] - 1 - (chunk[:, ::-1] > 0).argmax(axis=1)
-            counts[np.arange(len(counts)), last] -= 1
-        time_s, saved = counts @ times, chunk @ np.array([float(size.saved) for size in sizes])
-        order = np.lexsort((saved, time_s))
-        return Mixes(
-            counts=counts[order], time_s=time_s[order], saved_bytes=saved[order],
-            ideal_saved_bytes=(chunk @ np.array([size.ideal_saved for size in sizes]))[order],
-            workspace_bytes=((counts > 0) * np.array([float(size.workspace) for size in sizes])).max(axis=1)[order])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fixed:
-    """What a rank pays at one ZeRO stage besides the compute of its blocks; blocks scale with their number."""
+    """What a rank pays at one ZeRO stage besides its blocks."""
 
     time_s: float
-    block_time_s: float
     tail_s: float
-    block_tail_s: float
     states: float
-    block_states: float
     ideal_states: float
-    block_ideal_states: float
-    ends_held: float
-    ends_ideal_held: float
+    held: float
+    ideal_held: float
     embedding_workspace: float
     head_workspace: float
     zero_buffer: float
     step_copies: float
-    block_step_copies: float
     used_up: float  # what the head no longer keeps when the temporaries of other layers are there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PerBlock:
+    """What one block on each option of the catalogue costs at one ZeRO stage, by option."""
+
+    time_s: Array
+    tail_s: Array
+    states: Array
+    ideal_states: Array
+    zero_buffer: Array
+    step_copies: Array
 
 
 def end_kinds(rank: int, pp: int) -> tuple[LayerKind, ...]:
@@ -142,12 +125,10 @@ def end_kinds(rank: int, pp: int) -> tuple[LayerKind, ...]:
 
 def _fixed(rank: int, frame: Frame, zero: int, book: PriceBook) -> _Fixed:
     b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
-    block = book.data_parallel(LayerKind.BLOCK, b, mesh, sharding, zero)
-    of_block = book.states(LayerKind.BLOCK, mesh, sharding, zero)
-    buffer, step_copies = of_block.zero_buffer, 0
     time_s = rank_receives(rank, frame, book).value_s
     tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and mesh.pp > 1 and rank in (0, mesh.pp - 1) else 0.0
-    ends_states = ends_ideal = ends_held = ends_ideal_held = used_up = 0.0
+    states = ideal = held_bytes = ideal_held = used_up = 0.0
+    buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
     for kind in end_kinds(rank, mesh.pp):
         data = book.data_parallel(kind, b, mesh, sharding, zero)
@@ -155,17 +136,39 @@ def _fixed(rank: int, frame: Frame, zero: int, book: PriceBook) -> _Fixed:
         held = book.states(kind, mesh, sharding, zero)
         time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
-        ends_states, ends_ideal, step_copies = ends_states + held.states.total, ends_ideal + sum(held.ideal), step_copies + held.step_copies
-        ends_held += stashes(kind, rank, frame) * kept.saved
-        ends_ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
+        states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
+        held_bytes += stashes(kind, rank, frame) * kept.saved
+        ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
         used_up += kept.saved * (kind is LayerKind.HEAD)
     return _Fixed(
-        time_s=time_s, block_time_s=block.per_micro_batch_s, tail_s=tail_s, block_tail_s=block.per_step_s,
-        states=ends_states, block_states=of_block.states.total, ideal_states=ends_ideal, block_ideal_states=sum(of_block.ideal),
-        ends_held=ends_held, ends_ideal_held=ends_ideal_held, zero_buffer=buffer,
+        time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, ideal_held=ideal_held, zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
-        step_copies=step_copies, block_step_copies=of_block.step_copies)
+        step_copies=step_copies)
+
+
+def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: PriceBook) -> _PerBlock:
+    shardings = list(dict.fromkeys(option.sharding for option in options))
+    own = np.array([shardings.index(option.sharding) for option in options])
+    data = [book.data_parallel(LayerKind.BLOCK, frame.micro_batch_size, frame.mesh, sharding, zero) for sharding in shardings]
+    held = [book.states(LayerKind.BLOCK, frame.mesh, sharding, zero) for sharding in shardings]
+    return _PerBlock(
+        time_s=column_of(options, "time_s") + column_of(data, "per_micro_batch_s")[own], tail_s=column_of(data, "per_step_s")[own],
+        states=np.array([float(layer.states.total) for layer in held])[own],
+        ideal_states=np.array([sum(layer.ideal) for layer in held])[own],
+        zero_buffer=column_of(held, "zero_buffer")[own], step_copies=column_of(held, "step_copies")[own])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Priced:
+    """Mixes of one block count at one ZeRO stage, by row: seconds, bytes to allocate, redundant bytes."""
+
+    mixes: Mixes
+    zero: int
+    time_s: Array
+    tail_s: Array
+    allocated: Array
+    redundant: Array
 
 
 class RankColumns:
@@ -175,58 +178,99 @@ class RankColumns:
         self.rank, self.frame, self.table = rank, frame, table
         self.stages = table.zero_choices(frame.mesh)
         self._fixed = {zero: _fixed(rank, frame, zero, table.book) for zero in self.stages}
+        self._per_block = table.per_block(frame)
         self._stashes = stashes(LayerKind.BLOCK, rank, frame)
 
-    def _priced(self, num_blocks: int, zero: int) -> tuple[Mixes, Array, Array, Array, float]:
-        """Mixes with their time, bytes to allocate and redundant bytes, and the tail, at ZeRO stage `zero`."""
-        fixed, mixes = self._fixed[zero], self.table.get(self.frame, num_blocks)
-        of_layers = np.maximum(mixes.workspace_bytes, fixed.embedding_workspace - mixes.saved_bytes) - fixed.used_up
-        temporaries = np.maximum(of_layers, fixed.head_workspace) + fixed.zero_buffer
-        states = fixed.states + num_blocks * fixed.block_states
-        held = self._stashes * mixes.saved_bytes + fixed.ends_held
-        ideal = fixed.ideal_states + num_blocks * fixed.block_ideal_states + self._stashes * mixes.ideal_saved_bytes + fixed.ends_ideal_held
-        allocated = states + held + temporaries
-        time_s = mixes.time_s + fixed.time_s + num_blocks * fixed.block_time_s
-        reserved = (fixed.step_copies + num_blocks * fixed.block_step_copies) / (1 + self.table.book.training.stack.allocator_share)
-        return mixes, time_s, allocated + reserved, allocated - ideal, fixed.tail_s + num_blocks * fixed.block_tail_s
+    def _priced(self, num_blocks: int, zero: int) -> _Priced:
+        fixed, block, mixes = self._fixed[zero], self._per_block[zero], self.table.get(self.frame, num_blocks)
+        counts = mixes.counts
+        temporaries = self._temporaries(mixes.workspace_bytes, mixes.saved_bytes, fixed)
+        buffers = np.maximum(widest(counts, block.zero_buffer), fixed.zero_buffer)
+        held = fixed.states + counts @ block.states + self._stashes * mixes.saved_bytes + fixed.held
+        ideal = fixed.ideal_states + counts @ block.ideal_states + self._stashes * mixes.ideal_saved_bytes + fixed.ideal_held
+        allocated = held + temporaries + buffers
+        reserved = (fixed.step_copies + counts @ block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
+        return _Priced(
+            mixes=mixes, zero=zero, time_s=counts @ block.time_s + fixed.time_s, tail_s=counts @ block.tail_s + fixed.tail_s,
+            allocated=allocated + reserved, redundant=allocated - ideal)
 
-    def _column(self, mixes: Mixes, index: int, zero: int, time_s: float, tail_s: float, allocated: float, redundant: float) -> Column:
-        memory = occupied_bytes(allocated, self.frame.mesh, self.table.book)
-        counts = tuple(int(count) for count in mixes.counts[index])
-        return Column(counts, zero, float(time_s), float(tail_s), float(memory), float(redundant))
+    @staticmethod
+    def _temporaries(workspace: Array, saved: Array, fixed: _Fixed) -> Array:
+        of_layers = np.maximum(workspace, fixed.embedding_workspace - saved) - fixed.used_up
+        found: Array = np.maximum(of_layers, fixed.head_workspace)
+        return found
+
+    def _column(self, priced: _Priced, row: int) -> Column:
+        memory = occupied_bytes(float(priced.allocated[row]), self.frame.mesh, self.table.book)
+        mix = tuple((option, int(n)) for option, n in zip(priced.mixes.options, priced.mixes.counts[row], strict=True) if n)
+        return Column(
+            mix, priced.zero, float(priced.time_s[row]), float(priced.tail_s[row]), float(memory), float(priced.redundant[row]))
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
-        """Per ZeRO stage the fastest mix within `limit_bytes`; the tails of ZeRO stages differ, so none is left out."""
-        usable = usable_bytes(limit_bytes, self.frame.mesh, self.table.book)
-        found = []
+        """Per ZeRO stage the fastest mixes within `limit_bytes`; the tails of ZeRO stages differ, so none is left out."""
+        usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         for zero in self.stages:
-            mixes, time_s, allocated, redundant, tail_s = self._priced(num_blocks, zero)
-            fits = allocated <= usable
-            if fits.any():
-                best = int(fits.argmax())
-                found.append(self._column(mixes, best, zero, time_s[best], tail_s, allocated[best], redundant[best]))
+            priced = self._priced(num_blocks, zero)
+            fits = np.flatnonzero(priced.allocated <= usable)
+            found += [self._column(priced, row) for row in fits[_front(priced.time_s[fits], priced.tail_s[fits])]]
         return _undominated(found, key=lambda c: (c.time_s, c.tail_s))
+
+    def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]:
+        """Per ZeRO stage a column that no mix of real numbers of blocks can beat within `limit_bytes`: a bound, not a plan.
+
+        A linear program over one memory limit takes at most two options; for each two, the least share of the leaner one.
+        """
+        usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
+        pairs = self.table.pairs(self.frame)
+        for zero in self.stages:
+            time_s, slack = self._relaxed(num_blocks, zero, pairs, usable)
+            tail_s = num_blocks * float(self._per_block[zero].tail_s.min()) + self._fixed[zero].tail_s
+            if slack:
+                mix = ((self.table.options(self.frame)[0], num_blocks),)
+                found.append(Column(mix, zero, time_s + self._fixed[zero].time_s, tail_s, 0.0, 0.0))
+        return _undominated(found, key=lambda c: (c.time_s, c.tail_s))
+
+    def _relaxed(self, num_blocks: int, zero: int, pairs: Pairs, usable: float) -> tuple[float, bool]:
+        """The least seconds of the blocks over all pairs of options, and whether any pair fits."""
+        fixed, block = self._fixed[zero], self._per_block[zero]
+        saved = num_blocks / self.frame.virtual_stages * pairs.saved_bytes
+        spare = (fixed.step_copies + num_blocks * block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
+        own = self._stashes * saved + num_blocks * block.states[pairs.index] + spare[pairs.index]
+        temporaries = self._temporaries(pairs.workspace_bytes, saved.max(axis=0), fixed)
+        buffers = np.maximum(block.zero_buffer[pairs.index].max(axis=0), fixed.zero_buffer)
+        room = usable - (fixed.states + fixed.held + temporaries + buffers)
+        fast, lean = (own[0], own[1])
+        first_s, second_s = num_blocks * block.time_s[pairs.index]
+        over = np.maximum(0.0, fast - room)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.where(over > 0, over / (fast - lean), 0.0)
+        fits = (over == 0) | ((lean <= room) & (share <= 1.0))
+        times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
+        return float(times.min()), bool(fits.any())
 
     def leanest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """Every mix within `limit_bytes` that no other beats in time, tail and redundant bytes together."""
-        usable = usable_bytes(limit_bytes, self.frame.mesh, self.table.book)
-        found = []
+        usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         for zero in self.stages:
-            mixes, time_s, allocated, redundant, tail_s = self._priced(num_blocks, zero)
-            fits = np.flatnonzero(allocated <= usable)
-            lowest = np.minimum.accumulate(redundant[fits]) if len(fits) else fits
-            front = fits[np.concatenate(([True], redundant[fits][1:] < lowest[:-1]))] if len(fits) else fits
-            found += [self._column(mixes, i, zero, time_s[i], tail_s, allocated[i], redundant[i]) for i in front]
+            priced = self._priced(num_blocks, zero)
+            fits = np.flatnonzero(priced.allocated <= usable)
+            found += [self._column(priced, row) for row in fits[_front(priced.time_s[fits], priced.redundant[fits])]]
         return _undominated(found, key=lambda c: (c.time_s, c.tail_s, c.redundant_bytes))
 
     def smallest(self, num_blocks: int) -> Column:
         """The mix and ZeRO stage with the lowest peak memory, whatever its time."""
-        found = []
-        for zero in self.stages:
-            mixes, time_s, allocated, redundant, tail_s = self._priced(num_blocks, zero)
-            best = int(allocated.argmin())
-            found.append(self._column(mixes, best, zero, time_s[best], tail_s, allocated[best], redundant[best]))
-        return min(found, key=lambda column: column.memory_bytes)
+        priced = (self._priced(num_blocks, zero) for zero in self.stages)
+        return min((self._column(p, int(p.allocated.argmin())) for p in priced), key=lambda column: column.memory_bytes)
+
+
+def _front(first: Array, second: Array) -> npt.NDArray[np.int64]:
+    """The indices that no other beats in both, by increasing `first`."""
+    order = np.lexsort((second, first))
+    if not len(order):
+        return order
+    lowest = np.minimum.accumulate(second[order])
+    found: npt.NDArray[np.int64] = order[np.concatenate(([True], second[order][1:] < lowest[:-1]))]
+    return found
 
 
 def _undominated(columns: list[Column], key: Callable[[Column], tuple[float, ...]]) -> list[Column]:
@@ -240,13 +284,13 @@ def _undominated(columns: list[Column], key: Callable[[Column], tuple[float, ...
 
 
 def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
-    """The strategy that runs rank s on `columns[s]`: embedding first, blocks by recompute level, head last."""
+    """The strategy that runs rank s on `columns[s]`: embedding first, blocks by option, head last."""
     pp, stages = frame.mesh.pp, []
     for stage in range(frame.num_virtual_stages):
         column = columns[stage % pp]
         blocks = [
-            LayerChoice(LayerKind.BLOCK, level, column.zero)
-            for level, count in zip(LEVELS, column.counts, strict=True) for _ in range(-(-count // frame.virtual_stages))
+            LayerChoice(LayerKind.BLOCK, option.recompute, column.zero, option.sharding if option.sharding != frame.sharding else None)
+            for option, count in column.mix for _ in range(-(-count // frame.virtual_stages))
         ]
         if column.num_blocks % frame.virtual_stages and stage in (0, frame.num_virtual_stages - 1):
             blocks.pop()

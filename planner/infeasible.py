@@ -18,6 +18,7 @@ from planner.space import enumerate_space
 from profiles.errors import InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
+from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.stack import Stack
 from profiles.units import MIB, gib
@@ -111,11 +112,11 @@ def infeasible_error(
     lean = _leanest(model, cluster, training, pins)
     assert lean is not None, "there are legal frames"
     mesh = lean.frame.mesh
-    need = lean.column.memory_bytes
+    need, book = lean.column.memory_bytes, PriceBook(model, training, machine_for(cluster))
     margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
     message = (
         f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({mesh}, "
-        f"zero {lean.column.zero}, {_recompute_of(lean.column)} recompute, micro-batch {lean.frame.micro_batch_size}) "
+        f"zero {lean.column.zero}, {_recompute_of(lean.column, book)} recompute, micro-batch {lean.frame.micro_batch_size}) "
         f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short")
     enough = smallest_cluster(model, cluster, training, pins, limit)
     if enough:
@@ -123,6 +124,8 @@ def infeasible_error(
     return InfeasibleError(message, hint=f"no cluster up to {MOST_TIMES_LARGER * cluster.num_gpus} GPUs fits; use a larger device")
 
 
-def _recompute_of(column: Column) -> str:
-    used = [level.value for level, count in zip(Recompute, column.counts, strict=True) if count]
-    return " and ".join(used)
+def _recompute_of(column: Column, book: PriceBook) -> str:
+    """`none`, `full`, or the operators by name, for each option of the column."""
+    levels = {book.recompute_operators(LayerKind.BLOCK, level): level.value for level in reversed(Recompute)}
+    used = (book.recompute_operators(LayerKind.BLOCK, option.recompute) for option, _ in column.mix)
+    return " and ".join(levels.get(again, ", ".join(again)) for again in used)

@@ -19,7 +19,11 @@ class SolverName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Pinned choices; None leaves a choice to the search. Tuples list what is allowed."""
+    """Pinned choices; None leaves a choice to the search. Tuples list what is allowed.
+
+    recompute           levels; None also allows any list of operators
+    megatron_sharding   tensor parallelism divides every operator as Megatron does
+    """
 
     pp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
@@ -31,6 +35,7 @@ class Constraints:
     recompute: tuple[Recompute, ...] | None = None
     zero: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
+    megatron_sharding: bool = False
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "micro_batch_size", "virtual_stages"):

@@ -1,0 +1,166 @@
+"""The catalogue: the ways to run one block that a search chooses from (EQUATIONS I3).
+
+For each layout of the weights (which of them tensor parallelism divides) the front over placements and recompute of every
+operator, made once per micro-batch and sharding and only where the search asks for it. 
+Of the options the exact prices come from the book.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from costmodels.book import PriceBook
+from costmodels.operator import single
+from costmodels.recompute import Again, Recompute, ideal_saved_bytes
+from costmodels.sharding import Sharding, Split, Splits
+from planner.layer_front import layer_front
+from planner.layer_ilp import Picked, evaluate
+from planner.layer_problem import LayerProblem, Option, layer_problem
+from planner.request import Constraints
+from profiles.model import LayerKind, Operator
+
+LEVELS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+Layout = frozenset[str]  # the parallel dims whose weights are divided
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerOption:
+    """One way to run a block, for one micro-batch and without data parallelism.
+
+    layout   which weights are divided over the tensor-parallel ranks
+    """
+
+    recompute: Again
+    sharding: Sharding
+    layout: Layout
+    time_s: float
+    saved_bytes: float
+    ideal_saved_bytes: float
+    workspace_bytes: float
+
+    @property
+    def values(self) -> tuple[float, float, float, float]:
+        return self.time_s, self.saved_bytes, self.workspace_bytes, self.saved_bytes - self.ideal_saved_bytes
+
+
+def divided_dims(book: PriceBook) -> tuple[str, ...]:
+    """The dims of a block's weights that tensor parallelism may divide: heads and ffn."""
+    return tuple(dict.fromkeys(op.parallel_dim for op in book.graph(1).block.operators if op.parameters and op.parallel_dim))
+
+
+class Catalogue:
+    """The options of a block by (micro-batch, sharding), each list made once; `pins` leave ways to run it out."""
+
+    def __init__(self, book: PriceBook, pins: Constraints) -> None:
+        self.book = book
+        self.levels = tuple(level for level in LEVELS if pins.recompute is None or level in pins.recompute)
+        self.by_operator = pins.recompute is None
+        self.free = not pins.megatron_sharding
+        self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
+        self._operators = {operator.name: operator for operator in book.graph(1).block.operators}
+        self._problems: dict[tuple[int, Sharding], LayerProblem] = {}
+        self._fastest_s: dict[tuple[int, Sharding], dict[Layout, float]] = {}
+        dims = divided_dims(book)
+        subsets = (frozenset(d for i, d in enumerate(dims) if bits >> i & 1) for bits in reversed(range(2 ** len(dims))))
+        self._layouts = [layout for layout in subsets if layout]  # nothing divided: that is data parallelism, another mesh
+
+    def fastest_s(self, micro_batch_size: int, sharding: Sharding) -> dict[Layout, float]:
+        """By layout of the weights, the seconds that one micro-batch takes at least in one block."""
+        key = micro_batch_size, sharding
+        if key not in self._fastest_s:
+            self._fastest_s[key] = dict(self._least_s(micro_batch_size, sharding))
+        return self._fastest_s[key]
+
+    def _least_s(self, b: int, sharding: Sharding) -> Iterator[tuple[Layout, float]]:
+        if sharding.tp == 1 or not self.free:
+            yield self._layouts[0], min(self.book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s for level in self.levels)
+            return
+        problem = self.problem(b, sharding).only(lambda _, option: not option.again)
+        for layout in self._layouts:
+            some = problem.only(self._allowed(layout, None, sharding))
+            times = [evaluate(some, options).cost.time_s for options in layer_front(some, fastest_only=True)]
+            if times:
+                yield layout, times[0]
+
+    def with_layout(self, layout: Layout, sharding: Sharding) -> Sharding:
+        """Any sharding with that layout: what is not divided is the same on every rank."""
+        whole = (Split(),) * len(sharding.degrees)
+        products = (operator for operator in self._operators.values() if operator.parameters and operator.parallel_dim)
+        return replace(sharding, own=tuple((op.name, whole) for op in products if op.parallel_dim not in layout))
+
+    def problem(self, b: int, sharding: Sharding) -> LayerProblem:
+        """The choice of a strategy for every operator of a block, made once."""
+        key = b, sharding
+        if key not in self._problems:
+            book = self.book
+            self._problems[key] = layer_problem(book.graph(b).block, sharding, book.machine, book.training)
+        return self._problems[key]
+
+    def options(self, micro_batch_size: int, sharding: Sharding) -> tuple[LayerOption, ...]:
+        """All options that no other of the same layout beats in time, kept bytes, workspace and redundancy, fastest first."""
+        key = micro_batch_size, sharding
+        if key not in self._options:
+            kept = _unbeaten(self._found(micro_batch_size, sharding))
+            self._options[key] = _unbeaten(
+                replace(option, time_s=self.book.layer_time(LayerKind.BLOCK, micro_batch_size, option.sharding, option.recompute).total_s)
+                for option in kept)
+        return self._options[key]
+
+    def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
+        problem = self.problem(b, sharding)
+        for level in self.levels:
+            yield self._preset(level, b, sharding)
+        layouts = self._layouts if self.free and sharding.tp > 1 else self._layouts[:1]
+        for layout in layouts:
+            for wanted in (None,) if self.by_operator else self.levels:
+                some = problem.only(self._allowed(layout, wanted, sharding))
+                yield from (self._option(evaluate(some, options), layout, b, sharding) for options in layer_front(some))
+
+    def _allowed(self, layout: Layout, level: Recompute | None, sharding: Sharding) -> Callable[[str, Option], bool]:
+        """Which options belong to a layout of the weights and, unless it is None, to a level of recompute."""
+        names = frozenset(self.book.recompute_operators(LayerKind.BLOCK, level)) if level else frozenset[str]()
+
+        def allowed(name: str, option: Option) -> bool:
+            operator = self._operators[name]
+            if level is not None and option.again != (name in names):
+                return False
+            if not self.free:
+                return option.splits == sharding.splits(operator)
+            weighty = sharding.tp > 1 and operator.parameters and operator.parallel_dim
+            return not weighty or weight_divided(operator, option.splits, sharding.degrees) == (operator.parallel_dim in layout)
+
+        return allowed
+
+    def _option(self, picked: Picked, layout: Layout, b: int, sharding: Sharding) -> LayerOption:
+        """An option of the catalogue; what is divided as in Megatron's way is left unsaid."""
+        chosen = list(zip(self._operators.values(), picked.options, strict=True))
+        own = tuple((op.name, option.splits) for op, option in chosen if option.splits != sharding.splits(op))
+        again = tuple(op.name for op, option in chosen if option.again)
+        return LayerOption(
+            recompute=again, sharding=replace(sharding, own=own), layout=layout, time_s=picked.cost.time_s,
+            saved_bytes=picked.cost.saved_bytes, ideal_saved_bytes=ideal_saved_bytes(self.book.graph(b).block, sharding.tp, again),
+            workspace_bytes=picked.workspace_bytes)
+
+    def _preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
+        size = self.book.activations(LayerKind.BLOCK, b, sharding, level)
+        return LayerOption(
+            recompute=self.book.recompute_operators(LayerKind.BLOCK, level), sharding=sharding, layout=self._layouts[0],
+            time_s=self.book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s,
+            saved_bytes=float(size.saved), ideal_saved_bytes=size.ideal_saved, workspace_bytes=float(size.workspace))
+
+
+def weight_divided(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> bool:
+    """Whether each rank of the axes holds only a part of the operator's weight."""
+    own = single(operator, splits, degrees)
+    return any(own.parameter_shape(operator, p) != p.shape for p in operator.parameters if len(p.dims) > 1)
+
+
+def _unbeaten(options: Iterable[LayerOption]) -> tuple[LayerOption, ...]:
+    """Those that no other of the same layout beats or equals in every value, fastest first."""
+    kept: list[LayerOption] = []
+    for option in sorted(options, key=lambda option: option.values):
+        alike = (other for other in kept if other.layout == option.layout)
+        if not any(all(a <= b for a, b in zip(other.values, option.values, strict=True)) for other in alike):
+            kept.append(option)
+    return tuple(kept)

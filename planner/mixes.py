@@ -1,0 +1,150 @@
+"""Mixes: how many of a rank's blocks run on each option of the catalogue.
+
+The price of a rank is a sum over its blocks, so a mix is a tuple of counts. Few options give every tuple; of many a rank
+takes at most two with the same layout of the weights, which is what the linear relaxation takes for one memory limit, so
+that only its fraction of a block is lost. The relaxation itself is the bound that says how much that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, combinations_with_replacement
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.layer_plans import LayerOption
+
+Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+MOST_TUPLES = 2000  # up to which every tuple of counts is tried
+
+
+@dataclass(frozen=True, slots=True)
+class Mixes:
+    """Mixes of the blocks of one rank: `counts[row, option]` of the whole rank, `chunk_counts` of its longest chunk."""
+
+    options: tuple[LayerOption, ...]
+    counts: Ints
+    chunk_counts: Ints
+    saved_bytes: Array
+    ideal_saved_bytes: Array
+    workspace_bytes: Array
+
+
+def column_of(options: Sequence[object], name: str) -> Array:
+    """One value of every option."""
+    return np.array([float(getattr(option, name)) for option in options])
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Two options of which a rank runs any share each: `index[side, pair]` into the options.
+
+    saved_bytes of one block by side and pair; workspace_bytes the larger of both, or that of the one where they are the same
+    """
+
+    index: Ints
+    saved_bytes: Array
+    workspace_bytes: Array
+
+
+def option_pairs(options: tuple[LayerOption, ...]) -> Pairs:
+    """Every option with itself, and every two of which neither beats the other in kept bytes and workspace."""
+    count = len(options)
+    index = np.stack(np.meshgrid(np.arange(count), np.arange(count), indexing="ij")).reshape(2, -1)
+    workspace = column_of(options, "workspace_bytes")[index].max(axis=0)
+    return Pairs(index, column_of(options, "saved_bytes")[index], workspace)
+
+
+def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
+    """All mixes of `num_blocks` blocks that no other beats; with several chunks every chunk has the same mix."""
+    chunk = _tuples(options, -(-num_blocks // num_chunks))
+    counts = chunk * num_chunks
+    if num_blocks % num_chunks:  # the shorter chunk lacks a block of its last option
+        last = chunk.shape[1] - 1 - (chunk[:, ::-1] > 0).argmax(axis=1)
+        counts[np.arange(len(counts)), last] -= 1
+    saved, ideal = chunk @ column_of(options, "saved_bytes"), chunk @ column_of(options, "ideal_saved_bytes")
+    workspace = widest(chunk, column_of(options, "workspace_bytes"))
+    kept = _worth_it(options, counts @ column_of(options, "time_s"), saved, saved - ideal, workspace, chunk)
+    return Mixes(options, counts[kept], chunk[kept], saved[kept], ideal[kept], workspace[kept])
+
+
+def widest(counts: Ints, values: Array) -> Array:
+    """By row the largest value of an option that is used."""
+    found: Array = np.where(counts > 0, values, -np.inf).max(axis=1)
+    return found
+
+
+def _tuples(options: tuple[LayerOption, ...], total: int) -> Ints:
+    if math.comb(total + len(options) - 1, len(options) - 1) <= MOST_TUPLES:
+        return np.array(list(_every_tuple(len(options), total)), np.int64).reshape(-1, len(options))
+    return np.concatenate(list(_pairs(options, total)))
+
+
+def _every_tuple(num_options: int, total: int) -> Iterator[list[int]]:
+    """Every tuple of counts that adds up to `total`."""
+    for chosen in combinations_with_replacement(range(num_options), total):
+        counts = [0] * num_options
+        for index in chosen:
+            counts[index] += 1
+        yield counts
+
+
+def _pairs(options: tuple[LayerOption, ...], total: int) -> Iterator[Ints]:
+    """One option for all, then for every two of one layout `total` - 1, ..., 1 blocks on the first."""
+    yield total * np.eye(len(options), dtype=np.int64)
+    first = np.arange(1, total)
+    for i, j in combinations(hull(options), 2):
+        if options[i].layout == options[j].layout:
+            counts = np.zeros((total - 1, len(options)), np.int64)
+            counts[:, i], counts[:, j] = first, total - first
+            yield counts
+
+
+def hull(options: Sequence[LayerOption]) -> list[int]:
+    """The options on the lower convex hull of (time, kept bytes) of their layout.
+
+    The workspace needs no hull of its own: what is recomputed there is what is not kept.
+    """
+    layouts = dict.fromkeys(option.layout for option in options)
+    return sorted(i for own in layouts for i in _lower_hull(options, [i for i, option in enumerate(options) if option.layout == own]))
+
+
+def _lower_hull(options: Sequence[LayerOption], indices: list[int]) -> list[int]:
+    """Andrew's monotone chain over (time, kept bytes), of the part where kept bytes fall."""
+    chain: list[int] = []
+    for i in sorted(indices, key=lambda i: (options[i].time_s, options[i].saved_bytes)):
+        x, y = options[i].time_s, options[i].saved_bytes
+        if chain and y >= options[chain[-1]].saved_bytes:
+            continue
+        while len(chain) > 1:
+            (x0, y0), (x1, y1) = ((options[c].time_s, options[c].saved_bytes) for c in chain[-2:])
+            if (x1 - x0) * (y - y0) > (y1 - y0) * (x - x0):
+                break
+            chain.pop()
+        chain.append(i)
+    return chain
+
+
+def _worth_it(options: tuple[LayerOption, ...], time_s: Array, saved: Array, redundant: Array, workspace: Array, chunk: Ints) -> Ints:
+    """Rows that no other row of the same layout and workspace beats in time and kept, or in time and redundant, bytes."""
+    numbers = {layout: n for n, layout in enumerate(dict.fromkeys(option.layout for option in options))}
+    layout = (chunk > 0) @ np.array([2 ** numbers[option.layout] for option in options])
+    _, group = np.unique(np.stack([layout.astype(float), workspace]), axis=1, return_inverse=True)
+    kept = [_skyline(group.ravel(), time_s, held) for held in (saved, redundant)]
+    return np.unique(np.concatenate(kept))
+
+
+def _skyline(group: Ints, time_s: Array, held: Array) -> Ints:
+    """Of every group the rows whose `held` is below that of all faster rows."""
+    order = np.lexsort((held, time_s, group))
+    starts = np.flatnonzero(np.diff(group[order], prepend=-1))
+    kept = []
+    for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
+        rows = order[start:end]
+        lowest = np.minimum.accumulate(held[rows])
+        kept.append(rows[np.concatenate(([True], held[rows][1:] < lowest[:-1]))])
+    return np.concatenate(kept)
