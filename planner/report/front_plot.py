@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.pareto import Front, Point
+from planner.report.names import FASTEST, found_text
 from planner.report.text import seconds_text
 from profiles.errors import ConfigError
 
@@ -54,6 +55,7 @@ def _draw_scales(axes: Axes, front: Front) -> float:
     top_s = near_s + room_s * (2 if far else 1)
     axes.set_ylim(fastest_s - room_s, top_s)
     axes.set_xlim(0, _ROOM * max(_capacity_gib(front), *(point.peak_memory_gib for point in front.points)))
+    axes.ticklabel_format(useOffset=False)
     axes.grid(visible=True, color="0.92", zorder=-1)
     axes.set_axisbelow(True)
     return top_s
@@ -111,11 +113,12 @@ def _draw_limits(axes: Axes, front: Front) -> None:
     axes.axvline(capacity, color=_LIMIT_COLOUR, linewidth=1.4, zorder=1, label=f"the GPU has {capacity:.1f} GiB")
 
 
-def _end_names(front: Front) -> dict[int, str]:
+def end_names(front: Front) -> dict[int, str]:
     """The number of the points at the ends of the front, and what they are."""
     found: dict[int, str] = {}
+    default = found_text(front.points[0].plan.search) == FASTEST
     ends = (
-        ("fastest, the default plan", [point.step_time_s for point in front.points]),
+        ("fastest, the default plan" if default else "fastest", [point.step_time_s for point in front.points]),
         ("least peak memory", [point.peak_memory_gib for point in front.points]),
         ("least redundant", [point.redundancy_gib for point in front.points]))
     for name, values in ends:
@@ -125,17 +128,17 @@ def _end_names(front: Front) -> dict[int, str]:
 
 
 def _name_points(axes: Axes, front: Front, top_s: float) -> None:
-    """Every point by its number, the ends by what they are; on the right side of the picture to the left of the point."""
+    """Every point by its number, the ends by what they are; where no step line is."""
     from matplotlib.patheffects import withStroke
 
-    ends, middle = _end_names(front), sum(axes.get_xlim()) / 2
+    ends, middle, steps = end_names(front), sum(axes.get_xlim()) / 2, front_steps(front)
     for number, point in enumerate(front.points, 1):
         far = point.step_time_s > top_s
         words = [str(number), *([f"{seconds_text(point.step_time_s)}"] if far else []), *([ends[number]] if number in ends else [])]
-        left = point.peak_memory_gib > middle
+        left, below = point.peak_memory_gib > middle, far or point in steps
         axes.annotate(
-            ", ".join(words), (point.peak_memory_gib, min(point.step_time_s, top_s)), xytext=(-7 if left else 7, -4 if far else 4),
-            textcoords="offset points", ha="right" if left else "left", va="top" if far else "bottom", fontsize=8, zorder=4,
+            ", ".join(words), (point.peak_memory_gib, min(point.step_time_s, top_s)), xytext=(-5 if left else 5, -5 if below else 4),
+            textcoords="offset points", ha="right" if left else "left", va="top" if below else "bottom", fontsize=8, zorder=4,
             path_effects=[withStroke(linewidth=2, foreground="white")])
 
 
