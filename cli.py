@@ -168,6 +168,9 @@ def _deliver_front(front: Front, context: Context, output: Path, plot: Path | No
             _print_json(front_document(front, paths, context.elapsed_s or 0.0))
         else:
             print_front(front, paths, console(sys.stdout), context)
+    beyond = plan_paths(output, len(paths) + 1)[-1]
+    if beyond.exists():
+        click.echo(f"note: {beyond} and what follows is of an earlier front", err=True)
     if plot:
         from planner.report.front_plot import draw_front
 

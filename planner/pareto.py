@@ -201,11 +201,10 @@ def find_front(
         first = walk.fastest()
         if first is None:
             raise infeasible_error(model, cluster, training, pins, options)
-        for slowdown in slowdowns[:-1]:
-            walk.leanest(slowdown, first.fastest)
         least = least_peak_bytes(model, cluster, training, pins)
         _tighten(walk, first.plan, round(least or MIB), num_points - len(slowdowns) - 2)
-        walk.leanest(slowdowns[-1], first.fastest)  # takes longest
+        for slowdown in slowdowns:  # the last takes longest
+            walk.leanest(slowdown, first.fastest)
         walk.left_s()
     except (_Over, KeyboardInterrupt, SolverError) as reason:
         if not walk.found:

@@ -67,6 +67,15 @@ def test_the_same_request_writes_the_same_bytes():
         assert first.read_bytes() == Path(first.name.replace("a-", "b-")).read_bytes()
 
 
+def test_a_file_of_an_earlier_longer_front_is_kept_and_pointed_out():
+    count = len(json.loads(succeed(*FRONT, "--json").stdout)["points"])
+    left = Path(f"plan-{count + 1:02}.yaml")
+    left.write_text("older")
+
+    assert succeed(*FRONT).stderr == f"note: {left} and what follows is of an earlier front\n"
+    assert left.read_text() == "older"
+
+
 def test_json_is_one_document_and_the_files_are_written_all_the_same():
     result = succeed(*FRONT, "--json", "--plot", "front.svg")
 
@@ -91,7 +100,7 @@ def test_ctrl_c_writes_the_points_so_far_and_says_that_the_front_is_incomplete(m
     result = run(*FRONT, "--gpu", "a100-80gb", "--gpus-per-node", "4")
 
     assert result.exit_code == 130
-    assert "stopped early (Ctrl-C)" in result.stdout
+    assert "early (Ctrl-C): the front is incomplete" in result.stdout
     assert read(Path("plan-01.yaml")).search.front.complete is False
     assert "the front is incomplete" in succeed("show", "plan-01.yaml").stdout
 

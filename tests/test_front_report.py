@@ -19,6 +19,7 @@ from planner.report.front_plot import draw_front, end_names, front_steps
 from planner.report.names import found_text
 from planner.report.progress import front_bar
 from planner.report.summary import Context, print_summary
+from planner.report.text import gib_text
 from profiles.errors import ConfigError
 from tests.instances import PINS, random_instance
 
@@ -41,7 +42,7 @@ def test_the_table_has_a_row_for_every_point_with_its_three_values():
     rows = re.findall(r"^ +(\d+) +[\d.,]+ (?:s|ms|us) .*\d+ x \d+ x \d+ .*$", text, re.MULTILINE)
     assert [int(number) for number in rows] == list(range(1, len(front().points) + 1))
     assert f"{front().num_searches} searches in 1.5 s" in text
-    assert f"no plan fits within {front().nothing_within_gib:.2f} GiB" in text
+    assert f"no plan fits within {gib_text(front().nothing_within_gib)} GiB" in text
     assert f"plan-01.yaml to plan-{len(front().points):02}.yaml" in text
     assert "not measured" in text
     assert "incomplete" not in text
@@ -49,7 +50,7 @@ def test_the_table_has_a_row_for_every_point_with_its_three_values():
 
 def test_an_incomplete_front_says_so_and_why():
     assert "incomplete" in printed(replace(front(), stopped="Ctrl-C"))
-    assert "stopped early (Ctrl-C)" in printed(replace(front(), stopped="Ctrl-C"))
+    assert "early (Ctrl-C): the front is incomplete" in printed(replace(front(), stopped="Ctrl-C"))
 
 
 def test_ties_are_marked_with_the_leaner_point():

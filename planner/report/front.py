@@ -68,9 +68,9 @@ def _facts(front: Front, paths: Sequence[Path], context: Context) -> Iterator[tu
         f"largest gap {percent(max(point.plan.search.gap for point in front.points))} over the points, each at its own limit; "
         f"{front.num_searches} searches{took}; plans between two limits were not looked for")
     if front.stopped:
-        yield "incomplete", f"stopped early ({front.stopped}); plans that the front lacks may beat these points"
+        yield "stopped", f"early ({front.stopped}): the front is incomplete, and plans that it lacks may beat its points"
     if front.nothing_within_gib is not None:
-        yield "least", f"no plan fits within {front.nothing_within_gib:.2f} GiB of each GPU"
+        yield "least", f"no plan fits within {gib_text(front.nothing_within_gib)} GiB of each GPU"
     yield from _tie_facts(front)
     yield "note", f"the step times are predicted ({first.predicted.step_time_s.kind}), not measured; memory is computed"
     yield "files", f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else f"{paths[0]}"
@@ -84,8 +84,8 @@ def _tie_facts(front: Front) -> Iterator[tuple[str, str]]:
     ties = sum(front.leaner_tie(point) is not None for point in front.points)
     if ties:
         yield "ties", (
-            f"{ties} of the points are inside the error band ({band_text(band.time.share)}) of a slower one that needs no more memory "
-            "of either kind: take that one")
+            f"{ties} of the points {'is' if ties == 1 else 'are'} inside the error band ({band_text(band.time.share)}) of a slower one "
+            "that needs no more memory of either kind: take that one")
 
 
 def front_document(front: Front, paths: Sequence[Path], elapsed_s: float) -> dict[str, Any]:

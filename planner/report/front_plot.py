@@ -102,8 +102,9 @@ def _draw_bar(figure: Figure, axes: Axes, colours: ScalarMappable, low: float, h
 
     bar = figure.colorbar(colours, ax=axes, label="redundant memory over all GPUs, GiB", pad=0.02)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    bar.set_ticks([part * 10.0**decade for decade in decades for part in _TICKS if low <= part * 10.0**decade <= high])
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    ticks = [part * 10.0**decade for decade in decades for part in _TICKS if low <= part * 10.0**decade <= high]
+    bar.set_ticks(ticks if len(ticks) > 1 else sorted({low, high}))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
 
 

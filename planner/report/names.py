@@ -9,6 +9,7 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute, recompute_operators
 from costmodels.schedules import Schedule
 from planner.plan import LayerPlan, Objective, Pipeline, Plan, SearchRecord
+from planner.report.text import gib_text
 from profiles.model import LayerKind, ModelGraph
 from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
@@ -68,5 +69,5 @@ def found_text(search: SearchRecord) -> str:
     if front and front.max_slowdown is not None:
         return f"leanest within {100 * front.max_slowdown:g} %"
     if front and front.memory_limit_gib is not None:
-        return f"fastest within {front.memory_limit_gib:.1f} GiB"
+        return f"fastest within {gib_text(front.memory_limit_gib)} GiB"
     return "leanest" if lean else FASTEST
