@@ -78,7 +78,6 @@ class Prices:
     """
 
     def __init__(self, model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> None:
-        self.pins = pins
         self.space = enumerate_space(model, cluster, training, pins)
         if not self.space.frames:
             raise _no_frame_error(self.space, cluster)
