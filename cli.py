@@ -18,6 +18,7 @@ from cli_style import INTERRUPTED, List, Main, option, show_version, together
 
 if TYPE_CHECKING:
     from planner.options import Question
+    from planner.pareto import Front
     from planner.plan import Plan
     from planner.report.summary import Context
     from planner.request import Constraints
@@ -47,9 +48,10 @@ _asked = together(
     option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
 )
 _searching = together(
-    option(AIM, "--objective", type=click.Choice(("throughput", "memory")), default="throughput", show_default=True,
-            help="Fastest step, or least redundant memory within --max-slowdown."),
+    option(AIM, "--objective", type=click.Choice(("throughput", "memory", "pareto")), default="throughput", show_default=True,
+            help="Fastest step, least redundant memory within --max-slowdown, or the front of time and memory."),
     option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),
+    option(AIM, "--points", type=int, metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
     option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
     option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
     option(PINS, "--pp", type=List(click.IntRange(1)), metavar="N,..", help="Pipeline stages allowed."),
@@ -72,11 +74,13 @@ _json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and n
 @click.group(
     "plan", cls=Main, invoke_without_command=True, subcommand_metavar="[COMMAND]",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8")
+    epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8\n"
+           "  plan --model gpt-20b --gpus 64 --objective pareto --plot front.png")
 @_asked
 @_searching
 @option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True,
-         help="The plan file; - for stdout.")
+         help="The plan file; - for stdout. A front goes to plan-01.yaml, ...")
+@option(OUTPUT, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the front: .png, .svg or .pdf.")
 @_json
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version, help="Show the version and exit.")
 @click.pass_context
@@ -86,7 +90,7 @@ def main(ctx: click.Context, **options: Any) -> int | None:
     Needs no GPU: step times are priced by a cost model. The plan goes to plan.yaml, its summary to the terminal.
     """
     if ctx.invoked_subcommand is None:
-        return _search(options)
+        return _front(options) if options["objective"] == "pareto" else _search(options)
     for param in ctx.command.params:
         if param.name in options and ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{param.opts[0]} stands before {ctx.invoked_subcommand}: options go after the command")
@@ -94,13 +98,22 @@ def main(ctx: click.Context, **options: Any) -> int | None:
 
 
 def _search(options: dict[str, Any]) -> int:
-    from planner.options import all_assumed, constraints, question_of, require_possible, require_writable, search_options
+    from planner.options import (
+        all_assumed,
+        constraints,
+        question_of,
+        require_no_front,
+        require_possible,
+        require_writable,
+        search_options,
+    )
     from planner.report.progress import progress_bar
     from planner.report.summary import Context
     from planner.report.text import console
     from planner.search import find_plan
 
     output: Path = options["output"]
+    require_no_front(options)
     if output != STDOUT:
         require_writable(output)
     question, pins, how = question_of(options), constraints(options), search_options(options)
@@ -115,6 +128,54 @@ def _search(options: dict[str, Any]) -> int:
     context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
     _deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
+
+
+def _front(options: dict[str, Any]) -> int:
+    from planner.options import all_assumed, constraints, question_of, require_front, require_possible, search_options
+    from planner.pareto import find_front
+    from planner.report.progress import front_bar
+    from planner.report.summary import Context
+    from planner.report.text import console
+
+    require_front(options)
+    question, pins, how = question_of(options), constraints(options), search_options(options)
+    if options["explain"]:
+        _explain(question, pins, to_stderr=options["as_json"])
+    require_possible(question, pins)
+    started_s = time.monotonic()
+    with _noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr)) as (on_progress, on_search):
+        front = find_front(
+            question.model, question.cluster, question.training, constraints=pins, options=how,
+            on_progress=on_progress, on_search=on_search, **({} if options["points"] is None else {"num_points": options["points"]}))
+    context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
+    _deliver_front(front, context, options["output"], options["plot"], as_json=options["as_json"])
+    return INTERRUPTED if interrupts else 0
+
+
+def _deliver_front(front: Front, context: Context, output: Path, plot: Path | None, *, as_json: bool) -> None:
+    """A plan file for every point, the table to the terminal, the picture; what cannot be written does not lose the table."""
+    from planner.pareto import plan_paths
+    from planner.plan import write
+    from planner.report.front import front_document, print_front
+    from planner.report.text import console
+
+    paths = plan_paths(output, len(front.points))
+    try:
+        for point, path in zip(front.points, paths, strict=True):
+            write(point.plan, path)
+    finally:
+        if as_json:
+            _print_json(front_document(front, paths, context.elapsed_s or 0.0))
+        else:
+            print_front(front, paths, console(sys.stdout), context)
+    beyond = plan_paths(output, len(paths) + 1)[-1]
+    if beyond.exists():
+        click.echo(f"note: {beyond} and what follows is of an earlier front", err=True)
+    if plot:
+        from planner.report.front_plot import draw_front
+
+        draw_front(front, plot)
+        click.echo(f"wrote {plot}", err=as_json)
 
 
 @contextlib.contextmanager

@@ -84,6 +84,15 @@ def _leanest(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: C
     return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
 
 
+def least_peak_bytes(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> float | None:
+    """The bytes that the fullest rank of the leanest plan needs, to 1 MiB, or None when no candidate is legal.
+
+    A tied embedding, whose ends must shard alike, can make the least that a search reaches a little larger.
+    """
+    lean = _leanest(model, cluster, training, pins)
+    return None if lean is None else lean.column.memory_bytes
+
+
 def smallest_cluster(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float,
 ) -> int | None:

@@ -207,6 +207,27 @@ def parse_size(flag: str, text: str) -> int:
     return size
 
 
+def require_no_front(options: Options) -> None:
+    """Raises ConfigError for an option that only a front has."""
+    for name in ("plot", "points"):
+        if options[name] is not None:
+            raise ConfigError(f"--{name} is for --objective pareto, the objective is {options['objective']}", hint="add --objective pareto")
+
+
+def require_front(options: Options) -> None:
+    """Raises ConfigError for what a front cannot do or cannot write: found before its searches, not after them."""
+    from planner.report.scatter import require_plot
+
+    output: Path = options["output"]
+    if output == Path("-"):
+        raise ConfigError("--output - is one plan, a front is several", hint="leave out --output for plan-01.yaml, ..., or use --json")
+    if options["max_slowdown"] is not None:
+        raise ConfigError("--max-slowdown is for --objective memory, a front goes through many", hint="leave it out")
+    require_writable(output, hint="choose another file with --output")
+    if options["plot"] is not None:
+        require_plot(options["plot"])
+
+
 def require_writable(path: Path, *, hint: str = "choose another file with --output, or - for stdout") -> None:
     """Raises ConfigError when a file could not be put at `path`: found before the search, not after it."""
     folder = path.parent

@@ -235,10 +235,29 @@ class Candidates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FrontPoint:
+    """The place of a plan on a front of step time, peak memory and redundant memory, and the limit its search was given.
+
+    number: from 1, fastest first, of `points`; complete: whether the front was walked to its end
+    memory_limit_gib: of the throughput objective, None for the fastest of all
+    max_slowdown: of the memory objective, None for the least redundant of all
+    """
+
+    __pydantic_config__ = _FORBID
+
+    number: int
+    points: int
+    complete: bool
+    memory_limit_gib: float | None = None
+    max_slowdown: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRecord:
     """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower `bound`, their `gap`.
 
     `fastest_step_time_s` is the closed form of the fastest plan, which the memory objective's slowdown is measured by.
+    front: where the plan is on a front (planner/pareto.py), None for the plan of a single search
     """
 
     __pydantic_config__ = _FORBID
@@ -250,6 +269,7 @@ class SearchRecord:
     gap: float
     fastest_step_time_s: float
     candidates: Candidates
+    front: FrontPoint | None = None
     runners_up: tuple[RunnerUp, ...] = ()
 
 

@@ -62,21 +62,62 @@ class Outcome:
     left: int = 0
 
 
-class Session:
-    """What the steps of one search share: prices, options, the memory limit and the clock."""
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The plan of one search, the fastest choice that it is measured by, and whether Ctrl-C ended the search."""
 
-    def __init__(self, book: PriceBook, pins: Constraints, options: SearchOptions, on_progress: OnProgress | None) -> None:
-        self.book, self.options, self.on_progress = book, options, on_progress
-        self.table = MixTable(book, pins)
+    plan: Plan
+    fastest: Solved
+    interrupted: bool
+
+
+class Prices:
+    """What all searches of one request share, whatever their objective and limits: candidates, prices and bounds.
+
+    Raises ConfigError when no mesh is legal.
+    """
+
+    def __init__(self, model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> None:
+        self.space = enumerate_space(model, cluster, training, pins)
+        if not self.space.frames:
+            raise _no_frame_error(self.space, cluster)
+        self.book = PriceBook(model, training, machine_for(cluster))
+        self.table = MixTable(self.book, pins)
         self._bounds: dict[Frame, TimeBound] = {}
-        self.limit_bytes = limit_bytes(book.machine.cluster, book.training.stack, options)
-        self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
+        self._raised: dict[Frame, tuple[float, float]] = {}
+        self._lean: dict[tuple[Frame, int, int, float], list[Column]] = {}
 
     def time_bound(self, frame: Frame) -> TimeBound:
         """The frame's lower bound of time, computed once: both passes and the columns ask for it."""
         if frame not in self._bounds:
             self._bounds[frame] = time_bound(frame, self.table)
         return self._bounds[frame]
+
+    def least_s(self, frame: Frame, limit_bytes: float) -> float:
+        """The best known bound of the frame's time within `limit_bytes`: what was proven under a looser limit holds."""
+        under_bytes, least_s = self._raised.get(frame, (0.0, 0.0))
+        return max(self.time_bound(frame).step_s, least_s if limit_bytes <= under_bytes else 0.0)
+
+    def raise_bound(self, frame: Frame, limit_bytes: float, least_s: float) -> None:
+        """Remember that within `limit_bytes` the frame takes at least `least_s` (infinity: it does not fit)."""
+        self._raised[frame] = limit_bytes, max(least_s, self.least_s(frame, limit_bytes))
+
+    def lean_columns(self, rank: RankColumns, num_blocks: int, limit_bytes: float) -> list[Column]:
+        """The columns of the memory objective, which do not depend on its slowdown, made once."""
+        key = (rank.frame, rank.rank, num_blocks, limit_bytes)
+        if key not in self._lean:
+            self._lean[key] = rank.leanest(num_blocks, limit_bytes)
+        return self._lean[key]
+
+
+class Session:
+    """What the steps of one search share: prices, options, the memory limit and the clock."""
+
+    def __init__(self, prices: Prices, options: SearchOptions, on_progress: OnProgress | None) -> None:
+        self.prices, self.options, self.on_progress = prices, options, on_progress
+        self.book, self.table, self.time_bound = prices.book, prices.table, prices.time_bound
+        self.limit_bytes = limit_bytes(self.book.machine.cluster, self.book.training.stack, options)
+        self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
 
     def left_s(self) -> float | None:
         """Seconds until the time limit (negative after it), or None without one."""
@@ -168,14 +209,15 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
         options = session.columns(frame, lambda rank, count: rank.fastest(count, session.limit_bytes), cut_s)
         least_s = lower_bound_s(frame, options, num_layers) if options else None
         if options is None or least_s is None or least_s >= cut_s:
+            session.prices.raise_bound(frame, session.limit_bytes, cut_s)
             return None
         master = Master(frame, options, num_layers, tied=session.book.tied)
         choice = master.fastest(session.options.solver, session.solver_limit_s())
-        if choice is None:
-            return None
-        return Solved(frame, choice, choice.step_s, choice.step_s if choice.proven else max(bound_s, least_s))
+        proven_s = cut_s if choice is None else choice.step_s if choice.proven else max(bound_s, least_s)
+        session.prices.raise_bound(frame, session.limit_bytes, min(proven_s, cut_s))
+        return None if choice is None else Solved(frame, choice, choice.step_s, proven_s)
 
-    bounded = ((session.time_bound(frame).step_s, frame) for frame in frames)
+    bounded = ((session.prices.least_s(frame, session.limit_bytes), frame) for frame in frames)
     return _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
 
 
@@ -183,7 +225,7 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
     num_layers, slowest_s = session.book.model.num_layers, fastest.value * (1 + session.options.max_slowdown) * (1 + ROUNDING)
 
     def solve(frame: Frame, bound: float, cut: float) -> Solved | None:
-        options = session.columns(frame, lambda rank, count: rank.leanest(count, session.limit_bytes), slowest_s)
+        options = session.columns(frame, lambda rank, count: session.prices.lean_columns(rank, count, session.limit_bytes), slowest_s)
         if options is None:
             return None
         least_s, least = lower_bound_s(frame, options, num_layers), columns_redundancy_bound_bytes(frame, options, num_layers)
@@ -197,7 +239,7 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
 
     bounded = (
         (redundancy_bound_bytes(frame, session.table), frame)
-        for frame in frames if session.time_bound(frame).step_s <= slowest_s)
+        for frame in frames if session.prices.least_s(frame, session.limit_bytes) <= slowest_s)
     return _branch(Objective.MEMORY, bounded, solve, _best, session, _as_memory(fastest))
 
 
@@ -220,6 +262,34 @@ def _replay(outcome: Outcome, book: PriceBook) -> list[tuple[Solved, Strategy, S
     return replayed
 
 
+def search(
+    prices: Prices, objective: Objective, options: SearchOptions, on_progress: OnProgress | None = None, fastest: Solved | None = None,
+) -> Found | None:
+    """One search over `prices`, or None when nothing fits its memory limit.
+
+    fastest: what an earlier search found under the same memory limit; the memory objective need not look for it again
+    Raises SolverError, and KeyboardInterrupt before the first plan.
+    """
+    space, session = prices.space, Session(prices, options, on_progress)
+    outcome = _search_fastest(space.frames, session) if fastest is None else Outcome((fastest,), fastest.bound, finished=True)
+    if not outcome.solved and not outcome.finished:
+        raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
+    if not outcome.solved:
+        return None
+    fastest = outcome.solved[0]
+    if objective is Objective.MEMORY and not outcome.interrupted:
+        outcome = _search_leanest(space.frames, fastest, session)
+    elif objective is Objective.MEMORY:
+        outcome = Outcome((_as_memory(fastest),), 0.0, finished=False, interrupted=True)
+    replayed = _replay(outcome, prices.book)
+    if objective is Objective.THROUGHPUT:
+        replayed.sort(key=lambda found: found[2].step_s)
+    (best, strategy, price), *others = replayed
+    record = _record(objective, best, fastest, outcome, space)
+    runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
+    return Found(assemble(strategy, price, replace(record, runners_up=runners_up), prices.book), fastest, outcome.interrupted)
+
+
 def find_plan(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, objective: Objective | str = Objective.THROUGHPUT, *,
     constraints: Constraints | None = None, options: SearchOptions | None = None, on_progress: OnProgress | None = None,
@@ -229,28 +299,10 @@ def find_plan(
     Raises ConfigError when no mesh is legal, InfeasibleError when nothing fits (with what is missing), SolverError.
     """
     objective, pins, options = Objective(objective), constraints or Constraints(), options or SearchOptions()
-    space = enumerate_space(model, cluster, training, pins)
-    if not space.frames:
-        raise _no_frame_error(space, cluster)
-    book = PriceBook(model, training, machine_for(cluster))
-    session = Session(book, pins, options, on_progress)
-    outcome = _search_fastest(space.frames, session)
-    if not outcome.solved and not outcome.finished:
-        raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
-    if not outcome.solved:
+    found = search(Prices(model, cluster, training, pins), objective, options, on_progress)
+    if found is None:
         raise infeasible_error(model, cluster, training, pins, options)
-    fastest = outcome.solved[0]
-    if objective is Objective.MEMORY and not outcome.interrupted:
-        outcome = _search_leanest(space.frames, fastest, session)
-    elif objective is Objective.MEMORY:
-        outcome = Outcome((_as_memory(fastest),), 0.0, finished=False, interrupted=True)
-    replayed = _replay(outcome, book)
-    if objective is Objective.THROUGHPUT:
-        replayed.sort(key=lambda found: found[2].step_s)
-    (best, strategy, price), *others = replayed
-    record = _record(objective, best, fastest, outcome, space)
-    runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
-    return assemble(strategy, price, replace(record, runners_up=runners_up), book)
+    return found.plan
 
 
 def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcome, space: Space) -> SearchRecord:

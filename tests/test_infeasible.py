@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from costmodels.recompute import Recompute
-from planner.infeasible import infeasible_error, limit_bytes, smallest_cluster
+from planner.infeasible import infeasible_error, least_peak_bytes, limit_bytes, smallest_cluster
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
@@ -15,7 +15,7 @@ from profiles.errors import InfeasibleError
 from profiles.spec import TrainingSpec
 from profiles.stack import NEUTRAL
 from profiles.terms import Residuals, Terms, shipped_terms
-from profiles.units import GIB
+from profiles.units import GIB, MIB
 from tests.instances import PINS, every_price, peak_bytes, random_instance
 
 A100 = load_cluster("a100-80gb")
@@ -57,6 +57,19 @@ def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
     find_plan(*asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) + 1))
     with pytest.raises(InfeasibleError):
         find_plan(*asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) - 1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_least_peak_is_that_of_the_leanest_of_all_strategies_to_1_mib(seed):
+    instance = random_instance(seed)
+
+    found = least_peak_bytes(instance.model, instance.cluster, instance.training, PINS)
+
+    assert found == pytest.approx(min(peak_bytes(price) for _, price in every_price(instance)), abs=MIB)
+
+
+def test_without_a_legal_candidate_there_is_no_least_peak():
+    assert least_peak_bytes(*question("gpt-20b", 8, 64), Constraints(tp=(3,))) is None
 
 
 def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages():

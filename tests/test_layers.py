@@ -21,7 +21,7 @@ ALLOWED = {  # package -> where it may be named: a file, or a folder with its sl
         "planner/plan.py", "planner/validation/fit.py"),
     "pydantic": ("profiles/",),
     "transformers": (),
-    "matplotlib": ("planner/report/scatter.py",),
+    "matplotlib": ("planner/report/scatter.py", "planner/report/front_plot.py"),
 }
 
 

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute, recompute_operators
 from costmodels.schedules import Schedule
-from planner.plan import LayerPlan, Pipeline, Plan
+from planner.plan import LayerPlan, Objective, Pipeline, Plan, SearchRecord
+from planner.report.text import gib_text
 from profiles.model import LayerKind, ModelGraph
 from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
 
 _SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "interleaved 1F1B"}
+FASTEST = "fastest"  # of all: what a search finds that is asked for nothing else
 
 
 def pipeline_phrases(pipeline: Pipeline, mesh: Mesh) -> tuple[str, ...]:
@@ -59,3 +61,13 @@ def blocks_by_plan(plan: Plan) -> dict[str, int]:
             if run.blocks is not None:
                 counts[run.plan] += run.blocks[1] - run.blocks[0] + 1
     return {name: counts[name] for name in plan.layer_plans if counts[name]}
+
+
+def found_text(search: SearchRecord) -> str:
+    """By what search a point of a front was found: `fastest within 40.0 GiB`, `leanest within 5 %` (least redundant)."""
+    front, lean = search.front, search.objective is Objective.MEMORY
+    if front and front.max_slowdown is not None:
+        return f"leanest within {100 * front.max_slowdown:g} %"
+    if front and front.memory_limit_gib is not None:
+        return f"fastest within {gib_text(front.memory_limit_gib)} GiB"
+    return "leanest" if lean else FASTEST

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+from planner.pareto import OnSearch
 from planner.plan import Objective
 from planner.request import OnProgress, Progress
 from profiles.units import format_bytes, format_seconds
@@ -31,6 +32,24 @@ class _Search:
         self._bar.update(self._tasks[progress.objective], completed=progress.done, total=progress.total, found=_found(progress))
 
 
+class _Front:
+    """A bar for the searches of a front, and below it one for the search that is under way."""
+
+    def __init__(self, bar: Bar) -> None:
+        self._bar = bar
+        self._searches = bar.add_task("front", total=None, found="")
+        self._now = bar.add_task("fastest", total=None, found="")
+
+    def begin(self, what: str, done: int, planned: int) -> None:
+        """The next search starts."""
+        self._bar.update(self._searches, completed=done, total=planned)
+        self._bar.reset(self._now, description=what, total=None, found="bounding the candidates")
+
+    def update(self, progress: Progress) -> None:
+        """Take the news of the search that is under way."""
+        self._bar.update(self._now, completed=progress.done, total=progress.total, found=_found(progress))
+
+
 def _found(progress: Progress) -> str:
     text = format_bytes if progress.objective is Objective.MEMORY else format_seconds
     best = "no plan yet" if progress.incumbent is None else f"best {text(progress.incumbent)}"
@@ -43,9 +62,24 @@ def progress_bar(out: Console) -> Iterator[OnProgress | None]:
     if not out.file.isatty():
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[found]}"), TimeElapsedColumn())
-    with Bar(*columns, console=out, transient=True) as bar:
+    with Bar(*_search_columns(), console=out, transient=True) as bar:
         yield _Search(bar).update
+
+
+@contextmanager
+def front_bar(out: Console) -> Iterator[tuple[OnProgress | None, OnSearch | None]]:
+    """What to give to `find_front` as `on_progress` and `on_search`; None where nobody watches."""
+    if not out.file.isatty():
+        yield None, None
+        return
+    with Bar(*_search_columns(), console=out, transient=True) as bar:
+        front = _Front(bar)
+        yield front.update, front.begin
+
+
+def _search_columns() -> tuple[ProgressColumn, ...]:
+    found = TextColumn("{task.fields[found]}")
+    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), found, TimeElapsedColumn()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from costmodels.mesh import Mesh
 from planner.plan import Objective, Plan, RunnerUp, Status
-from planner.report.names import attention_text, blocks_by_plan, graph_of, pipeline_phrases, recompute_names, recompute_text
+from planner.report.names import attention_text, blocks_by_plan, found_text, graph_of, pipeline_phrases, recompute_names, recompute_text
 from planner.report.stages import fullest, print_stages
 from planner.report.text import LABEL_WIDTH, aligned, band_text, gib_text, joined, labelled, percent, say, seconds_text
 from profiles.provenance import Kind
@@ -45,10 +45,7 @@ class Context:
 
 def print_summary(plan: Plan, out: Console, context: Context) -> None:
     """Print the plan for a person."""
-    say(out, _header(plan, out.width), "bold")
-    if context.assumed:
-        say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
-    say(out)
+    print_header(plan, out, context)
     for line in aligned(((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in _facts(plan, context)), out.width, left=(0, 1, 2)):
         say(out, line)
     say(out)
@@ -61,6 +58,14 @@ def print_summary(plan: Plan, out: Console, context: Context) -> None:
     _print_ties(plan, out)
     for index, note in enumerate(_notes(plan)):
         say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
+
+
+def print_header(plan: Plan, out: Console, context: Context) -> None:
+    """What is trained on what, the defaults that were taken, and an empty line."""
+    say(out, _header(plan, out.width), "bold")
+    if context.assumed:
+        say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
+    say(out)
 
 
 def _notes(plan: Plan) -> Iterator[str]:
@@ -101,6 +106,10 @@ def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
     room = f"{gib_text(free)} GiB free" if free >= 0 else f"does not fit: {gib_text(-free)} GiB more than the device has"
     yield "memory", f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}", place + room
     yield _proof(plan, context)
+    front = plan.search.front
+    if front:
+        place = f"point {front.number} of {front.points}, fastest first"
+        yield "front", found_text(plan.search), place if front.complete else f"{place}; the front is incomplete"
 
 
 def _layers(plan: Plan) -> tuple[str, str]:
