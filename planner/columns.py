@@ -21,7 +21,7 @@ from costmodels.sharding import Sharding
 from costmodels.step import rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.layer_plans import Catalogue, LayerOption
-from planner.mixes import Mixes, Pairs, column_of, make_mixes, option_pairs, widest
+from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
 
@@ -219,7 +219,10 @@ class RankColumns:
         """Per ZeRO stage a column that no mix of real numbers of blocks can beat within `limit_bytes`: a bound, not a plan.
 
         A linear program over one memory limit takes at most two options; for each two, the least share of the leaner one.
+        Where the mixes are all that there are, as with one block a chunk, the best of them is the bound.
         """
+        if exhaustive(self.table.options(self.frame), -(-num_blocks // self.frame.virtual_stages)):
+            return self.fastest(num_blocks, limit_bytes)
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         pairs = self.table.pairs(self.frame)
         for zero in self.stages:

@@ -7,6 +7,7 @@ integer program of planner/layer_ilp.py is its oracle in the tests.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,14 +35,17 @@ Layers = dict[Frontier, _Labels]
 
 
 class _Table:
-    """A problem by numbers: output placements of every operator, and the cells of its links by option of the reader."""
+    """A problem by numbers: output placements of every operator, and the cells of its links by option of the reader.
+
+    The layer after counts as a last operator with one option.
+    """
 
     def __init__(self, problem: LayerProblem) -> None:
         lefts = {BEFORE: [problem.enters]}
         lefts |= {i: list(dict.fromkeys(option.output for option in options)) for i, options in enumerate(problem.options)}
-        self.outputs = [[lefts[i].index(option.output) for option in options] for i, options in enumerate(problem.options)]
+        self.outputs = [[lefts[i].index(option.output) for option in options] for i, options in enumerate(problem.options)] + [[0]]
         self.makers = [[link.maker for link in problem.incoming(i)] for i in range(len(problem.options) + 1)]
-        self.costs = [[(o.cost.time_s, o.cost.saved_bytes) for o in options] for options in problem.options]
+        self.costs = [[(o.cost.time_s, o.cost.saved_bytes) for o in options] for options in problem.options] + [[(0.0, 0.0)]]
         self.cells: list[list[list[list[tuple[float, float]]]]] = []  # reader, link, placement of the maker, option
         for i in range(len(problem.options) + 1):
             links = problem.incoming(i)
@@ -50,6 +54,11 @@ class _Table:
                 [[_time_and_saved(link, left, w[position]) for w in wanted] for left in lefts[link.maker]]
                 for position, link in enumerate(links)])
 
+    def still_open(self, i: int, open_makers: tuple[int, ...]) -> tuple[int, ...]:
+        """The makers whose output some operator after the i-th reads."""
+        needed = {maker for makers in self.makers[i + 1 :] for maker in makers}
+        return tuple(maker for maker in (*open_makers, i) if maker in needed)
+
 
 def _time_and_saved(link: Link, left: Left, wanted: Wanted | None) -> tuple[float, float]:
     assert wanted is not None, "a link has a reader"
@@ -57,24 +66,44 @@ def _time_and_saved(link: Link, left: Left, wanted: Wanted | None) -> tuple[floa
     return cell.time_s, cell.saved_bytes
 
 
-def layer_front(problem: LayerProblem, *, fastest_only: bool = False) -> list[tuple[Option, ...]]:
+def least_time_s(problem: LayerProblem) -> float | None:
+    """Seconds of the fastest layer, whatever it keeps, or None without a solution: the walk with one number a label."""
+    table = _Table(problem)
+    times: dict[Frontier, float] = {(0,): 0.0}
+    open_makers: tuple[int, ...] = (BEFORE,)
+    for i in range(len(problem.options) + 1):
+        still = table.still_open(i, open_makers)
+        grown: dict[Frontier, float] = {}
+        for frontier, time_s in times.items():
+            where = dict(zip(open_makers, frontier, strict=True))
+            rows = [cells[where[maker]] for cells, maker in zip(table.cells[i], table.makers[i], strict=True)]
+            for k, output in enumerate(table.outputs[i]):
+                where[i] = output
+                after = tuple(where[maker] for maker in still)
+                sum_s = time_s + table.costs[i][k][0] + sum(row[k][0] for row in rows)
+                if sum_s < grown.get(after, math.inf):
+                    grown[after] = sum_s
+        times, open_makers = grown, still
+    return min(times.values(), default=None)
+
+
+def layer_front(problem: LayerProblem) -> list[tuple[Option, ...]]:
     """An option for every operator, for each point of the front, fastest first; of equals one. Empty without a solution."""
     table, zero, none = _Table(problem), np.zeros(1), np.zeros(1, np.int64)
     labels: Layers = {(0,): _Labels(zero, zero, none, none, none)}
     open_makers: tuple[int, ...] = (BEFORE,)
     history: list[Layers] = []
     for i in range(len(problem.options)):
-        needed = {maker for makers in table.makers[i + 1 :] for maker in makers}
-        still = tuple(maker for maker in (*open_makers, i) if maker in needed)
-        labels = _step(table, i, labels, open_makers, still, fastest_only=fastest_only)
+        still = table.still_open(i, open_makers)
+        labels = _step(table, i, labels, open_makers, still)
         history.append(labels)
         open_makers = still
-    ends = _ended(table, labels, open_makers, fastest_only=fastest_only)
+    ends = _ended(table, labels, open_makers)
     return [_traced(problem, history, int(f), int(p)) for f, p in zip(ends.frontier, ends.point, strict=True)] if ends else []
 
 
 def _step(
-    table: _Table, i: int, labels: Layers, open_makers: tuple[int, ...], still: tuple[int, ...], *, fastest_only: bool,
+    table: _Table, i: int, labels: Layers, open_makers: tuple[int, ...], still: tuple[int, ...],
 ) -> Layers:
     """The labels after operator i, over the outputs of `still`, which later operators read."""
     grown: dict[Frontier, list[_Labels]] = {}
@@ -87,7 +116,7 @@ def _step(
             where[i] = table.outputs[i][k]
             after = tuple(where[maker] for maker in still)
             grown.setdefault(after, []).append(_moved_on(found, time_s, saved, number, k))
-    return {after: _undominated(parts, fastest_only=fastest_only) for after, parts in grown.items()}
+    return {after: _undominated(parts) for after, parts in grown.items()}
 
 
 def _moved_on(found: _Labels, time_s: float, saved: float, frontier: int, option: int) -> _Labels:
@@ -96,23 +125,23 @@ def _moved_on(found: _Labels, time_s: float, saved: float, frontier: int, option
         found.time_s + time_s, found.saved_bytes + saved, np.full(count, frontier), np.arange(count), np.full(count, option))
 
 
-def _undominated(parts: list[_Labels], *, fastest_only: bool) -> _Labels:
+def _undominated(parts: list[_Labels]) -> _Labels:
     columns = [np.concatenate([getattr(part, name) for part in parts]) for name in _Labels.__slots__]
     time_s, saved = columns[:2]
-    order = np.lexsort((saved, time_s))[: 1 if fastest_only else None]
+    order = np.lexsort((saved, time_s))
     lowest = np.minimum.accumulate(saved[order])
     order = order[np.concatenate(([True], saved[order][1:] < lowest[:-1]))]
     return _Labels(*(column[order] for column in columns))
 
 
-def _ended(table: _Table, labels: Layers, open_makers: tuple[int, ...], *, fastest_only: bool) -> _Labels | None:
+def _ended(table: _Table, labels: Layers, open_makers: tuple[int, ...]) -> _Labels | None:
     """The labels of all last frontiers, with the way to the layer's boundary."""
     parts = []
     for number, (frontier, found) in enumerate(labels.items()):
         where = dict(zip(open_makers, frontier, strict=True))
         cells = [cell[where[maker]][0] for cell, maker in zip(table.cells[-1], table.makers[-1], strict=True)]
         parts.append(_moved_on(found, sum(c[0] for c in cells), sum(c[1] for c in cells), number, 0))
-    return _undominated(parts, fastest_only=fastest_only) if parts else None
+    return _undominated(parts) if parts else None
 
 
 def _traced(problem: LayerProblem, history: list[Layers], frontier: int, point: int) -> tuple[Option, ...]:

@@ -14,7 +14,7 @@ from costmodels.book import PriceBook
 from costmodels.operator import single
 from costmodels.recompute import Again, Recompute, ideal_saved_bytes
 from costmodels.sharding import Sharding, Split, Splits
-from planner.layer_front import layer_front
+from planner.layer_front import layer_front, least_time_s
 from planner.layer_ilp import Picked, evaluate
 from planner.layer_problem import LayerProblem, Option, layer_problem
 from planner.request import Constraints
@@ -78,10 +78,9 @@ class Catalogue:
             return
         problem = self.problem(b, sharding).only(lambda _, option: not option.again)
         for layout in self._layouts:
-            some = problem.only(self._allowed(layout, None, sharding))
-            times = [evaluate(some, options).cost.time_s for options in layer_front(some, fastest_only=True)]
-            if times:
-                yield layout, times[0]
+            least_s = least_time_s(problem.only(self._allowed(layout, None, sharding)))
+            if least_s is not None:
+                yield layout, least_s
 
     def with_layout(self, layout: Layout, sharding: Sharding) -> Sharding:
         """Any sharding with that layout: what is not divided is the same on every rank."""

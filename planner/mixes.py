@@ -79,9 +79,14 @@ def widest(counts: Ints, values: Array) -> Array:
 
 
 def _tuples(options: tuple[LayerOption, ...], total: int) -> Ints:
-    if math.comb(total + len(options) - 1, len(options) - 1) <= MOST_TUPLES:
+    if exhaustive(options, total):
         return np.array(list(_every_tuple(len(options), total)), np.int64).reshape(-1, len(options))
     return np.concatenate(list(_pairs(options, total)))
+
+
+def exhaustive(options: Sequence[LayerOption], total: int) -> bool:
+    """Whether every tuple of counts of `total` blocks is tried."""
+    return math.comb(total + len(options) - 1, len(options) - 1) <= MOST_TUPLES
 
 
 def _every_tuple(num_options: int, total: int) -> Iterator[list[int]]:

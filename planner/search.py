@@ -36,6 +36,7 @@ REPLAYED = 10  # how many of the best frames the simulator replays
 WORTH_REPLAYING = 1.10  # those within 10 % of the best: for unequal stages the closed form is up to that much off
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap says so
+WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
 ROUNDING = 1e-9  # relative: sums of the same terms in another order
 INFINITY = float("inf")
 
@@ -149,6 +150,10 @@ class Session:
                 return None
         return options
 
+    def relaxed(self, frame: Frame, cut_s: float) -> list[list[Column]] | None:
+        """Columns of real numbers of blocks (`RankColumns.relaxed`): what they cannot reach no plan of the frame can."""
+        return self.columns(frame, lambda rank, count: rank.relaxed(count, self.limit_bytes), cut_s)
+
 
 def _branch(
     objective: Objective, bounded: Iterable[tuple[float, Frame]], solve: Callable[[Frame, float, float], Solved | None],
@@ -203,22 +208,46 @@ def _worth_replaying(solved: Sequence[Solved]) -> float:
 
 
 def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
-    num_layers = session.book.model.num_layers
+    """Frames that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved."""
+    num_layers, limit, prices = session.book.model.num_layers, session.limit_bytes, session.prices
 
     def solve(frame: Frame, bound_s: float, cut_s: float) -> Solved | None:
-        options = session.columns(frame, lambda rank, count: rank.fastest(count, session.limit_bytes), cut_s)
+        relaxed = session.relaxed(frame, cut_s)
+        relaxed_s = lower_bound_s(frame, relaxed, num_layers) if relaxed else None
+        prices.raise_bound(frame, limit, cut_s if relaxed_s is None else relaxed_s)
+        if relaxed_s is None or relaxed_s >= cut_s:
+            return None
+        options = session.columns(frame, lambda rank, count: rank.fastest(count, limit), cut_s)
         least_s = lower_bound_s(frame, options, num_layers) if options else None
         if options is None or least_s is None or least_s >= cut_s:
-            session.prices.raise_bound(frame, session.limit_bytes, cut_s)
             return None
         master = Master(frame, options, num_layers, tied=session.book.tied)
         choice = master.fastest(session.options.solver, session.solver_limit_s())
-        proven_s = cut_s if choice is None else choice.step_s if choice.proven else max(bound_s, least_s)
-        session.prices.raise_bound(frame, session.limit_bytes, min(proven_s, cut_s))
-        return None if choice is None else Solved(frame, choice, choice.step_s, proven_s)
+        return None if choice is None else Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
 
-    bounded = ((session.prices.least_s(frame, session.limit_bytes), frame) for frame in frames)
-    return _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
+    bounded = ((prices.least_s(frame, limit), frame) for frame in frames)
+    outcome = _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
+    if outcome.finished and outcome.solved:
+        _certify(outcome.solved, session)
+    return replace(outcome, bound=min(_best(outcome.solved), *(prices.least_s(frame, limit) for frame in frames)))
+
+
+def _certify(solved: Sequence[Solved], session: Session) -> None:
+    """Raise the bounds of frames that might hold something better than the best: the master over relaxed columns.
+
+    Its optimum is below every way to choose an option of the catalogue for each layer by itself.
+    """
+    best, limit, num_layers = solved[0].value, session.limit_bytes, session.book.model.num_layers
+    for frame in (found.frame for found in solved):
+        if session.prices.least_s(frame, limit) >= best * (1 - WORTH_PROVING):
+            continue
+        relaxed = session.relaxed(frame, INFINITY)
+        try:
+            choice = Master(frame, relaxed, num_layers).fastest(session.options.solver, session.solver_limit_s()) if relaxed else None
+        except Unsolved:
+            continue
+        if choice is not None and choice.proven:
+            session.prices.raise_bound(frame, limit, choice.step_s * (1 - ROUNDING))
 
 
 def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) -> Outcome:
