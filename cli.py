@@ -64,6 +64,7 @@ _searching = together(
     option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
     option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
+    option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
     option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
     option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
     option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why."),
@@ -244,9 +245,10 @@ def _print_json(value: object) -> None:
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @_json
 def show(plan_file: Path, as_json: bool) -> None:
-    """Print the summary of a plan file, its layer plans and the placement of every operator."""
+    """Print the summary of a plan file, its layer plans, the placement of every operator, and what is redundant."""
     from planner.plan import read
     from planner.report.layers import print_layers
+    from planner.report.redundancy import print_redundancy
     from planner.report.summary import Context, print_summary
     from planner.report.text import console
 
@@ -257,6 +259,7 @@ def show(plan_file: Path, as_json: bool) -> None:
     out = console(sys.stdout)
     print_summary(plan, out, Context(whole=True))
     print_layers(plan, out)
+    print_redundancy(plan, out)
 
 
 _LAYOUT = "Layout"
@@ -292,6 +295,29 @@ def estimate(**options: Any) -> None:
         question.model, question.cluster, question.training, frame(question, options), zero=options["zero"],
         recompute=Recompute(options["recompute"]))
     _deliver(plan, Context(assumed=question.assumed), output, as_json=options["as_json"])
+
+
+@main.command(epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
+                     "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq '.[].rejected'")
+@_asked
+@option(_LAYOUT, "--tp", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Tensor parallel degree.")
+@option(_LAYOUT, "--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences in one.")
+@option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of the states.")
+@option(_LAYOUT, "--operator", metavar="NAME", help="Only this operator. [default: all]")
+@_json
+def explain(**options: Any) -> None:
+    """List the strategies of every operator with their prices, and the rejected ones with the reason."""
+    from planner.options import layout_book, question_of
+    from planner.report.strategies import print_strategies, strategies_document
+    from planner.report.text import console
+    from planner.strategies import operator_strategies
+
+    frame, book = layout_book(question_of(options), options)
+    found = list(operator_strategies(frame, options["zero"], book, options["operator"]))
+    if options["as_json"]:
+        _print_json(strategies_document(found))
+    else:
+        print_strategies(found, console(sys.stdout), str(frame.mesh))
 
 
 @main.command(epilog="  plan validate\n  plan validate --steps steps.csv --source vtrain --rows --plot errors.png\n"

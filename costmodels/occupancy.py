@@ -49,21 +49,6 @@ class RankMemory:
         return self.allocated + self.reserve
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedundantBytes:
-    """Bytes beyond one copy of everything, by class (EQUATIONS R); temporaries are redundant in whole."""
-
-    parameters: float = 0.0
-    gradients: float = 0.0
-    optimizer: float = 0.0
-    activations: float = 0.0
-    temporaries: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporaries
-
-
 def communicator_bytes(mesh: Mesh, book: PriceBook) -> float:
     """Bytes of the communicators of all parallel axes; none where there is no device context."""
     axes = sum(mesh.degree(axis) > 1 for axis in Axis)
@@ -101,7 +86,7 @@ def stashes(kind: LayerKind, rank: int, frame: Frame) -> int:
     return in_flight(frame.schedule, rank, frame.mesh.pp, frame.num_micro_batches, frame.virtual_stages)
 
 
-def _held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -> float:
+def held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -> float:
     """Bytes of activations at the peak: stashes times the largest chunk's blocks, and the embedding's and head's own."""
     frame = strategy.frame
     blocks = max(sum(saved[c] for c in chunk if c.kind is LayerKind.BLOCK) for chunk in strategy.chunks(rank))
@@ -115,7 +100,7 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     kept = {choice: book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute) for choice in layers}
     held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
-    activations = _held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
+    activations = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
     temporaries = _workspace_bytes(strategy.chunks(rank), kept) + max(layer.zero_buffer for layer in held)
     spare = book.training.stack.allocator_share * (states.total + activations + temporaries)
     return RankMemory(
@@ -129,21 +114,3 @@ def _workspace_bytes(chunks: tuple[tuple[LayerChoice, ...], ...], kept: dict[Lay
     blocks = max(sum(kept[c].saved for c in chunk if c.kind is LayerKind.BLOCK) for chunk in chunks)
     freed = {LayerKind.HEAD: 0, LayerKind.BLOCK: head, LayerKind.EMBEDDING: head + blocks}
     return max(size.workspace - freed[choice.kind] for choice, size in kept.items())
-
-
-def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: PriceBook) -> RedundantBytes:
-    """Redundant bytes of one device of a pipeline rank that holds `memory`, by class.
-
-    A class that holds less than one copy counts as is.
-    """
-    frame = strategy.frame
-    ideal = [0.0, 0.0, 0.0]
-    kept: dict[LayerChoice, float] = {}
-    for choice in rank_layers(strategy, rank):
-        parts = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).ideal
-        ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
-        kept[choice] = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).ideal_saved
-    return RedundantBytes(
-        parameters=memory.states.parameters - ideal[0], gradients=memory.states.gradients - ideal[1],
-        optimizer=memory.states.optimizer - ideal[2],
-        activations=memory.activations - _held_bytes(strategy, rank, kept), temporaries=memory.temporaries)

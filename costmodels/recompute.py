@@ -109,7 +109,17 @@ def _stored_bytes(operator: Operator, tensor: Tensor, sharding: Sharding, flow: 
 
 def ideal_saved_bytes(layer: LayerClass, tp: int, recompute: Iterable[str] = ()) -> float:
     """The same without any redundancy: every kept tensor divided over all `tp` ranks (EQUATIONS R)."""
-    return sum(tensor.num_bytes for tensor in kept_tensors(layer, recompute)) / tp
+    return sum(ideal_bytes_by_operator(layer, tp, recompute).values())
+
+
+def ideal_bytes_by_operator(layer: LayerClass, tp: int, recompute: Iterable[str] = ()) -> dict[str, float]:
+    """The same by operator: a tensor that several operators need counts at the first of them."""
+    counted, total = set[str](), dict.fromkeys((operator.name for operator in layer.operators), 0.0)
+    for operator, tensor in keepers(layer, recompute):
+        if tensor.name not in counted:
+            counted.add(tensor.name)
+            total[operator.name] += tensor.num_bytes / tp
+    return total
 
 
 def workspace_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL) -> int:

@@ -172,12 +172,9 @@ def _illegal(operator: Operator, splits: Splits, degrees: tuple[int, ...]) -> st
     for dim in operator.dims:
         parts = math.prod(p for p, split in zip(degrees, splits, strict=True) if dim.name in (split.dim, split.result))
         if dim.size % (parts * dim.unit):
-            return f"{parts} ranks do not divide the {dim.size // dim.unit} {_counted(dim.name, dim.unit)}"
+            of = f", {dim.size // dim.unit} groups of {dim.unit}" if dim.unit > 1 else ""
+            return f"{parts} ranks do not divide {dim.name} {dim.size}{of}"
     return None
-
-
-def _counted(dim_name: str, unit: int) -> str:
-    return f"groups of {unit} {dim_name}" if unit > 1 else f"of {dim_name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from costmodels.book import PriceBook
 from costmodels.layer import CONTENTION
 from costmodels.mesh import Axis
-from costmodels.occupancy import RankMemory, RedundantBytes, rank_layers, rank_memory, rank_redundancy
+from costmodels.occupancy import RankMemory, rank_layers, rank_memory
+from costmodels.redundancy import RedundantBytes, rank_redundancy
 from costmodels.simulate import SimulatedStep, StageCost, simulate
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from profiles.provenance import ZERO, Seconds

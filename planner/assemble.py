@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from costmodels.book import PriceBook
+from costmodels.redundancy import RedundantBytes, added, operator_redundancy
 from costmodels.sharding import placements
 from costmodels.step import StepPrice, model_flops_utilization
 from costmodels.strategy import Frame, LayerChoice, Strategy
@@ -13,6 +15,7 @@ from planner.plan import (
     PLAN_VERSION,
     Breakdown,
     LayerPlan,
+    LayerRedundancy,
     LayerRun,
     OperatorPlacement,
     Pipeline,
@@ -20,6 +23,7 @@ from planner.plan import (
     Prediction,
     Quantity,
     Redundancy,
+    RedundantGib,
     RunnerUp,
     SearchRecord,
     StageMemory,
@@ -30,6 +34,7 @@ from profiles.provenance import Kind, Seconds, weakest
 from profiles.units import gib
 
 GIB_DIGITS = 4
+_CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 SIGNIFICANT = 6
 
 
@@ -44,7 +49,7 @@ def _gib(n_bytes: float) -> float:
 
 def _layer_plan(choice: LayerChoice, frame: Frame, book: PriceBook) -> LayerPlan:
     layer = book.graph(1).layer_class(choice.kind)
-    placed = {op.name: placements(op, frame.sharding) for op in layer.operators} if frame.mesh.tp > 1 else {}
+    placed = {op.name: placements(op, frame.sharding_of(choice)) for op in layer.operators} if frame.mesh.tp > 1 else {}
     return LayerPlan(
         layer=choice.kind, sequence_parallel=frame.sequence_parallel, zero=choice.zero if frame.mesh.dp > 1 else 0,
         recompute=book.recompute_operators(choice.kind, choice.recompute),
@@ -60,10 +65,16 @@ def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
                 continue
             alike = sum(known.kind is choice.kind for known in names)
             if choice.kind is LayerKind.BLOCK:
-                names[choice] = chr(ord("A") + alike)
+                names[choice] = _letters(alike)
             else:
                 names[choice] = choice.kind.value + (str(alike + 1) if alike else "")
     return names
+
+
+def _letters(number: int) -> str:
+    """A, B, ... Z, AA, AB, ..."""
+    before, last = divmod(number, 26)
+    return (_letters(before - 1) if before else "") + chr(ord("A") + last)
 
 
 def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePlan, ...]:
@@ -121,10 +132,27 @@ def _memory(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
         for rank, memory in enumerate(price.memory))
 
 
-def _redundancy(price: StepPrice, devices_per_rank: int) -> Redundancy:
-    classes = ("parameters", "gradients", "optimizer", "activations", "temporaries")
-    sums = {name: _gib(devices_per_rank * sum(getattr(rank, name) for rank in price.redundant)) for name in classes}
-    return Redundancy(**sums, total=_gib(devices_per_rank * sum(rank.total for rank in price.redundant)), kind=Kind.ANALYTIC)
+def _redundancy(strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], book: PriceBook) -> Redundancy:
+    devices = strategy.frame.mesh.ranks_per_stage
+    sums = {name: _gib(devices * sum(getattr(rank, name) for rank in price.redundant)) for name in _CLASSES}
+    return Redundancy(
+        **sums, total=_gib(devices * sum(rank.total for rank in price.redundant)), kind=Kind.ANALYTIC,
+        stages=tuple(map(_redundant_gib, price.redundant)),
+        layers={name: _layer_redundancy(choice, strategy, book) for choice, name in names.items()})
+
+
+def _layer_redundancy(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> LayerRedundancy:
+    stage = next(index for index, layers in enumerate(strategy.stages) if choice in layers) % strategy.frame.mesh.pp
+    frame = strategy.frame
+    operators = operator_redundancy(choice, stage, frame, book)
+    workspace = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).workspace
+    layer = replace(added(operators.values()), temporaries=float(workspace))
+    return LayerRedundancy(
+        stage=stage, layer=_redundant_gib(layer), operators={name: _redundant_gib(found) for name, found in operators.items()})
+
+
+def _redundant_gib(found: RedundantBytes) -> RedundantGib:
+    return RedundantGib(**{name: _gib(getattr(found, name)) for name in _CLASSES}, total=_gib(found.total))
 
 
 def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: PriceBook) -> Plan:
@@ -140,7 +168,7 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
         error_band=error_band(book.machine, training.stack),
         breakdown=_breakdown(price),
         memory_gib=_memory(price, cluster.device.memory_bytes),
-        redundancy_gib=_redundancy(price, frame.mesh.ranks_per_stage))
+        redundancy_gib=_redundancy(strategy, price, names, book))
     return Plan(
         plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
         layer_plans={name: _layer_plan(choice, frame, book) for choice, name in names.items()},

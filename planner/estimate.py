@@ -53,7 +53,7 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
 
 def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recompute: Recompute, book: PriceBook) -> Strategy:
     """`blocks[s]` blocks on rank s, all at the same recompute level and ZeRO stage."""
-    table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,)))
+    table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True))
     return to_strategy(frame, tuple(RankColumns(rank, frame, table).smallest(count) for rank, count in enumerate(blocks)))
 
 

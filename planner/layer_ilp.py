@@ -65,31 +65,35 @@ def _sides(problem: LayerProblem, link: Link, options: tuple[Option, ...]) -> tu
 
 
 class LayerProgram:
-    """The program of one problem; `stashes` micro-batches are in flight."""
+    """The program of one problem; `stashes` micro-batches are in flight.
 
-    def __init__(self, problem: LayerProblem, stashes: float = 1.0) -> None:
-        self.problem, self.stashes = problem, stashes
-        self.program = Problem("layer")
+    Several layers can be parts of one `program`, each with its own `label` in the names of its variables and rows.
+    """
+
+    def __init__(self, problem: LayerProblem, stashes: float = 1.0, program: Problem | None = None, label: str = "") -> None:
+        self.problem, self.stashes, self.label = problem, stashes, label
+        self.program = program or Problem("layer")
         self.picks = [
-            {option: self.program.binary(f"s_{i}_{k}") for k, option in enumerate(options)} for i, options in enumerate(problem.options)]
+            {option: self.program.binary(f"s{label}_{i}_{k}") for k, option in enumerate(options)}
+            for i, options in enumerate(problem.options)]
         self.priced: list[tuple[int, Any, Cost]] = [  # by operator that keeps what is kept
             (i, variable, option.cost) for i, picks in enumerate(self.picks) for option, variable in picks.items()]
         for i, picks in enumerate(self.picks):
-            self.program.require(weighted((s, 1.0) for s in picks.values()) == 1, f"C1_one_{i}")
+            self.program.require(weighted((s, 1.0) for s in picks.values()) == 1, f"C1_one{label}_{i}")
         for index, link in enumerate(problem.links):
             self._link(index, link)
-        self.workspace = self.program.continuous("workspace")
+        self.workspace = self.program.continuous(f"workspace{label}")
         self._bound_workspace()
 
     def _link(self, index: int, link: Link) -> None:
         """The edge variables of a link and their marginals on both sides."""
-        cells = {pair: self.program.continuous(f"e_{index}_{c}") for c, pair in enumerate(link.cells)}
+        cells = {pair: self.program.continuous(f"e{self.label}_{index}_{c}") for c, pair in enumerate(link.cells)}
         self.priced += [(link.reader, e, link.cells[pair]) for pair, e in cells.items()]
         for side, label in ((0, "C2"), (1, "C3")):
             for n, placement in enumerate(dict.fromkeys(pair[side] for pair in cells)):
                 edges = [(e, 1.0) for pair, e in cells.items() if pair[side] == placement]
                 self.program.require(
-                    weighted([*edges, *self._side(link, side, placement)]) == self._fixed(link, side), f"{label}_{index}_{n}")
+                    weighted([*edges, *self._side(link, side, placement)]) == self._fixed(link, side), f"{label}{self.label}_{index}_{n}")
 
     def _side(self, link: Link, side: int, placement: Left | Wanted) -> Terms:
         """The strategies of the maker or reader with that placement, to be taken from the edges."""
@@ -109,8 +113,8 @@ class LayerProgram:
         for i, picks in enumerate(self.picks):
             gradients = [(s, option.gradient_bytes / MIB) for option, s in picks.items()]
             freed = [(v, -cost.whole_bytes / MIB) for operator, v, cost in self.priced if operator > i]
-            self.program.require(weighted([*gradients, *freed]) + constant <= self.workspace, f"C4_workspace_{i}")
-            self.program.require(weighted([*remade, *gradients, *freed]) + constant <= self.workspace, f"C4_again_{i}")
+            self.program.require(weighted([*gradients, *freed]) + constant <= self.workspace, f"C4_workspace{self.label}_{i}")
+            self.program.require(weighted([*remade, *gradients, *freed]) + constant <= self.workspace, f"C4_again{self.label}_{i}")
 
     @property
     def time_us(self) -> Any:
@@ -118,8 +122,12 @@ class LayerProgram:
 
     @property
     def memory_mib(self) -> Any:
-        held = [(v, (cost.state_bytes + self.stashes * cost.saved_bytes) / MIB) for _, v, cost in self.priced]
-        return weighted([*held, (self.workspace, 1.0)])
+        return weighted([*self.held_mib, (self.workspace, 1.0)])
+
+    @property
+    def held_mib(self) -> Terms:
+        """States and kept tensors, without the workspace."""
+        return [(v, (cost.state_bytes + self.stashes * cost.saved_bytes) / MIB) for _, v, cost in self.priced]
 
     def fastest(self, budget_bytes: float, solver: SolverName, time_limit_s: float | None = None) -> Picked | None:
         """The fastest layer within `budget_bytes`, or None."""
@@ -137,4 +145,8 @@ class LayerProgram:
         solution = self.program.solve(solver, time_limit_s)
         if solution is None:
             return None
-        return replace(evaluate(self.problem, tuple(chosen(picks) for picks in self.picks)), proven=solution.proven)
+        return replace(self.picked(), proven=solution.proven)
+
+    def picked(self) -> Picked:
+        """What the solved program chose."""
+        return evaluate(self.problem, tuple(chosen(picks) for picks in self.picks))

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
@@ -25,6 +26,7 @@ from planner.space import illegal_tensor_parallel
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
+from profiles.measured import machine_for
 from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.units import GB, GIB, MIB, TERA
@@ -127,8 +129,9 @@ def question_of(options: Options) -> Question:
 def constraints(options: Options) -> Constraints:
     """The pinned choices."""
     sequence_parallel = options["sequence_parallel"]
+    alike = ("pp", "dp", "tp", "micro_batch_size", "virtual_stages", "zero", "tp_across_nodes", "megatron_sharding")
     return Constraints(
-        **{name: options[name] for name in ("pp", "dp", "tp", "micro_batch_size", "virtual_stages", "zero", "tp_across_nodes")},
+        **{name: options[name] for name in alike},
         schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),
         recompute=options["recompute"] and tuple(map(Recompute, options["recompute"])),
         sequence_parallel=None if sequence_parallel is None else (sequence_parallel,))
@@ -163,6 +166,18 @@ def frame(question: Question, options: Options) -> Frame:
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule(schedule), virtual_stages=options["virtual_stages"],
         micro_batch_size=micro_batch_size, num_micro_batches=max(1, question.training.global_batch_size // (micro_batch_size * dp)),
         sequence_parallel=options["sequence_parallel"])
+
+
+def layout_book(question: Question, options: Options) -> tuple[Frame, PriceBook]:
+    """One pipeline stage of tensor parallelism by hand, and the prices for it. Raises ConfigError: the degree is not legal."""
+    tp, gpus = options["tp"], question.cluster.num_gpus
+    reason = illegal_tensor_parallel(tp, question.model, question.cluster, across_nodes=True)
+    if reason or gpus % tp:
+        raise ConfigError(reason or f"tp {tp} does not divide the {gpus} GPUs", hint="choose another --tp")
+    made = Frame(
+        mesh=Mesh(pp=1, dp=gpus // tp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1,
+        micro_batch_size=options["micro_batch_size"], num_micro_batches=1, sequence_parallel=False)
+    return made, PriceBook(question.model, question.training, machine_for(question.cluster))
 
 
 def require_possible(question: Question, pins: Constraints) -> None:

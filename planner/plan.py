@@ -151,8 +151,36 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RedundantGib:
+    """GiB of one device beyond its share of one copy (EQUATIONS R); temporaries are a largest moment, the rest adds up."""
+
+    __pydantic_config__ = _FORBID
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    temporaries: float
+    total: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRedundancy:
+    """One layer of a layer plan on a device of pipeline rank `stage`, the first that runs it, and its operators."""
+
+    __pydantic_config__ = _FORBID
+
+    stage: int
+    layer: RedundantGib
+    operators: Mapping[str, RedundantGib]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """GiB held beyond one copy of everything, summed over the cluster (EQUATIONS R)."""
+    """GiB held beyond one copy of everything, summed over the cluster (EQUATIONS R).
+
+    stages: of one device of every pipeline rank; layers: by layer plan, of one device and its micro-batches in flight
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -163,6 +191,8 @@ class Redundancy:
     temporaries: float
     total: float
     kind: Kind
+    stages: tuple[RedundantGib, ...] = ()
+    layers: Mapping[str, LayerRedundancy] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,8 +39,16 @@ class Problem:
     def binary(self, name: str) -> Any:
         return self._problem.add_variable(name, cat=pulp.LpBinary)
 
+    def integer(self, name: str, upper: int) -> Any:
+        return self._problem.add_variable(name, lowBound=0, upBound=upper, cat=pulp.LpInteger)
+
     def continuous(self, name: str, lower: float = 0.0) -> Any:
         return self._problem.add_variable(name, lowBound=lower)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Variables and rows."""
+        return self._problem.numVariables(), self._problem.numConstraints()
 
     def minimize(self, expression: Any) -> None:
         self._problem.setObjective(expression)
@@ -70,8 +78,11 @@ class Problem:
 
 
 def weighted(terms: Iterable[tuple[Any, float]]) -> Any:
-    """sum of coefficient times variable."""
-    return pulp.LpAffineExpression(list(terms))
+    """sum of coefficient times variable; a variable may come more than once, of which pulp would keep the last."""
+    total: dict[Any, float] = {}
+    for variable, coefficient in terms:
+        total[variable] = total.get(variable, 0.0) + coefficient
+    return pulp.LpAffineExpression(total)
 
 
 def chosen(options: Mapping[T, Any]) -> T:

@@ -20,7 +20,8 @@ from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 
-PINS = Constraints(schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED))
+# what the enumeration below tries: levels of recompute, and Megatron's division of every operator
+PINS = Constraints(schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED), recompute=tuple(Recompute), megatron_sharding=True)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""Bytes that a device holds beyond its share of one copy of everything (EQUATIONS R), by class.
+
+For a tensor x that is divided into q parts over the n devices of a stage: bytes_x (1/q - 1/n). Parameters, gradients and
+optimizer states are redundant along the axes that do not shard them, kept activations (times the micro-batches in flight)
+along those that do not divide them; temporaries are redundant in whole, and a maximum over time, not a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from costmodels.book import PriceBook
+from costmodels.memory import ideal_states, operator_states
+from costmodels.occupancy import RankMemory, held_bytes, rank_layers, stashes
+from costmodels.recompute import gradient_bytes, ideal_bytes_by_operator, recompute_operators, saved_bytes_by_operator
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from profiles.model import LayerKind, Operator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedundantBytes:
+    """Redundant bytes on one device, by class."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    activations: float = 0.0
+    temporaries: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporaries
+
+
+def added(parts: Iterable[RedundantBytes]) -> RedundantBytes:
+    """The sum by class."""
+    listed = list(parts)
+    return RedundantBytes(**{field.name: sum(getattr(part, field.name) for part in listed) for field in fields(RedundantBytes)})
+
+
+def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: PriceBook) -> RedundantBytes:
+    """Redundant bytes of one device of a pipeline rank that holds `memory`: what it holds, less the ideal, by class.
+
+    A class that holds less than one copy counts as is.
+    """
+    frame = strategy.frame
+    ideal = [0.0, 0.0, 0.0]
+    kept: dict[LayerChoice, float] = {}
+    for choice in rank_layers(strategy, rank):
+        sharding = frame.sharding_of(choice)
+        parts = book.states(choice.kind, frame.mesh, sharding, choice.zero).ideal
+        ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
+        kept[choice] = book.activations(choice.kind, frame.micro_batch_size, sharding, choice.recompute).ideal_saved
+    return RedundantBytes(
+        parameters=memory.states.parameters - ideal[0], gradients=memory.states.gradients - ideal[1],
+        optimizer=memory.states.optimizer - ideal[2],
+        activations=memory.activations - held_bytes(strategy, rank, kept), temporaries=memory.temporaries)
+
+
+def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: PriceBook) -> dict[str, RedundantBytes]:
+    """Redundant bytes of each operator of one layer on a device of pipeline rank `rank`.
+
+    Over the operators and layers of a rank all classes but temporaries add up to `rank_redundancy` (with virtual stages,
+    over the layers of its largest chunk, which the stashes are counted by). Temporaries here are those of the operator's
+    own backward pass: of a layer and of a rank the largest moment counts, not the sum.
+    """
+    layer, sharding = book.graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
+    again, stack = recompute_operators(layer, choice.recompute) if choice.kind is LayerKind.BLOCK else (), book.training.stack
+    kept = saved_bytes_by_operator(layer, sharding, again, stack)
+    ideal = ideal_bytes_by_operator(layer, sharding.tp, again)
+    held = stashes(choice.kind, rank, frame)
+
+    def of(operator: Operator) -> RedundantBytes:
+        with_tied = frame.mesh.pp > 1
+        states = operator_states(operator, sharding, choice.zero, frame.mesh.dp, book.training, with_tied=with_tied)
+        whole = sum(p.num_elements for p in operator.parameters if not p.tied)
+        least = ideal_states(whole, frame.mesh.ranks_per_stage, book.training)
+        return RedundantBytes(
+            parameters=states.parameters - least[0], gradients=states.gradients - least[1], optimizer=states.optimizer - least[2],
+            activations=held * (kept[operator.name] - ideal[operator.name]),
+            temporaries=float(gradient_bytes(operator, sharding, stack)))
+
+    return {operator.name: of(operator) for operator in layer.operators}
