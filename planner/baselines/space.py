@@ -7,7 +7,8 @@ interleaved schedule takes micro-batches in multiples of pp (Narayanan et al. 20
 rule: inside a node, dividing heads, ffn width and the vocabulary as the model is padded.
 
 Recompute is none, selective or full as this planner prices them: selective with flash attention recomputes norms and
-activation functions, which saves more than Megatron's default of the attention core would.
+activation functions, which saves more than Megatron's default of the attention core would. Left out of Megatron's flags:
+shorter first and last stages, pipeline layouts, recompute of some layers of a stage, its FSDP, context parallelism.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.strategy import Frame, Strategy
-from planner.baselines.optimum import Leanest, Optimum, fastest, fits, leanest
+from planner.baselines.optimum import Leanest, Optimum, fastest, leanest
 from planner.baselines.space import data_parallel_frames, megatron_frames, megatron_meshes, strategies
 from profiles.errors import unknown_name_error
 
@@ -35,12 +35,14 @@ class Baseline:
     """What a system would run: its fastest that fits, or how much its leanest is short of fitting.
 
     what: the space in words; candidates: how many strategies it has
+    in_order: the user goes through them in an order and takes the first that fits; `optimum` then knows of those alone
     Neither `optimum` nor `leanest` where the space is empty.
     """
 
     name: str
     what: str
     candidates: int
+    in_order: bool = False
     optimum: Optimum | None = None
     leanest: Leanest | None = None
 
@@ -101,19 +103,19 @@ def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> Callable[
 
 _SYSTEMS: dict[str, tuple[str, Callable[[PriceBook], _Space]]] = {
     "megatron": (
-        "Megatron-LM's space: tp in the node, pp of equal stages, interleaving, sequence parallelism, distributed optimizer, "
-        "one recompute for all layers, any micro-batch; its fastest", _megatron),
+        "Megatron-LM at its fastest: tp in the node, pp of equal stages, interleaving, sequence parallelism, distributed "
+        "optimizer, one recompute for all layers, any micro-batch", _megatron),
     "megatron-defaults": (
-        "Megatron-LM's default flags: no sequence parallelism, distributed optimizer, recompute or interleaving; micro-batch 1, "
+        "the flags left as they are (no sequence parallelism, distributed optimizer, recompute or interleaving), micro-batch 1, "
         "the least model parallelism that fits, tp first", _defaults),
     "megatron-guide": (
-        "Megatron-Core's guide: data parallelism, then tp up to the node, then pp until it fits; sequence parallelism, "
+        "Megatron-Core's guide: data parallelism, then tp up to the node, then pp until it fits, with sequence parallelism and "
         "distributed optimizer; recompute last; the fastest micro-batch and interleaving", _guide),
-    "zero-1": ("data parallelism with ZeRO 1; the fastest micro-batch and recompute", _data_parallel(1)),
-    "zero-2": ("data parallelism with ZeRO 2; the fastest micro-batch and recompute", _data_parallel(2)),
-    "zero-3": ("data parallelism with ZeRO 3; the fastest micro-batch and recompute", _data_parallel(3)),
+    "zero-1": ("data parallelism with ZeRO 1, the fastest micro-batch and recompute", _data_parallel(1)),
+    "zero-2": ("data parallelism with ZeRO 2, the fastest micro-batch and recompute", _data_parallel(2)),
+    "zero-3": ("data parallelism with ZeRO 3, the fastest micro-batch and recompute", _data_parallel(3)),
     "fsdp": (
-        "ZeRO 3 as FSDP2 is mostly run: recompute of whole blocks or of none; the fastest micro-batch",
+        "ZeRO 3 as FSDP2 is mostly run: whole blocks recomputed, or nothing; the fastest micro-batch",
         _data_parallel(3, (Recompute.NONE, Recompute.FULL))),
 }
 ALL = "all"
@@ -137,4 +139,5 @@ def price_baseline(name: str, book: PriceBook, limit_bytes: float) -> Baseline:
     everything = tuple(chain.from_iterable(space.groups))
     optimum = space.answer(book, limit_bytes)
     lean = leanest(everything, book) if everything and optimum is None else None
-    return Baseline(name=name, what=what, candidates=len(everything), optimum=optimum, leanest=lean)
+    return Baseline(
+        name=name, what=what, candidates=len(everything), in_order=len(space.groups) > 1, optimum=optimum, leanest=lean)
