@@ -23,6 +23,7 @@ from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
+from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.units import GIB
 
@@ -57,8 +58,8 @@ class Request:
         return price_baseline(name, self.book(), self.limit_bytes())
 
 
-SMALL = Request("gpt-1.5b", 8, 32)
-BINDING = Request("llama2-7b", 16, 16, limit_gib=24.0, slow_nic=0.1)
+SMALL = Request("gpt-1.5b", 8, 16)
+BINDING = Request("llama2-7b", 16, 8, limit_gib=24.0, slow_nic=0.1)
 
 
 def every_megatron_price(
@@ -66,26 +67,31 @@ def every_megatron_price(
 ) -> Iterator[tuple[Frame, int, Recompute, StepPrice]]:
     """Megatron-LM's space, by its own rules written out here: each strategy that is kept with its whole price."""
     model, cluster, _ = request.parts()
-    book, gpus = request.book(), request.gpus
-    for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, model.num_layers + 1)):
+    book, gpus, layers = request.book(), request.gpus, model.num_layers
+    for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, layers + 3)):
         splits = (cluster.gpus_per_node, model.num_heads, model.num_kv_heads, model.ffn_hidden_size, model.padded_vocab_size)
-        if gpus % (tp * pp) or any(size % tp for size in splits) or model.num_layers % pp:
+        if gpus % (tp * pp) or any(size % tp for size in splits):
             continue
         dp = gpus // tp // pp
-        for b, v in itertools.product(range(1, request.batch + 1), range(1, model.num_layers // pp + 1)):
-            if request.batch % (dp * b) or model.num_layers % (pp * v):
+        ends = ((0, 0), (0, 1), (1, 0), (1, 1)) if pp > 1 else ((0, 0),)
+        for b, v, (embedding, loss) in itertools.product(range(1, request.batch + 1), range(1, layers + 3), ends):
+            counted = layers + embedding + loss
+            if request.batch % (dp * b) or counted % (pp * v):
                 continue
             m = request.batch // (dp * b)
             if v > 1 and (pp == 1 or m % pp):
                 continue
+            blocks = [counted // pp] * pp
+            blocks[0] -= embedding
+            blocks[-1] -= loss
             for sequence_parallel in {False, tp > 1}:
                 frame = Frame(
                     mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
                     micro_batch_size=b, num_micro_batches=m, sequence_parallel=sequence_parallel)
                 for zero, level in itertools.product((0, 1), Recompute):
                     if keep(frame, zero, level):
-                        blocks = [model.num_layers // pp] * pp
-                        yield frame, zero, level, price_step(uniform_strategy(frame, blocks, zero=zero, recompute=level, book=book), book)
+                        strategy = uniform_strategy(frame, blocks, zero=zero, recompute=level, book=book)
+                        yield frame, zero, level, price_step(strategy, book)
 
 
 def peak_bytes(price: StepPrice) -> float:
@@ -140,7 +146,9 @@ def test_the_defaults_have_none_of_the_flags_and_as_little_model_parallelism_as_
     def is_plain(f: Frame, zero: int, level: Recompute) -> bool:
         return (zero, level, f.sequence_parallel, f.virtual_stages, f.micro_batch_size) == (0, Recompute.NONE, False, 1, 1)
 
-    plain = {(f.mesh.tp, f.mesh.pp): peak_bytes(price) for f, _, _, price in every_megatron_price(request, is_plain)}
+    layers = request.parts()[0].num_layers
+    whole = ((f, price) for f, _, _, price in every_megatron_price(request, is_plain) if layers % f.mesh.pp == 0)
+    plain = {(f.mesh.tp, f.mesh.pp): peak_bytes(price) for f, price in whole}
     fitting = [degrees for degrees, peak in plain.items() if peak <= request.limit_bytes()]
 
     assert {choice.zero for stage in found.strategy.stages for choice in stage} == {0}
@@ -179,6 +187,19 @@ def test_no_baseline_of_the_megatron_family_beats_its_optimum():
         other = SMALL.baseline(name).optimum
         assert other is not None
         assert best.price.step_s <= other.price.step_s * (1 + 1e-12)
+
+
+def test_the_embedding_and_the_loss_may_count_as_layers_where_the_layers_alone_do_not_divide():
+    uneven = Request("llama3-405b", 512, 256, gpu="h100-80gb")  # 126 layers: of powers of two only 2 divides them
+
+    found = uneven.baseline("megatron").optimum
+
+    assert found is not None
+    assert found.strategy.frame.mesh.pp > 2
+    lengths = [sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in found.strategy.stages]
+    assert sum(lengths) == 126
+    assert lengths[0] == lengths[-1] == lengths[1] - 1
+    assert uneven.baseline("megatron-defaults").optimum is None
 
 
 def test_a_batch_that_the_gpus_do_not_divide_leaves_data_parallelism_no_strategy():

@@ -20,7 +20,7 @@ from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
 from profiles.units import GIB
 
-SMALL = ("--model", "gpt-2.5b", "--gpus", "8", "--global-batch-size", "64")
+SMALL = ("--model", "gpt-2.5b", "--gpus", "8", "--global-batch-size", "16")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def fail(code: int, *arguments: str) -> str:
     return result.stderr
 
 
-def small_plan(pins: Constraints | None = None, model: str = "gpt-2.5b", batch: int = 64):
+def small_plan(pins: Constraints | None = None, model: str = "gpt-2.5b", batch: int = 16):
     entry = load_model(model)
     training = TrainingSpec(global_batch_size=batch, seq_length=entry.seq_length)
     return find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training, constraints=pins)
@@ -94,7 +94,7 @@ def test_ours_free_of_pins_is_never_behind_megatron_in_the_price_that_the_search
     other = compare(plan, ["megatron"], SearchOptions()).rows[0].baseline.optimum
 
     assert other is not None
-    assert plan.search.value <= other.price.closed_form_s * (1 + 1e-6)
+    assert plan.search.value <= other.price.closed_form_s + 1e-6
 
 
 def test_a_plan_file_of_other_prices_is_priced_again():
@@ -178,11 +178,11 @@ def test_the_json_of_a_baseline_that_does_not_fit_has_its_shortfall():
 
 
 def test_the_memory_limit_holds_for_the_baselines_too():
-    free, tight = (json.loads(succeed(*SMALL, *more, "--baseline", "zero-3", "--json")) for more in ((), ("--memory-limit", "20GiB")))
+    free, tight = (json.loads(succeed(*SMALL, *more, "--baseline", "zero-3", "--json")) for more in ((), ("--memory-limit", "10GiB")))
 
-    assert free["baselines"][0]["peak_memory_gib"] > 20
-    assert tight["baselines"][0]["peak_memory_gib"] <= 20
-    assert tight["memory_limit_gib"] == 20
+    assert free["baselines"][0]["peak_memory_gib"] > 10
+    assert tight["baselines"][0]["peak_memory_gib"] <= 10
+    assert tight["memory_limit_gib"] == 10
 
 
 def test_a_plan_file_is_compared_as_it_is():

@@ -3,7 +3,8 @@
 Megatron-LM's flags and their defaults are read in NVIDIA/Megatron-LM at 000c4ac24f61, megatron/training/arguments.py:
 --tensor-model-parallel-size 1, --pipeline-model-parallel-size 1, --num-layers-per-virtual-pipeline-stage None (no
 interleaving), --sequence-parallel, --use-distributed-optimizer and --recompute-activations off, --recompute-granularity
-None; --micro-batch-size has no default. Its guide is docs/user-guide/parallelism-guide.md of the same repository at
+None, --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split off; --micro-batch-size has no
+default. Its guide is docs/user-guide/parallelism-guide.md of the same repository at
 157006d6d9bf ("Start Simple": data parallelism only, tensor parallelism if the model does not fit, pipeline parallelism
 for very large models; "Always enable [sequence parallelism] when using TP"; the distributed optimizer "Recommended for all
 multi-GPU training"; activation checkpointing "for extreme cases"), with the takeaways of Narayanan et al. 2021 (arXiv
@@ -75,7 +76,8 @@ def _megatron(book: PriceBook) -> _Space:
 
 def _defaults(book: PriceBook) -> _Space:
     """Micro-batch 1, and as little model parallelism as fits; of as many GPUs a replica, tensor parallelism first."""
-    ordered = sorted(_meshes(book), key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
+    whole = (mesh for mesh in _meshes(book) if book.model.num_layers % mesh.pp == 0)
+    ordered = sorted(whole, key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
     plain = (
         frame for frame in _frames(ordered, book)
         if frame.micro_batch_size == 1 and frame.virtual_stages == 1 and not frame.sequence_parallel)

@@ -62,8 +62,14 @@ def _overview(found: Comparison) -> Iterator[tuple[str, ...]]:
         if row.side is None:
             yield (row.baseline.name, "no fit", *["-"] * 5)
         else:
-            slower = f"{100 * (row.side.step_s / found.ours.step_s - 1):+.1f} %"
-            yield _numbers(row.side, f"tie {slower}" if found.is_tie(row.side) else slower)
+            yield _numbers(row.side, _slower(found, row.side))
+
+
+def _slower(found: Comparison, other: Side) -> str:
+    slower = other.step_s / found.ours.step_s - 1
+    if abs(slower) < SAME_STEP:
+        return "the same"
+    return f"{'tie ' if found.is_tie(other) else ''}{100 * slower:+.1f} %"
 
 
 def _numbers(side: Side, against: str) -> tuple[str, ...]:
