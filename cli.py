@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from planner.pareto import Front
     from planner.plan import Plan
     from planner.report.summary import Context
-    from planner.request import Constraints
+    from planner.request import Constraints, SearchOptions
     from planner.validation.priced import Priced
 
 STDOUT = Path("-")
@@ -29,6 +29,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")
 RECOMPUTE = ("none", "selective", "full")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
+_BASELINES = "Baselines"
 WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
 
 _asked = together(
@@ -48,10 +49,7 @@ _asked = together(
     option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
 )
 _searching = together(
-    option(AIM, "--objective", type=click.Choice(("throughput", "memory", "pareto")), default="throughput", show_default=True,
-            help="Fastest step, least redundant memory within --max-slowdown, or the front of time and memory."),
     option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),
-    option(AIM, "--points", type=int, metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
     option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
     option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
     option(PINS, "--pp", type=List(click.IntRange(1)), metavar="N,..", help="Pipeline stages allowed."),
@@ -67,8 +65,13 @@ _searching = together(
     option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
     option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
     option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
-    option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why."),
 )
+_aim = together(
+    option(AIM, "--objective", type=click.Choice(("throughput", "memory", "pareto")), default="throughput", show_default=True,
+            help="Fastest step, least redundant memory within --max-slowdown, or the front of time and memory."),
+    option(AIM, "--points", type=int, metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
+)
+_explaining = option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why.")
 _json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout.")
 
 
@@ -78,7 +81,9 @@ _json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and n
     epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8\n"
            "  plan --model gpt-20b --gpus 64 --objective pareto --plot front.png")
 @_asked
+@_aim
 @_searching
+@_explaining
 @option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True,
          help="The plan file; - for stdout. A front goes to plan-01.yaml, ...")
 @option(OUTPUT, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the front: .png, .svg or .pdf.")
@@ -108,10 +113,7 @@ def _search(options: dict[str, Any]) -> int:
         require_writable,
         search_options,
     )
-    from planner.report.progress import progress_bar
     from planner.report.summary import Context
-    from planner.report.text import console
-    from planner.search import find_plan
 
     output: Path = options["output"]
     require_no_front(options)
@@ -122,10 +124,7 @@ def _search(options: dict[str, Any]) -> int:
         _explain(question, pins, to_stderr=options["as_json"] or output == STDOUT)
     require_possible(question, pins)
     started_s = time.monotonic()
-    with _noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
-        plan = find_plan(
-            question.model, question.cluster, question.training, options["objective"], constraints=pins, options=how,
-            on_progress=on_progress)
+    plan, interrupts = _find(question, pins, how, options["objective"])
     context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
     _deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
@@ -177,6 +176,18 @@ def _deliver_front(front: Front, context: Context, output: Path, plot: Path | No
 
         draw_front(front, plot)
         click.echo(f"wrote {plot}", err=as_json)
+
+
+def _find(question: Question, pins: Constraints, how: SearchOptions, objective: str) -> tuple[Plan, list[int]]:
+    """The plan, with a bar on stderr while it is searched; and whether Ctrl-C ended the search early."""
+    from planner.report.progress import progress_bar
+    from planner.report.text import console
+    from planner.search import find_plan
+
+    with _noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
+        plan = find_plan(
+            question.model, question.cluster, question.training, objective, constraints=pins, options=how, on_progress=on_progress)
+    return plan, interrupts
 
 
 @contextlib.contextmanager
@@ -260,6 +271,60 @@ def show(plan_file: Path, as_json: bool) -> None:
     print_summary(plan, out, Context(whole=True))
     print_layers(plan, out)
     print_redundancy(plan, out)
+
+
+_WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file")  # what a plan file leaves open
+
+
+@main.command(epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline megatron,zero-3\n"
+                     "  plan compare --model llama2-7b --gpus 16 --baseline all --json | jq '.baselines[] | {name, slower}'")
+@click.argument("plan_file", metavar="[PLAN]", type=click.Path(path_type=Path), required=False)
+@option(_BASELINES, "--baseline", type=List(click.STRING), default="megatron", show_default=True, metavar="NAME,..",
+        help="Of megatron (with megatron-defaults and megatron-guide), zero-1, zero-2, zero-3, fsdp, all.")
+@_asked
+@option(AIM, "--objective", type=click.Choice(("throughput", "memory")), default="throughput", show_default=True,
+        help="Of our side, where no plan file is given.")
+@_searching
+@_json
+@click.pass_context
+def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
+    """Compare a plan, or the one that is found, with what other systems would run under the same prices.
+
+    Says where the difference comes from: compute, bubble, exposed communication, recompute, memory by class.
+    """
+    from planner.baselines.systems import baseline_names
+    from planner.compare import compare
+    from planner.options import all_assumed, constraints, question_of, require_possible, search_options
+    from planner.plan import read
+    from planner.report.compare import comparison_document, print_comparison
+    from planner.report.text import console
+    from planner.request import Constraints
+
+    names, how, pins = baseline_names(options["baseline"]), search_options(options), constraints(options)
+    assumed: tuple[str, ...] = ()
+    interrupts: list[int] = []
+    if plan_file:
+        _require_alone(ctx)
+        plan = read(plan_file)
+    else:
+        question = question_of(options)
+        require_possible(question, pins)
+        assumed = all_assumed(question, options, how)
+        plan, interrupts = _find(question, pins, how, options["objective"])
+    found = compare(plan, names, how)
+    if options["as_json"]:
+        _print_json(comparison_document(found))
+    else:
+        print_comparison(found, console(sys.stdout), assumed=assumed, pinned=pins != Constraints())
+    return INTERRUPTED if interrupts else 0
+
+
+def _require_alone(ctx: click.Context) -> None:
+    """Raises UsageError for an option that a plan file has decided already."""
+    for param in ctx.command.params:
+        given = ctx.get_parameter_source(param.name or "") is click.core.ParameterSource.COMMANDLINE
+        if given and param.name not in _WITH_A_PLAN:
+            raise click.UsageError(f"{param.opts[0]} and a plan file exclude each other: the plan has decided it", ctx)
 
 
 _LAYOUT = "Layout"

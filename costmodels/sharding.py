@@ -205,3 +205,9 @@ def placements(operator: Operator, sharding: Sharding) -> Placements:
     return Placements(
         parameters={found.name: parameter(found) for found in operator.parameters},
         input=activation(operator.inputs), output=() if scalar else activation(operator.outputs))
+
+
+def placed_splits(operator: Operator, tp: int, found: Placements) -> Splits | None:
+    """The legal way to divide `operator` over `tp` ranks that gives the placements `found`, or None."""
+    legal, _ = operator_splits(operator, (tp,))
+    return next((splits for splits in legal if placements(operator, Sharding(tp, own=((operator.name, splits),))) == found), None)

@@ -55,6 +55,14 @@ class StepPrice:
         return self.simulated.step_s
 
 
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What a simulation of a strategy starts from: `stages[rank][chunk]`, and by rank the seconds after its last action."""
+
+    stages: tuple[tuple[StageCost, ...], ...]
+    tail_s: tuple[float, ...]
+
+
 def closed_form_s(rank_s: list[float], tail_s: list[float], num_micro_batches: int, virtual_stages: int) -> float:
     """(M - 1/v) max t + (1/v) sum t + max tail: exact for equal ranks without transfers (EQUATIONS P, I4)."""
     share = 1 / virtual_stages
@@ -93,6 +101,15 @@ def rank_receives(rank: int, frame: Frame, book: PriceBook) -> Seconds:
     return forward + transfer_time(rank, frame, book).scaled(chunks - (rank == pp - 1))
 
 
+def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
+    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed."""
+    frame, ranks = strategy.frame, range(strategy.frame.mesh.pp)
+    stages = tuple(
+        tuple(_stage_cost(chunk, rank + index * frame.mesh.pp, frame, book) for index, chunk in enumerate(strategy.chunks(rank)))
+        for rank in ranks)
+    return StepCosts(stages, tuple(_tail(strategy, rank, book).value_s for rank in ranks))
+
+
 def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     """Time, memory and redundancy of `strategy`.
 
@@ -102,16 +119,12 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     ranks = range(frame.mesh.pp)
     memory = tuple(rank_memory(strategy, rank, book) for rank in ranks)
     times = [_rank_time(strategy, rank, book) for rank in ranks]
-    tails = [_tail(strategy, rank, book).value_s for rank in ranks]
-    costs = [
-        [_stage_cost(chunk, rank + index * frame.mesh.pp, frame, book) for index, chunk in enumerate(strategy.chunks(rank))]
-        for rank in ranks
-    ]
+    costs = step_costs(strategy, book)
     micro_batch_s = [
-        sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs]
+        sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs.stages]
     return StepPrice(
-        closed_form_s=closed_form_s(micro_batch_s, tails, frame.num_micro_batches, frame.virtual_stages),
-        simulated=simulate(frame.schedule, frame.num_micro_batches, costs, tails),
+        closed_form_s=closed_form_s(micro_batch_s, list(costs.tail_s), frame.num_micro_batches, frame.virtual_stages),
+        simulated=simulate(frame.schedule, frame.num_micro_batches, costs.stages, costs.tail_s),
         ranks=tuple(times),
         memory=memory,
         redundant=tuple(rank_redundancy(strategy, rank, held, book) for rank, held in enumerate(memory)),

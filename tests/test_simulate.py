@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.schedules import Action, Schedule, Work, actions, in_flight, legal, uniform_step_s
-from costmodels.simulate import StageCost, replay, simulate
+from costmodels.simulate import StageCost, least_step_s, replay, simulate
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
 F0, B0 = Action(Work.FORWARD, 0, 0), Action(Work.BACKWARD, 0, 0)
@@ -183,6 +183,22 @@ def test_the_step_is_at_least_a_ranks_work_plus_the_way_to_it_and_back(pipeline)
     for rank, own in enumerate(costs):
         assert step.step_s >= m * sum(map(total_s, own)) + sum(total_s(row[0]) for row in costs[:rank])
         assert step.step_s >= step.ranks[rank].busy_s
+
+
+@settings(deadline=None, max_examples=300)
+@given(pipelines(), st.data())
+def test_the_lower_bound_is_never_above_the_step(pipeline, data):
+    schedule, m, costs = pipeline
+    tail_s = data.draw(st.lists(st.integers(0, 30).map(float), min_size=len(costs), max_size=len(costs)))
+
+    assert least_step_s(m, costs, tail_s) <= simulate(schedule, m, costs, tail_s).step_s
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), GRID)
+def test_the_lower_bound_of_equal_stages_is_their_step(schedule, p, m, v):
+    costs = equal(p, v, 1.0, 2.0, 1.0)
+
+    assert least_step_s(m, costs, [5.0] * p) == pytest.approx(simulate(schedule, m, costs, [5.0] * p).step_s, rel=1e-12)
 
 
 @settings(deadline=None)

@@ -62,7 +62,7 @@ def print_summary(plan: Plan, out: Console, context: Context) -> None:
 
 def print_header(plan: Plan, out: Console, context: Context) -> None:
     """What is trained on what, the defaults that were taken, and an empty line."""
-    say(out, _header(plan, out.width), "bold")
+    say(out, header(plan, out.width), "bold")
     if context.assumed:
         say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
@@ -81,7 +81,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is nearest to --stack {EXECUTORS_STACK}"
 
 
-def _header(plan: Plan, width: int) -> str:
+def header(plan: Plan, width: int) -> str:
+    """Model, cluster and what a step trains on: the first line of every report of a plan."""
     model, cluster, training = plan.model, plan.cluster, plan.training
     precision = f"{training.precision} with fp8 products" if training.fp8_matmuls else training.precision
     return joined((
@@ -94,7 +95,7 @@ def _header(plan: Plan, width: int) -> str:
 def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
     predicted, worst = plan.predicted, fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
-    yield ("layers", *_layers(plan))
+    yield ("layers", *layers_phrases(plan))
     yield ("stack", *_stack(plan))
     step, of_step, of_memory = predicted.step_time_s, "", ""
     if predicted.error_band:
@@ -112,7 +113,7 @@ def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
         yield "front", found_text(plan.search), place if front.complete else f"{place}; the front is incomplete"
 
 
-def _layers(plan: Plan) -> tuple[str, str]:
+def layers_phrases(plan: Plan) -> tuple[str, str]:
     """ZeRO stage and recompute of the blocks; with numbers of blocks where they differ."""
     names, zero, recompute = recompute_names(graph_of(plan)), Counter[str](), Counter[str]()
     for name, count in blocks_by_plan(plan).items():

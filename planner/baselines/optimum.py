@@ -1,0 +1,79 @@
+"""The fastest of a list of strategies that fits, proven: every one is priced, none is left out by a rule of thumb.
+
+Memory first; then those that fit in the order of a lower bound of their simulated step (costmodels/simulate.py). The
+simulation of all whose bound is below the best so far makes the answer the optimum of the price that is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from costmodels.book import PriceBook
+from costmodels.occupancy import rank_memory
+from costmodels.simulate import least_step_s
+from costmodels.step import StepPrice, price_step, step_costs
+from costmodels.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Optimum:
+    """The fastest strategy and its price; how many fitted, and how many of those had to be simulated to prove it."""
+
+    strategy: Strategy
+    price: StepPrice
+    fitted: int
+    simulated: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leanest:
+    """The strategy whose fullest device needs least, the pipeline rank of that device, and its bytes."""
+
+    strategy: Strategy
+    rank: int
+    peak_bytes: float
+
+
+def _rank_bytes(strategy: Strategy, book: PriceBook) -> Iterator[tuple[int, float]]:
+    """Peak bytes of the ranks that can be the fullest.
+
+    On equal stages the ranks between the first and the last hold the same layers, and ever fewer micro-batches: of those
+    only the first counts.
+    """
+    for rank in sorted({0, min(1, strategy.frame.mesh.pp - 1), strategy.frame.mesh.pp - 1}):
+        yield rank, rank_memory(strategy, rank, book).total
+
+
+def fits(strategy: Strategy, book: PriceBook, limit_bytes: float) -> bool:
+    """Whether every device stays within `limit_bytes`, for a strategy on equal stages."""
+    return all(peak <= limit_bytes for _, peak in _rank_bytes(strategy, book))
+
+
+def _bound_s(strategy: Strategy, book: PriceBook) -> float:
+    costs = step_costs(strategy, book)
+    return least_step_s(strategy.frame.num_micro_batches, costs.stages, costs.tail_s)
+
+
+def fastest(candidates: Iterable[Strategy], book: PriceBook, limit_bytes: float) -> Optimum | None:
+    """The candidate with the shortest simulated step among those that fit; None when none does."""
+    fitting = [strategy for strategy in candidates if fits(strategy, book, limit_bytes)]
+    bounded = sorted((_bound_s(strategy, book), index) for index, strategy in enumerate(fitting))
+    best: tuple[Strategy, StepPrice] | None = None
+    simulated = 0
+    for bound_s, index in bounded:
+        if best is not None and bound_s >= best[1].step_s:
+            break
+        price, simulated = price_step(fitting[index], book), simulated + 1
+        if best is None or price.step_s < best[1].step_s:
+            best = fitting[index], price
+    return None if best is None else Optimum(*best, fitted=len(fitting), simulated=simulated)
+
+
+def leanest(candidates: Sequence[Strategy], book: PriceBook) -> Leanest:
+    """The candidate whose fullest device needs least. `candidates` are not empty."""
+    def fullest(strategy: Strategy) -> Leanest:
+        rank, peak = max(_rank_bytes(strategy, book), key=lambda found: found[1])
+        return Leanest(strategy, rank, peak)
+
+    return min(map(fullest, candidates), key=lambda lean: lean.peak_bytes)

@@ -1,0 +1,145 @@
+"""The baselines by name: what each system would run, under our prices, on the same cluster, batch and memory limit.
+
+Megatron-LM's flags and their defaults are read in NVIDIA/Megatron-LM at 000c4ac24f61, megatron/training/arguments.py:
+--tensor-model-parallel-size 1, --pipeline-model-parallel-size 1, --num-layers-per-virtual-pipeline-stage None (no
+interleaving), --sequence-parallel, --use-distributed-optimizer and --recompute-activations off, --recompute-granularity
+None, --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split off; --micro-batch-size has no
+default. Its guide is docs/user-guide/parallelism-guide.md of the same repository at
+157006d6d9bf ("Start Simple": data parallelism only, tensor parallelism if the model does not fit, pipeline parallelism
+for very large models; "Always enable [sequence parallelism] when using TP"; the distributed optimizer "Recommended for all
+multi-GPU training"; activation checkpointing "for extreme cases"), with the takeaways of Narayanan et al. 2021 (arXiv
+2104.04473, section 3: tensor parallelism up to the size of a node, then pipeline parallelism; the best micro-batch
+depends on the model and is looked for).
+
+What hides under what, and how fast kernels run, is that of the request's stack for every baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from costmodels.book import PriceBook
+from costmodels.mesh import Mesh
+from costmodels.recompute import Recompute
+from costmodels.strategy import Frame, Strategy
+from planner.baselines.optimum import Leanest, Optimum, fastest, leanest
+from planner.baselines.space import data_parallel_frames, megatron_frames, megatron_meshes, strategies
+from profiles.errors import unknown_name_error
+
+LEVELS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a system would run: its fastest that fits, or how much its leanest is short of fitting.
+
+    what: the space in words; candidates: how many strategies it has
+    in_order: the user goes through them in an order and takes the first that fits; `optimum` then knows of those alone
+    Neither `optimum` nor `leanest` where the space is empty.
+    """
+
+    name: str
+    what: str
+    candidates: int
+    in_order: bool = False
+    optimum: Optimum | None = None
+    leanest: Leanest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """Groups of strategies in the order in which the system's user goes through them: the first that fits is taken."""
+
+    groups: tuple[tuple[Strategy, ...], ...]
+
+    def answer(self, book: PriceBook, limit_bytes: float) -> Optimum | None:
+        for group in self.groups:
+            found = fastest(group, book, limit_bytes)
+            if found:
+                return found
+        return None
+
+
+def _meshes(book: PriceBook) -> tuple[Mesh, ...]:
+    return tuple(megatron_meshes(book.model, book.machine.cluster, book.training))
+
+
+def _frames(meshes: Iterable[Mesh], book: PriceBook) -> Iterable[Frame]:
+    return chain.from_iterable(megatron_frames(mesh, book.model, book.training) for mesh in meshes)
+
+
+def _megatron(book: PriceBook) -> _Space:
+    return _Space((strategies(_frames(_meshes(book), book), book.model.num_layers, (0, 1), LEVELS),))
+
+
+def _defaults(book: PriceBook) -> _Space:
+    """Micro-batch 1, and as little model parallelism as fits; of as many GPUs a replica, tensor parallelism first."""
+    whole = (mesh for mesh in _meshes(book) if book.model.num_layers % mesh.pp == 0)
+    ordered = sorted(whole, key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
+    plain = (
+        frame for frame in _frames(ordered, book)
+        if frame.micro_batch_size == 1 and frame.virtual_stages == 1 and not frame.sequence_parallel)
+    return _Space(tuple((one,) for one in strategies(plain, book.model.num_layers, (0,), (Recompute.NONE,))))
+
+
+def _guide(book: PriceBook) -> _Space:
+    """The degrees in the guide's order, all without recompute before any with; the fastest micro-batch and interleaving of each."""
+    meshes = _meshes(book)
+    most = max((mesh.tp for mesh in meshes), default=1)
+    ordered = [mesh for mesh in meshes if mesh.pp == 1] + [mesh for mesh in meshes if mesh.pp > 1 and mesh.tp == most]
+    return _Space(tuple(
+        strategies(
+            (frame for frame in _frames((mesh,), book) if frame.sequence_parallel or mesh.tp == 1), book.model.num_layers, (1,), (level,))
+        for level in LEVELS for mesh in ordered))
+
+
+def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> Callable[[PriceBook], _Space]:
+    def make(book: PriceBook) -> _Space:
+        frames = data_parallel_frames(book.model, book.machine.cluster, book.training)
+        return _Space((strategies(frames, book.model.num_layers, (zero,), levels),))
+
+    return make
+
+
+_SYSTEMS: dict[str, tuple[str, Callable[[PriceBook], _Space]]] = {
+    "megatron": (
+        "Megatron-LM at its fastest: tp in the node, pp of equal stages, interleaving, sequence parallelism, distributed "
+        "optimizer, one recompute for all layers, any micro-batch", _megatron),
+    "megatron-defaults": (
+        "the flags left as they are (no sequence parallelism, distributed optimizer, recompute or interleaving), micro-batch 1, "
+        "the least model parallelism that fits, tp first", _defaults),
+    "megatron-guide": (
+        "Megatron-Core's guide: data parallelism, then tp up to the node, then pp until it fits, with sequence parallelism and "
+        "distributed optimizer; recompute last; the fastest micro-batch and interleaving", _guide),
+    "zero-1": ("data parallelism with ZeRO 1, the fastest micro-batch and recompute", _data_parallel(1)),
+    "zero-2": ("data parallelism with ZeRO 2, the fastest micro-batch and recompute", _data_parallel(2)),
+    "zero-3": ("data parallelism with ZeRO 3, the fastest micro-batch and recompute", _data_parallel(3)),
+    "fsdp": (
+        "ZeRO 3 as FSDP2 is mostly run: whole blocks recomputed, or nothing; the fastest micro-batch",
+        _data_parallel(3, (Recompute.NONE, Recompute.FULL))),
+}
+ALL = "all"
+GROUPS = {"megatron": ("megatron", "megatron-defaults", "megatron-guide"), ALL: tuple(_SYSTEMS)}
+
+
+def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
+    """The baselines that `asked` names, each once: `megatron` brings its two companions, `all` is all. Raises ConfigError."""
+    names: dict[str, None] = {}
+    for name in asked:
+        if name not in _SYSTEMS and name not in GROUPS:
+            raise unknown_name_error("baseline", name, (*_SYSTEMS, ALL))
+        names.update(dict.fromkeys(GROUPS.get(name, (name,))))
+    return tuple(names)
+
+
+def price_baseline(name: str, book: PriceBook, limit_bytes: float) -> Baseline:
+    """What the system called `name` would run on the machine of `book`, within `limit_bytes` of every device."""
+    what, make = _SYSTEMS[name]
+    space = make(book)
+    everything = tuple(chain.from_iterable(space.groups))
+    optimum = space.answer(book, limit_bytes)
+    lean = leanest(everything, book) if everything and optimum is None else None
+    return Baseline(
+        name=name, what=what, candidates=len(everything), in_order=len(space.groups) > 1, optimum=optimum, leanest=lean)

@@ -1,0 +1,80 @@
+"""A plan file -> the strategy it holds and its price today: a comparison needs both sides under the same prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from costmodels.book import PriceBook
+from costmodels.sharding import Placements, Splits, placed_splits
+from costmodels.step import StepPrice, price_step
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.assemble import assemble
+from planner.plan import LayerPlan, Plan, StagePlan
+from profiles.errors import ConfigError
+from profiles.measured import machine_for
+from profiles.model import LayerKind, Operator
+
+
+@dataclass(frozen=True, slots=True)
+class Repriced:
+    """A plan with its predictions as they are today, and what they were made of."""
+
+    plan: Plan
+    strategy: Strategy
+    price: StepPrice
+    book: PriceBook
+
+
+def frame_of(plan: Plan) -> Frame:
+    """The outer choices of a plan."""
+    pipeline = plan.pipeline
+    return Frame(
+        mesh=plan.mesh, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages, micro_batch_size=pipeline.micro_batch_size,
+        num_micro_batches=pipeline.num_micro_batches, sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()))
+
+
+def _choice(name: str, layer_plan: LayerPlan, plan: Plan, book: PriceBook) -> LayerChoice:
+    """The choice that a layer plan was made of; its sharding where that is not the frame's."""
+    frame = frame_of(plan)
+    own = tuple(
+        (operator.name, split) for operator in book.graph(1).layer_class(layer_plan.layer).operators
+        if (split := _splits(operator, name, layer_plan, plan.mesh.tp)) not in (None, frame.sharding.splits(operator)))
+    sharding = replace(frame.sharding, own=own) if own else None
+    return LayerChoice(layer_plan.layer, tuple(layer_plan.recompute), layer_plan.zero, sharding)
+
+
+def _splits(operator: Operator, name: str, layer_plan: LayerPlan, tp: int) -> Splits | None:
+    """How the tensor-parallel axis divides one operator of a layer plan, None where there is no such axis."""
+    if tp == 1:
+        return None
+    where, placed = f"layer_plans.{name}.operators.{operator.name}", layer_plan.operators.get(operator.name)
+    found = None if placed is None else placed_splits(
+        operator, tp, Placements(parameters=dict(placed.parameters), input=placed.input, output=placed.output))
+    if found is None:
+        raise ConfigError(f"{where}: its placements are none that tp {tp} can give it", hint="make the plan again, or see plan explain")
+    return found
+
+
+def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerChoice, ...]:
+    return tuple(
+        choices[run.plan] for run in stage.layers for _ in range(1 if run.blocks is None else run.blocks[1] - run.blocks[0] + 1))
+
+
+def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
+    """The strategy that `planner/assemble.py` made a plan of. Raises ConfigError: layers missing, or placements that are not legal."""
+    choices = {name: _choice(name, p, plan, book) for name, p in plan.layer_plans.items()}
+    strategy = Strategy(frame=frame_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages))
+    num_blocks = sum(choice.kind is LayerKind.BLOCK for stage in strategy.stages for choice in stage)
+    if num_blocks != plan.model.num_layers or len(strategy.stages) != strategy.frame.num_virtual_stages:
+        raise ConfigError(
+            f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, not {plan.model.num_layers} on "
+            f"{strategy.frame.num_virtual_stages}", hint="make the plan again")
+    return strategy
+
+
+def reprice(plan: Plan) -> Repriced:
+    """The plan with every prediction made again; its record of the search stays. Raises ConfigError, as `strategy_of` does."""
+    book = PriceBook(plan.model, plan.training, machine_for(plan.cluster))
+    strategy = strategy_of(plan, book)
+    price = price_step(strategy, book)
+    return Repriced(assemble(strategy, price, plan.search, book), strategy, price, book)
