@@ -112,6 +112,8 @@ def _search(options: dict[str, Any]) -> int:
         plan = find_plan(
             question.model, question.cluster, question.training, options["objective"], constraints=pins, options=how,
             on_progress=on_progress)
+    if plan.search.solver_failure:
+        click.echo(f"warning: {plan.search.solver_failure}", err=True)
     context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
     _deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0

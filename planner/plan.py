@@ -239,6 +239,7 @@ class SearchRecord:
     """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower `bound`, their `gap`.
 
     `fastest_step_time_s` is the closed form of the fastest plan, which the memory objective's slowdown is measured by.
+    solver_failure: on how many candidates the solver failed, and how; None when it did not
     """
 
     __pydantic_config__ = _FORBID
@@ -250,6 +251,7 @@ class SearchRecord:
     gap: float
     fastest_step_time_s: float
     candidates: Candidates
+    solver_failure: str | None = None
     runners_up: tuple[RunnerUp, ...] = ()
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from costmodels.book import PriceBook
 from costmodels.step import StepPrice, price_step
@@ -19,10 +20,10 @@ from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
 from planner.bounds import TimeBound, redundancy_bound_bytes, time_bound
 from planner.columns import Column, MixTable, RankColumns, block_counts, to_strategy
+from planner.faults import GaveUp, Unanswered, can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints, OnProgress, Progress, SearchOptions
-from planner.solver import Unsolved
 from planner.space import Space, enumerate_space
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
@@ -53,13 +54,17 @@ class Solved:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Solved frames, best first; the proven bound over all frames; whether the search ran to its end or Ctrl-C came; and
-    how many frames were left unsolved."""
+    how many frames were left unsolved.
+
+    failures: the errors of the solver on frames that it left without an answer
+    """
 
     solved: tuple[Solved, ...]
     bound: float
     finished: bool
     interrupted: bool = False
     left: int = 0
+    failures: tuple[SolverError, ...] = ()
 
 
 class Session:
@@ -115,11 +120,11 @@ def _branch(
 ) -> Outcome:
     """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
 
-    `known` is the answer when no frame was solved, because of an interrupt or the solver's time limit; without it an
-    interrupt is raised again.
+    `known` is the answer when no frame was solved, because of an interrupt or a solver that failed or ran out of time;
+    without it an interrupt, or the solver's last error, is raised again.
     """
     solved: list[Solved] = []
-    open_bounds: list[float] = []  # of frames that the time limit of one solve left without any point
+    open_ = Unanswered()
     ordered: list[tuple[float, int, Frame]] = []
     proven, finished, interrupted, reached = 0.0, True, False, 0  # `proven`: the least bound of the frames still to solve
     try:
@@ -131,25 +136,25 @@ def _branch(
             if solved and left_s is not None and left_s <= 0:  # a plan late is better than none
                 finished = False
                 break
-            try:
-                found = solve(frame, bound, limit)
-            except Unsolved:
-                open_bounds.append(bound)
-                continue
+            found = open_.attempt(partial(solve, frame, bound, limit), bound)
             if found:
                 solved = sorted([*solved, found], key=lambda s: s.value)
-            session.report(objective, reached + 1, len(ordered), _best(solved), min(bound, _best(solved), *open_bounds))
+            session.report(objective, reached + 1, len(ordered), _best(solved), min(bound, _best(solved), *open_.bounds))
         else:
             proven = INFINITY
+    except GaveUp:
+        finished, reached = False, reached + 1  # its own bound is among the open ones
     except KeyboardInterrupt:
         if not solved and known is None:
             raise
         finished, interrupted = False, True
-    left = len(open_bounds) + (0 if finished else len(ordered) - reached)
+    if not solved and known is None and open_.failures:
+        raise open_.failures[-1]
+    left = len(open_.bounds) + (0 if finished else len(ordered) - reached)
     if not solved and known is not None:
         solved, finished = [known], False
-    bounds = (proven, *open_bounds, *(s.bound for s in solved))
-    return Outcome(tuple(solved), min(bounds), finished and not open_bounds, interrupted, left)
+    bounds = (proven, *open_.bounds, *(s.bound for s in solved))
+    return Outcome(tuple(solved), min(bounds), finished and not open_.bounds, interrupted, left, tuple(open_.failures))
 
 
 def _best(solved: Sequence[Solved]) -> float:
@@ -172,11 +177,18 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
         master = Master(frame, options, num_layers, tied=session.book.tied)
         choice = master.fastest(session.options.solver, session.solver_limit_s())
         if choice is None:
+            _require_infeasible(options, session)
             return None
         return Solved(frame, choice, choice.step_s, choice.step_s if choice.proven else max(bound_s, least_s))
 
     bounded = ((session.time_bound(frame).step_s, frame) for frame in frames)
     return _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
+
+
+def _require_infeasible(options: Sequence[Sequence[Column]], session: Session) -> None:
+    """Raises SolverError when a program that the solver calls infeasible has a solution: the frame must not pass for one that does not fit."""
+    if can_place(options, session.book.model.num_layers, tied=session.book.tied):
+        raise SolverError(f"{session.options.solver} calls a problem infeasible that is not", hint="use the other --solver")
 
 
 def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) -> Outcome:
@@ -199,6 +211,14 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
         (redundancy_bound_bytes(frame, session.table), frame)
         for frame in frames if session.time_bound(frame).step_s <= slowest_s)
     return _branch(Objective.MEMORY, bounded, solve, _best, session, _as_memory(fastest))
+
+
+def _then_leanest(first: Outcome, frames: Sequence[Frame], session: Session) -> Outcome:
+    """The second pass of the memory objective: it is proven only if the first is, which the slowdown is measured by."""
+    if first.interrupted:
+        return Outcome((_as_memory(first.solved[0]),), 0.0, finished=False, interrupted=True, failures=first.failures)
+    second = _search_leanest(frames, first.solved[0], session)
+    return replace(second, finished=first.finished and second.finished, failures=first.failures + second.failures)
 
 
 def _as_memory(fastest: Solved) -> Solved:
@@ -240,10 +260,8 @@ def find_plan(
     if not outcome.solved:
         raise infeasible_error(model, cluster, training, pins, options)
     fastest = outcome.solved[0]
-    if objective is Objective.MEMORY and not outcome.interrupted:
-        outcome = _search_leanest(space.frames, fastest, session)
-    elif objective is Objective.MEMORY:
-        outcome = Outcome((_as_memory(fastest),), 0.0, finished=False, interrupted=True)
+    if objective is Objective.MEMORY:
+        outcome = _then_leanest(outcome, space.frames, session)
     replayed = _replay(outcome, book)
     if objective is Objective.THROUGHPUT:
         replayed.sort(key=lambda found: found[2].step_s)
@@ -262,7 +280,8 @@ def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcom
         value=round(best.value / unit, 6), bound=round(outcome.bound / unit, 6),
         gap=round(max(0.0, 1 - outcome.bound / best.value), 6) if best.value > 0 else 0.0,
         fastest_step_time_s=round(fastest.choice.step_s, 6),
-        candidates=Candidates(considered=considered, pruned=considered - solved - outcome.left, solved=solved, left=outcome.left))
+        candidates=Candidates(considered=considered, pruned=considered - solved - outcome.left, solved=solved, left=outcome.left),
+        solver_failure=failure_text(outcome.failures))
 
 
 def _no_frame_error(space: Space, cluster: Cluster) -> ConfigError:
