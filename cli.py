@@ -62,6 +62,8 @@ _searching = together(
     option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
     option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
+    option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
+            help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),
     option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
     option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
     option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why."),

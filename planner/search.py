@@ -27,7 +27,7 @@ from planner.request import Constraints, OnProgress, Progress, SearchOptions
 from planner.space import Space, enumerate_space
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from profiles.errors import ConfigError, SolverError
+from profiles.errors import ConfigError, InfeasibleError, SolverError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
@@ -39,6 +39,7 @@ LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only 
 MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap says so
 ROUNDING = 1e-9  # relative: sums of the same terms in another order
 INFINITY = float("inf")
+Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions], InfeasibleError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Session:
 
     def __init__(self, book: PriceBook, pins: Constraints, options: SearchOptions, on_progress: OnProgress | None) -> None:
         self.book, self.options, self.on_progress = book, options, on_progress
-        self.table = MixTable(book, pins)
+        self.table = MixTable(book, pins.resolved())
         self._bounds: dict[Frame, TimeBound] = {}
         self.limit_bytes = limit_bytes(book.machine.cluster, book.training.stack, options)
         self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
@@ -186,7 +187,7 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
 
 
 def _require_infeasible(options: Sequence[Sequence[Column]], session: Session) -> None:
-    """Raises SolverError when a program that the solver calls infeasible has a solution: the frame must not pass for one that does not fit."""
+    """Raises SolverError when what the solver calls infeasible has a solution: the frame must not pass for one that does not fit."""
     if can_place(options, session.book.model.num_layers, tied=session.book.tied):
         raise SolverError(f"{session.options.solver} calls a problem infeasible that is not", hint="use the other --solver")
 
@@ -243,10 +244,12 @@ def _replay(outcome: Outcome, book: PriceBook) -> list[tuple[Solved, Strategy, S
 def find_plan(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, objective: Objective | str = Objective.THROUGHPUT, *,
     constraints: Constraints | None = None, options: SearchOptions | None = None, on_progress: OnProgress | None = None,
+    explain: Explain = infeasible_error,
 ) -> Plan:
     """The best plan to train `model` on `cluster`: the fastest, or the one with least redundant memory within a slowdown.
 
-    Raises ConfigError when no mesh is legal, InfeasibleError when nothing fits (with what is missing), SolverError.
+    Raises ConfigError when no mesh is legal, the error that `explain` makes when nothing fits (an InfeasibleError that
+    says what is missing; `planner.report.relaxations.explained_error` also says what would fit), SolverError.
     """
     objective, pins, options = Objective(objective), constraints or Constraints(), options or SearchOptions()
     space = enumerate_space(model, cluster, training, pins)
@@ -258,7 +261,7 @@ def find_plan(
     if not outcome.solved and not outcome.finished:
         raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
     if not outcome.solved:
-        raise infeasible_error(model, cluster, training, pins, options)
+        raise explain(model, cluster, training, pins, options)
     fastest = outcome.solved[0]
     if objective is Objective.MEMORY:
         outcome = _then_leanest(outcome, space.frames, session)
