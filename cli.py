@@ -98,6 +98,7 @@ def main(ctx: click.Context, **options: Any) -> int | None:
 def _search(options: dict[str, Any]) -> int:
     from planner.options import all_assumed, constraints, question_of, require_possible, require_writable, search_options
     from planner.report.progress import progress_bar
+    from planner.report.relaxations import explained_error
     from planner.report.summary import Context
     from planner.report.text import console
     from planner.search import find_plan
@@ -113,7 +114,7 @@ def _search(options: dict[str, Any]) -> int:
     with _noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
         plan = find_plan(
             question.model, question.cluster, question.training, options["objective"], constraints=pins, options=how,
-            on_progress=on_progress)
+            on_progress=on_progress, explain=explained_error)
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
     context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
