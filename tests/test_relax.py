@@ -27,7 +27,7 @@ ENOUGH_S = 300.0  # no search of these is cut off
 def request(pins: Constraints, limit_bytes_: float | None = None, *, gpus=8, name="llama3-8b", **options) -> Request:
     limit = None if limit_bytes_ is None else int(limit_bytes_)
     return Request(
-        model=load_model(name).spec, cluster=with_gpus(A100, gpus), training=TrainingSpec(global_batch_size=32, seq_length=4096), pins=pins,
+        model=load_model(name).spec, cluster=with_gpus(A100, gpus), training=TrainingSpec(global_batch_size=16, seq_length=4096), pins=pins,
         options=SearchOptions(memory_limit_bytes=limit, **options))
 
 
@@ -82,11 +82,16 @@ PINS = {
 }
 
 
-@pytest.mark.parametrize(("name", "pins"), list(PINS.values()), ids=list(PINS))
-def test_a_pin_that_stands_in_the_way_is_named_with_a_value_that_fits(name, pins):
+@pytest.fixture(scope="module", params=list(PINS))
+def pinned(request):
+    """A pin, the pins, the request that does not fit with them, and what makes it fit."""
+    name, pins = PINS[request.param]
     asked = between(pins, replace(pins, **{name: None}))
+    return name, pins, asked, relaxed(asked)
 
-    found = relaxed(asked)
+
+def test_a_pin_that_stands_in_the_way_is_named_with_a_value_that_fits(pinned):
+    name, pins, asked, found = pinned
 
     require_true(asked, found)
     flag = f"--{name.replace('_', '-')}"
@@ -95,23 +100,20 @@ def test_a_pin_that_stands_in_the_way_is_named_with_a_value_that_fits(name, pins
     assert replace(one.request.pins, **{name: None}) == replace(pins, **{name: None})
 
 
-@pytest.mark.parametrize("pins", [value for _, value in PINS.values()], ids=list(PINS))
-def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pins):
-    name = next(name for name, value in PINS.values() if value is pins)
-    asked = between(pins, replace(pins, **{name: None}))
-    pinned = [field for field in ("recompute", "zero", "micro_batch_size", "tp", "pp", "dp", "sequence_parallel", "schedule",
-                                  "virtual_stages") if getattr(pins, field) is not None]
+def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pinned):
+    _, pins, asked, found = pinned
+    every = ("recompute", "zero", "micro_batch_size", "tp", "pp", "dp", "sequence_parallel", "schedule", "virtual_stages")
+    fields = [field for field in every if getattr(pins, field) is not None]
     helping = set()
-    for field in pinned:
+    for field in fields:
         try:
             search(replace(asked, pins=replace(pins, **{field: None})))
         except (InfeasibleError, ConfigError):
             continue
         helping.add(field)
 
-    listed = [one for one in relaxed(asked).found if not one.flags[0].startswith(("--gpus", "--memory"))]
-
-    changed = [{field for field in pinned if getattr(one.request.pins, field) != getattr(pins, field)} for one in listed]
+    listed = [one for one in found.found if not one.flags[0].startswith(("--gpus", "--memory"))]
+    changed = [{field for field in fields if getattr(one.request.pins, field) != getattr(pins, field)} for one in listed]
     assert sorted(map(sorted, changed)) == sorted([field] for field in helping)
 
 
