@@ -27,7 +27,8 @@ ENOUGH_S = 300.0  # no search of these is cut off
 def request(pins: Constraints, limit_bytes_: float | None = None, *, gpus=8, name="llama3-8b", **options) -> Request:
     limit = None if limit_bytes_ is None else int(limit_bytes_)
     return Request(
-        model=load_model(name).spec, cluster=with_gpus(A100, gpus), training=TrainingSpec(global_batch_size=16, seq_length=4096), pins=pins,
+        model=replace(load_model(name).spec, num_layers=16), cluster=with_gpus(A100, gpus),
+        training=TrainingSpec(global_batch_size=8, seq_length=4096), pins=pins,
         options=SearchOptions(memory_limit_bytes=limit, **options))
 
 
@@ -78,7 +79,7 @@ PINS = {
     "dp": ("dp", Constraints(dp=(8,), zero=(0,))),
     "sequence-parallel": ("sequence_parallel", Constraints(sequence_parallel=(False,), tp=(8,))),
     "schedule": ("schedule", Constraints(schedule=(Schedule.GPIPE,), pp=(4,))),
-    "virtual-stages": ("virtual_stages", Constraints(virtual_stages=(8,), pp=(4,), tp=(2,), recompute=(Recompute.NONE,))),
+    "virtual-stages": ("virtual_stages", Constraints(virtual_stages=(4,), pp=(4,), tp=(2,), recompute=(Recompute.NONE,))),
 }
 
 
