@@ -84,18 +84,22 @@ class _Searches:
         self._deadline_s = time.monotonic() + budget_s
 
     def plan(self, request: Request) -> Plan | None:
-        """The fastest plan, or None when nothing fits or the solver fails. Raises _OutOfTimeError."""
-        left_s = self._deadline_s - time.monotonic()
+        """The fastest plan, or None when nothing fits or the solver fails. Raises _OutOfTimeError, KeyboardInterrupt."""
+        started_s = time.monotonic()
+        left_s = self._deadline_s - started_s
         if left_s <= 0:
             raise _OutOfTimeError
         options = request.options
         limit_s = left_s if options.time_limit_s is None else min(left_s, options.time_limit_s)
         try:
-            return find_plan(
+            plan = find_plan(
                 request.model, request.cluster, request.training, constraints=request.pins,
                 options=replace(options, time_limit_s=limit_s), explain=_unexplained)
         except (InfeasibleError, ConfigError, SolverError):
             return None
+        if plan.search.status is Status.FEASIBLE and not plan.search.solver_failure and time.monotonic() < started_s + limit_s:
+            raise KeyboardInterrupt  # only Ctrl-C ends a search early; it is meant for all of them
+        return plan
 
 
 def _unexplained(*_: object) -> InfeasibleError:

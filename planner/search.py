@@ -121,8 +121,7 @@ def _branch(
 ) -> Outcome:
     """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
 
-    `known` is the answer when no frame was solved, because of an interrupt or a solver that failed or ran out of time;
-    without it an interrupt, or the solver's last error, is raised again.
+    `known` is the answer when no frame was solved; without it an interrupt, or the solver's last error, is raised again.
     """
     solved: list[Solved] = []
     open_ = Unanswered()

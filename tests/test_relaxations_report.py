@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 
 import pytest
 from click.testing import CliRunner
@@ -11,6 +12,7 @@ import cli
 from planner.relax import Relaxation, Relaxations, Request
 from planner.report.relaxations import hint_text
 from planner.request import Constraints, SearchOptions
+from planner.stage_ilp import Master
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
 
@@ -45,6 +47,26 @@ def test_what_the_hint_says_can_be_typed_and_takes_what_it_says(asked):
         again = CliRunner().invoke(cli.main, [*BASE, *kept, *flags.split()])
         assert again.exit_code == 0, again.output
         assert f"step      {cost.partition(' a step')[0]} " in again.stdout
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_ctrl_c_ends_the_search_for_ways_out_and_not_the_error(after, monkeypatch):
+    """Also where the search that it meets has found a plan, and would end with that."""
+    solve, solved = Master.fastest, []
+
+    def interrupted(self, *arguments):
+        if len(solved) >= after:
+            signal.raise_signal(signal.SIGINT)
+        solved.append(self)
+        return solve(self, *arguments)
+
+    monkeypatch.setattr(Master, "fastest", interrupted)
+
+    result = CliRunner().invoke(cli.main, [*BASE, "--recompute", "none", "--memory-limit", "17GiB"])
+
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert re.fullmatch(r"error: llama3-8b does not fit .*\nhint: ask for more GPUs or pin less; .* \(Ctrl-C\)\n", result.stderr)
+    assert len(solved) == after
 
 
 def test_the_hint_is_a_table_with_the_reference_once():

@@ -17,10 +17,17 @@ _INDENT = 8
 def explained_error(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
 ) -> InfeasibleError:
-    """The error with its ways out, for `find_plan(..., explain=explained_error)`: up to a quarter of a minute."""
+    """The error with its ways out, for `find_plan(..., explain=explained_error)`: up to a quarter of a minute.
+
+    A Ctrl-C ends the search for ways out, not the error.
+    """
     short = shortfall(model, cluster, training, pins, options)
     request = Request(model=model, cluster=cluster, training=training, pins=pins, options=options)
-    return InfeasibleError(short.text, hint=hint_text(relaxations(request, short.need_bytes), cluster))
+    try:
+        hint = hint_text(relaxations(request, short.need_bytes), cluster)
+    except KeyboardInterrupt:
+        hint = "ask for more GPUs or pin less; what would fit was not searched to the end (Ctrl-C)"
+    return InfeasibleError(short.text, hint=hint)
 
 
 def hint_text(found: Relaxations, cluster: Cluster) -> str:
