@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
+import threading
+import time
 from itertools import product
 
 import pulp
@@ -260,3 +264,21 @@ def test_what_can_be_placed_is_what_some_combination_of_columns_holds(ranks, num
         for picked in product(*options))
 
     assert can_place(options, num_layers, tied=tied) is expected
+
+
+def test_ctrl_c_ends_the_solver_with_the_search(fake_cbc, tmp_path):
+    fake_cbc(f"echo $$ > {tmp_path}/pid; exec sleep 600")
+
+    def interrupt():
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text().strip():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=interrupt, daemon=True)
+    watcher.start()
+    with pytest.raises(KeyboardInterrupt):
+        knapsack()[0].solve(SolverName.CBC, time_limit_s=60)
+    watcher.join()
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
