@@ -63,6 +63,8 @@ _searching = together(
     option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
     option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
+    option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
+            help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),
     option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
     option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
 )
@@ -125,6 +127,8 @@ def _search(options: dict[str, Any]) -> int:
     require_possible(question, pins)
     started_s = time.monotonic()
     plan, interrupts = _find(question, pins, how, options["objective"])
+    if plan.search.solver_failure:
+        click.echo(f"warning: {plan.search.solver_failure}", err=True)
     context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
     _deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
@@ -181,12 +185,14 @@ def _deliver_front(front: Front, context: Context, output: Path, plot: Path | No
 def _find(question: Question, pins: Constraints, how: SearchOptions, objective: str) -> tuple[Plan, list[int]]:
     """The plan, with a bar on stderr while it is searched; and whether Ctrl-C ended the search early."""
     from planner.report.progress import progress_bar
+    from planner.report.relaxations import explained_error
     from planner.report.text import console
     from planner.search import find_plan
 
     with _noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
         plan = find_plan(
-            question.model, question.cluster, question.training, objective, constraints=pins, options=how, on_progress=on_progress)
+            question.model, question.cluster, question.training, objective, constraints=pins, options=how, on_progress=on_progress,
+            explain=explained_error)
     return plan, interrupts
 
 

@@ -10,9 +10,10 @@ from functools import cache
 from costmodels.book import PriceBook
 from costmodels.memory import ideal_states
 from costmodels.recompute import Recompute
+from costmodels.step import price_step
 from costmodels.strategy import Frame
 from planner.band import memory_margin
-from planner.columns import Column, MixTable, RankColumns, block_counts
+from planner.columns import Column, MixTable, RankColumns, block_counts, to_strategy
 from planner.request import Constraints, SearchOptions
 from planner.space import enumerate_space
 from profiles.errors import InfeasibleError
@@ -35,32 +36,67 @@ def limit_bytes(cluster: Cluster, stack: Stack, options: SearchOptions) -> float
 
 @dataclass(frozen=True, slots=True)
 class _Leanest:
-    """The frame whose fullest rank needs the fewest bytes, that rank, and its column."""
+    """The frame whose fullest rank needs the fewest bytes, that rank, and the columns of all ranks."""
 
     frame: Frame
     rank: int
-    column: Column
+    columns: tuple[Column, ...]
+
+    @property
+    def column(self) -> Column:
+        return self.columns[self.rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """The leanest plan of a request that does not fit: what its fullest stage needs and what a plan may fill, and both in words."""
+
+    need_bytes: float
+    limit_bytes: float
+    text: str
+
+
+class _Ranks:
+    """The ranks of a frame, each asked for the most blocks that it can hold."""
+
+    def __init__(self, frame: Frame, table: MixTable) -> None:
+        num_layers = table.book.model.num_layers
+        self.columns = cache(lambda rank: RankColumns(rank, frame, table))
+        self.counts = cache(lambda rank: tuple(block_counts(rank, frame, num_layers)))
+        self.smallest = cache(lambda rank, count: self.columns(rank).smallest(count))  # grows with the count
+
+    def most_blocks(self, rank: int, limit: float) -> int:
+        """How many blocks fit a device of `limit` bytes, 0 when not even the fewest do."""
+        counts = self.counts(rank)
+        within = bisect_right(counts, limit, key=lambda count: self.smallest(rank, count).memory_bytes)
+        return counts[within - 1] if within else 0
+
+
+def _fits(frame: Frame, table: MixTable, limit: float) -> bool:
+    """Whether the ranks can hold all blocks within `limit` bytes each."""
+    ranks, held = _Ranks(frame, table), 0
+    for rank in range(frame.mesh.pp):
+        most = ranks.most_blocks(rank, limit)
+        if not most:
+            return False
+        held += most
+    return held >= table.book.model.num_layers
 
 
 def _leanest_of(frame: Frame, table: MixTable) -> _Leanest:
     """The split of the blocks whose fullest rank needs least, by bisection over the memory limit, to 1 MiB."""
-    num_layers = table.book.model.num_layers
-    ranks = [RankColumns(rank, frame, table) for rank in range(frame.mesh.pp)]
-    counts = [tuple(block_counts(rank, frame, num_layers)) for rank in range(frame.mesh.pp)]
-    smallest = cache(lambda rank, count: ranks[rank].smallest(count))  # grows with the count
-
-    def most_blocks(rank: int, limit: float) -> int:
-        within = bisect_right(counts[rank], limit, key=lambda count: smallest(rank, count).memory_bytes)
-        return counts[rank][within - 1] if within else 0
-
-    even = -(-num_layers // frame.mesh.pp)
-    low, high = 0.0, max(smallest(rank, min(even, counts[rank][-1])).memory_bytes for rank in range(frame.mesh.pp))
+    num_layers, pp, ranks = table.book.model.num_layers, frame.mesh.pp, _Ranks(frame, table)
+    even = -(-num_layers // pp)
+    low, high = 0.0, max(ranks.smallest(rank, min(even, ranks.counts(rank)[-1])).memory_bytes for rank in range(pp))
     while high - low > MIB:
         middle = (low + high) / 2
-        most = [most_blocks(rank, middle) for rank in range(frame.mesh.pp)]
+        most = [ranks.most_blocks(rank, middle) for rank in range(pp)]
         low, high = (low, middle) if all(most) and sum(most) >= num_layers else (middle, high)
-    fullest = max(range(frame.mesh.pp), key=lambda rank: smallest(rank, most_blocks(rank, high)).memory_bytes)
-    return _Leanest(frame, fullest, smallest(fullest, most_blocks(fullest, high)))
+    held = [ranks.most_blocks(rank, high) for rank in range(pp)]
+    fullest = max(range(pp), key=lambda rank: ranks.smallest(rank, held[rank]).memory_bytes)
+    for rank in (rank for rank in range(pp) if rank != fullest):  # the others need not hold as many as they could
+        held[rank] -= min(held[rank] - 1, sum(held) - num_layers)
+    return _Leanest(frame, fullest, tuple(map(ranks.smallest, range(pp), held)))
 
 
 def _least_memory_frames(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Iterator[Frame]:
@@ -79,7 +115,7 @@ def _thirst(frame: Frame) -> tuple[int, bool, int, bool]:
 
 
 def _leanest(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> _Leanest | None:
-    table = MixTable(PriceBook(model, training, machine_for(cluster)), pins)
+    table = MixTable(PriceBook(model, training, machine_for(cluster)), pins.resolved())
     found = (_leanest_of(frame, table) for frame in _least_memory_frames(model, cluster, training, pins))
     return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
 
@@ -107,30 +143,48 @@ def smallest_cluster(
         larger = replace(cluster, nodes=nodes)
         if sum(ideal_states(num_parameters, larger.num_gpus, training)) > limit:
             continue
-        lean = _leanest(model, larger, training, pins)
-        if lean and lean.column.memory_bytes <= limit:
+        table = MixTable(PriceBook(model, training, machine_for(larger)), pins.resolved())
+        if any(_fits(frame, table, limit) for frame in _least_memory_frames(model, larger, training, pins)):
             return larger.num_gpus
     return None
+
+
+def shortfall(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions) -> Shortfall:
+    """What binds: the leanest plan, its fullest stage, the bytes it is short, and what most of them are."""
+    limit = limit_bytes(cluster, training.stack, options)
+    lean = _leanest(model, cluster, training, pins)
+    assert lean is not None, "there are legal frames"
+    need, book = lean.column.memory_bytes, PriceBook(model, training, machine_for(cluster))
+    margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
+    return Shortfall(need_bytes=need, limit_bytes=limit, text=(
+        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.frame.mesh}, "
+        f"zero {lean.column.zero}, {_recompute_of(lean.column, book)} recompute, micro-batch {lean.frame.micro_batch_size}) "
+        f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short; "
+        f"the largest part is {_largest_part(lean, book)}"))
+
+
+def _largest_part(lean: _Leanest, book: PriceBook) -> str:
+    """What most of the memory of the fullest stage is."""
+    memory = price_step(to_strategy(lean.frame, lean.columns), book).memory[lean.rank]
+    parts = {
+        "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
+        "temporaries": memory.temporaries, "reserve (context, communicators, allocator)": memory.reserve}
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name}, {gib(parts[name]):.1f} GiB"
 
 
 def infeasible_error(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
 ) -> InfeasibleError:
-    """The error that says what binds: the leanest plan, its fullest stage, the bytes it is short, and a way out."""
-    limit = limit_bytes(cluster, training.stack, options)
-    lean = _leanest(model, cluster, training, pins)
-    assert lean is not None, "there are legal frames"
-    mesh = lean.frame.mesh
-    need, book = lean.column.memory_bytes, PriceBook(model, training, machine_for(cluster))
-    margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
-    message = (
-        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({mesh}, "
-        f"zero {lean.column.zero}, {_recompute_of(lean.column, book)} recompute, micro-batch {lean.frame.micro_batch_size}) "
-        f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short")
-    enough = smallest_cluster(model, cluster, training, pins, limit)
-    if enough:
-        return InfeasibleError(message, hint=f"{enough} GPUs are enough (--gpus {enough})")
-    return InfeasibleError(message, hint=f"no cluster up to {MOST_TIMES_LARGER * cluster.num_gpus} GPUs fits; use a larger device")
+    """The error that says what binds, and how many GPUs are enough; planner/relax.py looks for other ways out."""
+    short = shortfall(model, cluster, training, pins, options)
+    enough = smallest_cluster(model, cluster, training, pins, short.limit_bytes)
+    return InfeasibleError(short.text, hint=f"{enough} GPUs are enough (--gpus {enough})" if enough else no_cluster_text(cluster))
+
+
+def no_cluster_text(cluster: Cluster) -> str:
+    """The way out when no number of GPUs is enough."""
+    return f"no cluster up to {MOST_TIMES_LARGER * cluster.num_gpus} GPUs fits; use a larger device"
 
 
 def _recompute_of(column: Column, book: PriceBook) -> str:

@@ -20,6 +20,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.band import margin_text, memory_margin
+from planner.forbid import parse_bans
 from planner.plan import Objective
 from planner.request import Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
@@ -127,14 +128,15 @@ def question_of(options: Options) -> Question:
 
 
 def constraints(options: Options) -> Constraints:
-    """The pinned choices."""
+    """The pinned and the forbidden choices."""
     sequence_parallel = options["sequence_parallel"]
     alike = ("pp", "dp", "tp", "micro_batch_size", "virtual_stages", "zero", "tp_across_nodes", "megatron_sharding")
     return Constraints(
         **{name: options[name] for name in alike},
         schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),
         recompute=options["recompute"] and tuple(map(Recompute, options["recompute"])),
-        sequence_parallel=None if sequence_parallel is None else (sequence_parallel,))
+        sequence_parallel=None if sequence_parallel is None else (sequence_parallel,),
+        forbid=parse_bans(options["forbid"]))
 
 
 def search_options(options: Options) -> SearchOptions:

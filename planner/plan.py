@@ -288,6 +288,7 @@ class SearchRecord:
 
     `fastest_step_time_s` is the closed form of the fastest plan, which the memory objective's slowdown is measured by.
     front: where the plan is on a front (planner/pareto.py), None for the plan of a single search
+    solver_failure: on how many candidates the solver failed, and how; None when it did not
     """
 
     __pydantic_config__ = _FORBID
@@ -300,6 +301,7 @@ class SearchRecord:
     fastest_step_time_s: float
     candidates: Candidates
     front: FrontPoint | None = None
+    solver_failure: str | None = None
     runners_up: tuple[RunnerUp, ...] = ()
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
+from planner.forbid import NAMES, Ban, Value
 from planner.plan import Objective
 from profiles.errors import ConfigError
+
+ZERO_STAGES = (0, 1, 2, 3)
+_EVERY: Mapping[str, tuple[Value, ...]] = {"zero": ZERO_STAGES, "recompute": tuple(Recompute)}
 
 
 class SolverName(StrEnum):
@@ -19,7 +23,7 @@ class SolverName(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Pinned choices; None leaves a choice to the search. Tuples list what is allowed.
+    """Pinned choices; None leaves a choice to the search. Tuples list what is allowed, `forbid` what is not.
 
     recompute           levels; None also allows any list of operators
     megatron_sharding   tensor parallelism divides every operator as Megatron does
@@ -36,6 +40,7 @@ class Constraints:
     zero: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
     megatron_sharding: bool = False
+    forbid: tuple[Ban, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "micro_batch_size", "virtual_stages"):
@@ -43,8 +48,28 @@ class Constraints:
                 if value < 1:
                     raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
         for value in self.zero or ():
-            if value not in (0, 1, 2, 3):
+            if value not in ZERO_STAGES:
                 raise ConfigError(f"--zero is {value}, it must be 0, 1, 2 or 3")
+        self._require_something_left()
+
+    def _require_something_left(self) -> None:
+        for name in NAMES:
+            every = getattr(self, name) or _EVERY.get(name)
+            if every and all(self.ban(**{name: value}) for value in every):
+                raise ConfigError(f"--forbid leaves nothing of --{name.replace('_', '-')}", hint="forbid less, or pin another value")
+
+    def ban(self, **values: Value) -> Ban | None:
+        """The first ban that one of the values meets, by name of the choice: `ban(tp=8)`."""
+        return next((ban for ban in self.forbid if ban.name in values and ban.value == values[ban.name]), None)
+
+    def resolved(self) -> Constraints:
+        """The same with what is forbidden of ZeRO and recompute as pins, for the prices of layers, which know only those."""
+        pins = self
+        if any(ban.name == "zero" for ban in self.forbid):
+            pins = replace(pins, zero=tuple(stage for stage in self.zero or ZERO_STAGES if not self.ban(zero=stage)))
+        if any(ban.name == "recompute" for ban in self.forbid):
+            pins = replace(pins, recompute=tuple(level for level in self.recompute or Recompute if not self.ban(recompute=level)))
+        return pins
 
 
 DEFAULT_MAX_SLOWDOWN = 0.10

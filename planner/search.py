@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from costmodels.book import PriceBook
 from costmodels.step import StepPrice, price_step
@@ -19,6 +20,7 @@ from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
 from planner.bounds import TimeBound, redundancy_bound_bytes, time_bound
 from planner.columns import Column, MixTable, RankColumns, block_counts, to_strategy
+from planner.faults import GaveUp, Unanswered, can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints, OnProgress, Progress, SearchOptions
@@ -26,7 +28,7 @@ from planner.solver import Unsolved
 from planner.space import Space, enumerate_space
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from profiles.errors import ConfigError, SolverError
+from profiles.errors import ConfigError, InfeasibleError, SolverError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
@@ -39,6 +41,7 @@ MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap sa
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
 ROUNDING = 1e-9  # relative: sums of the same terms in another order
 INFINITY = float("inf")
+Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions], InfeasibleError]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,17 @@ class Solved:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """Solved frames, best first; the proven bound over all frames; whether the search ran to its end or Ctrl-C came; and
-    how many frames were left unsolved."""
+    how many frames were left unsolved.
+
+    failures: the errors of the solver on frames that it left without an answer
+    """
 
     solved: tuple[Solved, ...]
     bound: float
     finished: bool
     interrupted: bool = False
     left: int = 0
+    failures: tuple[SolverError, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +90,7 @@ class Prices:
         if not self.space.frames:
             raise _no_frame_error(self.space, cluster)
         self.book = PriceBook(model, training, machine_for(cluster))
-        self.table = MixTable(self.book, pins)
+        self.table = MixTable(self.book, pins.resolved())
         self._bounds: dict[Frame, TimeBound] = {}
         self._raised: dict[Frame, tuple[float, float]] = {}
         self._lean: dict[tuple[Frame, int, int, float], list[Column]] = {}
@@ -161,11 +168,10 @@ def _branch(
 ) -> Outcome:
     """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
 
-    `known` is the answer when no frame was solved, because of an interrupt or the solver's time limit; without it an
-    interrupt is raised again.
+    `known` is the answer when no frame was solved; without it an interrupt, or the solver's last error, is raised again.
     """
     solved: list[Solved] = []
-    open_bounds: list[float] = []  # of frames that the time limit of one solve left without any point
+    open_ = Unanswered()
     ordered: list[tuple[float, int, Frame]] = []
     proven, finished, interrupted, reached = 0.0, True, False, 0  # `proven`: the least bound of the frames still to solve
     try:
@@ -177,25 +183,25 @@ def _branch(
             if solved and left_s is not None and left_s <= 0:  # a plan late is better than none
                 finished = False
                 break
-            try:
-                found = solve(frame, bound, limit)
-            except Unsolved:
-                open_bounds.append(bound)
-                continue
+            found = open_.attempt(partial(solve, frame, bound, limit), bound)
             if found:
                 solved = sorted([*solved, found], key=lambda s: s.value)
-            session.report(objective, reached + 1, len(ordered), _best(solved), min(bound, _best(solved), *open_bounds))
+            session.report(objective, reached + 1, len(ordered), _best(solved), min(bound, _best(solved), *open_.bounds))
         else:
             proven = INFINITY
+    except GaveUp:
+        finished, reached = False, reached + 1  # its own bound is among the open ones
     except KeyboardInterrupt:
         if not solved and known is None:
             raise
         finished, interrupted = False, True
-    left = len(open_bounds) + (0 if finished else len(ordered) - reached)
+    if not solved and known is None and open_.failures:
+        raise open_.failures[-1]
+    left = len(open_.bounds) + (0 if finished else len(ordered) - reached)
     if not solved and known is not None:
         solved, finished = [known], False
-    bounds = (proven, *open_bounds, *(s.bound for s in solved))
-    return Outcome(tuple(solved), min(bounds), finished and not open_bounds, interrupted, left)
+    bounds = (proven, *open_.bounds, *(s.bound for s in solved))
+    return Outcome(tuple(solved), min(bounds), finished and not open_.bounds, interrupted, left, tuple(open_.failures))
 
 
 def _best(solved: Sequence[Solved]) -> float:
@@ -223,12 +229,17 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
             return None
         master = Master(frame, options, num_layers, tied=session.book.tied)
         choice = master.fastest(session.options.solver, session.solver_limit_s())
-        return None if choice is None else Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
+        if choice is None:
+            _require_infeasible(options, session)
+            return None
+        return Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
 
     bounded = ((prices.least_s(frame, limit), frame) for frame in frames)
     outcome = _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
     if outcome.finished and outcome.solved:
         _certify(outcome.solved, session)
+    if not outcome.finished:
+        return outcome
     return replace(outcome, bound=min(_best(outcome.solved), *(prices.least_s(frame, limit) for frame in frames)))
 
 
@@ -244,10 +255,16 @@ def _certify(solved: Sequence[Solved], session: Session) -> None:
         relaxed = session.relaxed(frame, INFINITY)
         try:
             choice = Master(frame, relaxed, num_layers).fastest(session.options.solver, session.solver_limit_s()) if relaxed else None
-        except Unsolved:
+        except (Unsolved, SolverError):  # the bound stays as it is
             continue
         if choice is not None and choice.proven:
             session.prices.raise_bound(frame, limit, choice.step_s * (1 - ROUNDING))
+
+
+def _require_infeasible(options: Sequence[Sequence[Column]], session: Session) -> None:
+    """Raises SolverError when what the solver calls infeasible has a solution: the frame must not pass for one that does not fit."""
+    if can_place(options, session.book.model.num_layers, tied=session.book.tied):
+        raise SolverError(f"{session.options.solver} calls a problem infeasible that is not", hint="use the other --solver")
 
 
 def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) -> Outcome:
@@ -270,6 +287,14 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
         (redundancy_bound_bytes(frame, session.table), frame)
         for frame in frames if session.prices.least_s(frame, session.limit_bytes) <= slowest_s)
     return _branch(Objective.MEMORY, bounded, solve, _best, session, _as_memory(fastest))
+
+
+def _then_leanest(first: Outcome, frames: Sequence[Frame], session: Session) -> Outcome:
+    """The second pass of the memory objective: it is proven only if the first is, which the slowdown is measured by."""
+    if first.interrupted:
+        return Outcome((_as_memory(first.solved[0]),), 0.0, finished=False, interrupted=True, failures=first.failures)
+    second = _search_leanest(frames, first.solved[0], session)
+    return replace(second, finished=first.finished and second.finished, failures=first.failures + second.failures)
 
 
 def _as_memory(fastest: Solved) -> Solved:
@@ -306,10 +331,8 @@ def search(
     if not outcome.solved:
         return None
     fastest = outcome.solved[0]
-    if objective is Objective.MEMORY and not outcome.interrupted:
-        outcome = _search_leanest(space.frames, fastest, session)
-    elif objective is Objective.MEMORY:
-        outcome = Outcome((_as_memory(fastest),), 0.0, finished=False, interrupted=True)
+    if objective is Objective.MEMORY:
+        outcome = _then_leanest(outcome, space.frames, session)
     replayed = _replay(outcome, prices.book)
     if objective is Objective.THROUGHPUT:
         replayed.sort(key=lambda found: found[2].step_s)
@@ -322,15 +345,17 @@ def search(
 def find_plan(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, objective: Objective | str = Objective.THROUGHPUT, *,
     constraints: Constraints | None = None, options: SearchOptions | None = None, on_progress: OnProgress | None = None,
+    explain: Explain = infeasible_error,
 ) -> Plan:
     """The best plan to train `model` on `cluster`: the fastest, or the one with least redundant memory within a slowdown.
 
-    Raises ConfigError when no mesh is legal, InfeasibleError when nothing fits (with what is missing), SolverError.
+    Raises ConfigError when no mesh is legal, the error that `explain` makes when nothing fits (an InfeasibleError that
+    says what is missing; `planner.report.relaxations.explained_error` also says what would fit), SolverError.
     """
     objective, pins, options = Objective(objective), constraints or Constraints(), options or SearchOptions()
     found = search(Prices(model, cluster, training, pins), objective, options, on_progress)
     if found is None:
-        raise infeasible_error(model, cluster, training, pins, options)
+        raise explain(model, cluster, training, pins, options)
     return found.plan
 
 
@@ -343,7 +368,8 @@ def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcom
         value=round(best.value / unit, 6), bound=round(outcome.bound / unit, 6),
         gap=round(max(0.0, 1 - outcome.bound / best.value), 6) if best.value > 0 else 0.0,
         fastest_step_time_s=round(fastest.choice.step_s, 6),
-        candidates=Candidates(considered=considered, pruned=considered - solved - outcome.left, solved=solved, left=outcome.left))
+        candidates=Candidates(considered=considered, pruned=considered - solved - outcome.left, solved=solved, left=outcome.left),
+        solver_failure=failure_text(outcome.failures))
 
 
 def _no_frame_error(space: Space, cluster: Cluster) -> ConfigError:

@@ -1,13 +1,18 @@
 """The one module that names a MILP solver: CBC (bundled with PuLP) or HiGHS, run so that the same input gives the same answer.
 
 PuLP reports a solve that the time limit cut off as `Optimal`; only `sol_status` tells, and an infeasible problem still
-carries values. Both are checked here, once.
+carries values. Both are checked here, once, and so is every point against the rows: a solver that crashes, does not stop
+or writes nonsense is a SolverError that quotes the end of its log, never an answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pulp
@@ -16,6 +21,10 @@ from planner.request import SolverName
 from profiles.errors import SolverError
 
 T = TypeVar("T")
+GRACE_S = 5.0  # how long after its limit a CBC that has not stopped is ended; it overruns by tenths of a second
+ROW_TOLERANCE = 1e-5  # of the largest term of a row: CBC writes eight digits, and its own tolerances are 1e-6
+INTEGRALITY = 1e-4
+LONGEST_QUOTE = 200  # characters of a line of the log
 
 
 class Unsolved(Exception):  # noqa: N818 - not an error: the caller keeps its bound
@@ -35,9 +44,12 @@ class Problem:
 
     def __init__(self, name: str) -> None:
         self._problem = pulp.LpProblem(name, pulp.LpMinimize)
+        self._binaries: list[Any] = []
+        self._rows: dict[str, Any] = {}
 
     def binary(self, name: str) -> Any:
-        return self._problem.add_variable(name, cat=pulp.LpBinary)
+        self._binaries.append(self._problem.add_variable(name, cat=pulp.LpBinary))
+        return self._binaries[-1]
 
     def integer(self, name: str, upper: int) -> Any:
         return self._problem.add_variable(name, lowBound=0, upBound=upper, cat=pulp.LpInteger)
@@ -56,25 +68,139 @@ class Problem:
     def require(self, constraint: Any, label: str) -> None:
         """Add a row. `label` must be unique in the problem."""
         self._problem.addConstraint(constraint, label)
+        self._rows[label] = constraint
 
     def solve(self, solver: SolverName, time_limit_s: float | None = None) -> Solution | None:
         """The best point found, or None when there is none.
 
-        Raises Unsolved when the time ran out before it found any point, SolverError when it is missing or crashed.
+        Raises Unsolved when the time ran out before it found any point, SolverError when it is missing, crashed, did
+        not stop, or gave what is no answer.
         """
         limit_s = None if time_limit_s is None else max(0.0, time_limit_s)  # HiGHS takes a negative limit for none
+        command = _command(solver, limit_s)
         try:
-            self._problem.solve(_command(solver, limit_s))
+            self._problem.solve(command)
         except pulp.PulpSolverError as error:
-            raise SolverError(f"{solver} failed: {str(error).strip().splitlines()[-1]}", hint=_other(solver)) from None
+            lines = str(error).strip().splitlines() or ["for no reason it gave"]
+            raise SolverError(f"{solver} failed: {lines[-1]}", hint=_other(solver)) from None
         status, found = self._problem.status, self._problem.sol_status
         if found in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            self._require_kept(solver)
             return Solution(float(pulp.value(self._problem.objective)), proven=found == pulp.LpSolutionOptimal)
         if status == pulp.LpStatusInfeasible:
             return None
         if time_limit_s is not None and status == pulp.LpStatusNotSolved:
             raise Unsolved
-        raise SolverError(f"{solver} ended without an answer ({pulp.LpStatus[status].lower()})", hint=_other(solver))
+        ending = command.ending if isinstance(command, _Cbc) else ""
+        raise SolverError(f"{solver} ended without an answer ({pulp.LpStatus[status].lower()}){ending}", hint=_other(solver))
+
+    def _require_kept(self, solver: SolverName) -> None:
+        """Raises SolverError when the values break a row or are fractions: what was cut off, or is no answer to this problem."""
+        broken = [label for label, row in self._rows.items() if not _keeps(row)]
+        broken += [z.name for z in self._binaries if min(abs(z.value()), abs(z.value() - 1)) > INTEGRALITY]
+        if broken:
+            raise SolverError(f"{solver} gave an answer that breaks {len(broken)} rows, such as {broken[0]}", hint=_other(solver))
+
+
+def _keeps(row: Any) -> bool:
+    """Whether the values satisfy a row up to rounding: the sum of its terms and its constant is on the right side of 0."""
+    terms = [coefficient * variable.value() for variable, coefficient in row.items()]
+    total, slack = float(sum(terms) + row.constant), ROW_TOLERANCE * float(max(1.0, abs(row.constant), *map(abs, terms)))
+    within_above, within_below = total <= slack, total >= -slack
+    if row.sense == pulp.LpConstraintEQ:
+        return within_above and within_below
+    return within_above if row.sense == pulp.LpConstraintLE else within_below
+
+
+class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
+    """CBC with PuLP's files and options, and besides: its log is kept for errors, all its files are deleted whatever
+    happens, and one that does not stop at its limit is ended.
+
+    ending: the last line of the log, for an error
+    """
+
+    ending = ""
+
+    def actualSolve(self, lp: Any, **_: Any) -> int:  # noqa: N802 - PuLP's name
+        """Solve `lp`, and give it status and values. Raises SolverError."""
+        with tempfile.TemporaryDirectory(prefix="parplan-") as folder:
+            problem, solution, log = (Path(folder) / name for name in ("problem.mps", "solution.txt", "log.txt"))
+            _, names, _, _ = lp.writeMPS(str(problem), rename=1)
+            failed = _run([self.path, str(problem), *self._arguments(), "-solution", str(solution)], log, self.timeLimit)
+            self.ending = _ending(log, folder)
+            try:
+                if failed:
+                    raise ValueError(failed)
+                values = _values(solution, names)
+                status, found = self.get_status(str(solution))
+            except (OSError, ValueError) as error:
+                reason = f"wrote no solution ({error.strerror})" if isinstance(error, OSError) else str(error)
+                raise SolverError(f"cbc failed: {reason}{self.ending}", hint=_other(SolverName.CBC)) from None
+        if found in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) and len(values) < len(names):
+            raise SolverError(
+                f"cbc failed: its solution has {len(values)} of {len(names)} variables{self.ending}", hint=_other(SolverName.CBC))
+        lp.assignVarsVals({name: values.get(name, 0.0) for name in names})
+        lp.assignStatus(status, found)
+        return int(status)
+
+    def _arguments(self) -> list[str]:
+        limit = [] if self.timeLimit is None else ["-sec", str(self.timeLimit)]
+        options = [f"-{option}" for option in [*self.options, *self.getOptions()]]
+        return [*limit, *(part for option in options for part in option.split()), "-solve", "-printingOptions", "all"]
+
+
+def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | None:
+    """Run a program with its output in `log`; None when it ended well, else what happened."""
+    with log.open("wb") as stream:
+        try:
+            process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT)
+        except OSError as error:
+            return f"{arguments[0]} cannot be run ({error.strerror})"
+    overrun = threading.Event()
+
+    def end() -> None:
+        overrun.set()
+        process.kill()
+
+    watch = threading.Timer(threading.TIMEOUT_MAX if limit_s is None else limit_s + GRACE_S, end)
+    watch.daemon = True
+    watch.start()  # waiting with a timeout would poll, and add up to 50 ms to every solve
+    try:
+        code = process.wait()
+    finally:
+        watch.cancel()
+        if process.poll() is None:  # Ctrl-C
+            process.kill()
+            process.wait()
+    if overrun.is_set():
+        return f"it did not stop at its limit of {limit_s:.3g} s"
+    if code < 0:
+        return f"it was ended by signal {-code}"
+    return f"exit code {code}" if code else None
+
+
+def _ending(log: Path, folder: str) -> str:
+    """`; its log ends: ...` with the last line of the log that is not empty, or nothing."""
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    if not lines:
+        return ""
+    line = "".join(c for c in lines[-1].replace(f"{folder}/", "") if c.isprintable())
+    return f"; its log ends: {line[:LONGEST_QUOTE]}"
+
+
+def _values(solution: Path, names: Mapping[str, str]) -> dict[str, float]:
+    """The values of the variables in a solution file of CBC: a line each of index, name, value, reduced cost.
+
+    names: what each variable is called in the file. Raises ValueError for what is no solution file.
+    """
+    own = {short: name for name, short in names.items()}
+    first, *lines = solution.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+    if not first.split():
+        raise ValueError("its solution is empty")
+    rows = [line.replace("**", " ").split() for line in lines if line.strip()]
+    if any(len(row) < 4 for row in rows):
+        raise ValueError("its solution breaks off in a line")
+    return {own[row[1]]: float(row[2]) for row in rows if row[1] in own}
 
 
 def weighted(terms: Iterable[tuple[Any, float]]) -> Any:
@@ -94,7 +220,7 @@ def _command(solver: SolverName, time_limit_s: float | None) -> Any:
     if solver is SolverName.HIGHS:
         command = pulp.HiGHS(msg=False, timeLimit=time_limit_s, threads=1, gapRel=0.0)
     else:
-        command = pulp.COIN_CMD(
+        command = _Cbc(
             path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, timeLimit=time_limit_s, gapRel=0.0,  # -threads 1 stalls 10 s, once in 1,000
             options=["randomCbcSeed 1", "randomSeed 1"])
     if not command.available():

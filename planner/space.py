@@ -87,7 +87,10 @@ def _meshes(model: ModelSpec, cluster: Cluster, pins: Constraints) -> Iterator[M
         for pp in divisors(gpus // tp):
             dp = gpus // tp // pp
             mesh = Mesh(pp=pp, dp=dp, tp=tp)
-            if not (_allowed(pins.pp, pp) and _allowed(pins.dp, dp) and _allowed(pins.tp, tp)):
+            ban = pins.ban(pp=pp, dp=dp, tp=tp)
+            if ban:
+                yield Pruned(str(mesh), f"excluded by --forbid {ban}")
+            elif not (_allowed(pins.pp, pp) and _allowed(pins.dp, dp) and _allowed(pins.tp, tp)):
                 yield Pruned(str(mesh), "excluded by --pp, --dp or --tp")
             elif reason:
                 yield Pruned(str(mesh), reason)
@@ -98,11 +101,11 @@ def _meshes(model: ModelSpec, cluster: Cluster, pins: Constraints) -> Iterator[M
 
 
 def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
-    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or it is pinned."""
+    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned."""
     if mesh.pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
         return
-    asked = pins.schedule or ()
+    asked = (*(pins.schedule or ()), *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()))
     if num_micro_batches >= mesh.pp or Schedule.ONE_F_ONE_B in asked:
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
@@ -119,11 +122,15 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
     for micro_batch_size in divisors(per_replica):
         if not _allowed(pins.micro_batch_size, micro_batch_size):
             continue
+        ban = pins.ban(micro_batch_size=micro_batch_size)
+        if ban:
+            yield Pruned(f"{mesh}, micro-batch {micro_batch_size}", f"excluded by --forbid {ban}")
+            continue
         if micro_batch_size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
             yield Pruned(f"{mesh}, micro-batch {micro_batch_size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned")
             continue
         num_micro_batches = per_replica // micro_batch_size
-        if mesh.pp > 1 and num_micro_batches >= mesh.pp and not pins.schedule:
+        if mesh.pp > 1 and num_micro_batches >= mesh.pp and not (pins.schedule or pins.ban(schedule=Schedule.ONE_F_ONE_B)):
             yield Pruned(f"{mesh}, gpipe, micro-batch {micro_batch_size}", "gpipe takes as long as 1f1b and holds more; --schedule gpipe")
         for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
             for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
@@ -135,6 +142,10 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
 
 
 def _excluded(frame: Frame, pins: Constraints) -> str | None:
+    ban = pins.ban(schedule=frame.schedule, virtual_stages=frame.virtual_stages) if frame.mesh.pp > 1 else None
+    ban = ban or (pins.ban(sequence_parallel=frame.sequence_parallel) if frame.mesh.tp > 1 else None)
+    if ban:
+        return f"excluded by --forbid {ban}"
     if frame.mesh.pp > 1 and not _allowed(pins.schedule, frame.schedule):
         return "excluded by --schedule"
     if frame.mesh.pp > 1 and not _allowed(pins.virtual_stages, frame.virtual_stages):

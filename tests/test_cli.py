@@ -391,12 +391,14 @@ def test_an_output_that_cannot_be_written_is_found_before_the_search(output, mes
     assert re.match(f"error: cannot write .*{message}\nhint: .*--output", fail(2, *TINY, "--output", output))
 
 
-def test_a_model_that_does_not_fit_says_how_much_is_missing_and_how_many_gpus_are_enough():
-    error = fail(3, "--model", "gpt-175b", "--gpus", "8", "--tp", "8")
+def test_a_model_that_does_not_fit_says_how_much_is_missing_of_what_and_what_would_fit():
+    result = run("--model", "gpt-175b", "--gpus", "8", "--tp", "8", "--json")
 
-    assert re.search(
-        r"does not fit on 8 x a100-80gb: .* on stage \d+, .* usable with --memory-margin [\d.]+: [\d.]+ GiB short\n"
-        r"hint: \d+ GPUs are enough", error)
+    assert (result.exit_code, result.stdout) == (3, "")
+    assert re.fullmatch(
+        r"error: gpt-175b does not fit on 8 x a100-80gb: .* on stage \d+, .* usable with --memory-margin [\d.]+: [\d.]+ GiB short; "
+        r"the largest part is states .*\nhint: it fits with\n"
+        r" +--gpus \d+  .* a step \(-\d+ % on the [\d,]+ s it would take with unlimited memory\)\n", result.stderr)
 
 
 def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap():

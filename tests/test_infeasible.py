@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from costmodels.recompute import Recompute
-from planner.infeasible import infeasible_error, least_peak_bytes, limit_bytes, smallest_cluster
+from planner.infeasible import infeasible_error, least_peak_bytes, limit_bytes, shortfall, smallest_cluster
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
@@ -70,6 +71,36 @@ def test_the_least_peak_is_that_of_the_leanest_of_all_strategies_to_1_mib(seed):
 
 def test_without_a_legal_candidate_there_is_no_least_peak():
     assert least_peak_bytes(*question("gpt-20b", 8, 64), Constraints(tp=(3,))) is None
+
+
+def largest_part(price):
+    """What most of the memory of the fullest rank is, as the error says it."""
+    memory = max(price.memory, key=lambda rank: rank.total)
+    parts = {
+        "states": memory.states.total, "activations": memory.activations, "temporaries": memory.temporaries, "reserve": memory.reserve}
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name} {parts[name] / GIB:.1f}"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_largest_part_that_is_named_is_that_of_a_leanest_strategy(seed):
+    instance = random_instance(seed)
+    prices = [price for _, price in every_price(instance)]
+    least = min(map(peak_bytes, prices))
+
+    text = shortfall(instance.model, instance.cluster, instance.training, PINS, SearchOptions(memory_limit_bytes=GIB)).text
+
+    named = re.search(r"the largest part is (\w+).*, ([\d.]+) GiB$", text)
+    assert " ".join(named.groups()) in {largest_part(price) for price in prices if peak_bytes(price) <= least + MIB}
+
+
+def test_states_or_activations_fill_what_they_fill():
+    """A model of many parameters on few GPUs, and long sequences without recompute."""
+    states = shortfall(*question("gpt-175b", 8, 8), Constraints(), SearchOptions()).text
+    long = shortfall(*question("gpt-2.5b", 8, 64, 65536), Constraints(recompute=(Recompute.NONE,), tp=(1,)), SearchOptions()).text
+
+    assert "the largest part is states (parameters, gradients, optimizer), " in states
+    assert "the largest part is activations, " in long
 
 
 def test_the_leanest_plan_of_long_sequences_gives_many_blocks_to_the_last_stages():

@@ -69,7 +69,9 @@ def print_header(plan: Plan, out: Console, context: Context) -> None:
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """What kind of number the step time is, and what the error band was measured on."""
+    """What the solver failed on, what kind of number the step time is, and what the error band was measured on."""
+    if plan.search.solver_failure:
+        yield plan.search.solver_failure
     note, band = _PRICE_NOTES.get(plan.predicted.step_time_s.kind), plan.predicted.error_band
     if note:
         yield note

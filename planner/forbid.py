@@ -1,0 +1,68 @@
+"""What is forbidden: single values of the choices that can be pinned, and how they are written (`tp=8`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
+from profiles.errors import ConfigError, unknown_name_error
+
+Value = int | bool | StrEnum
+_SWITCH = {"true": True, "false": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    """One value of one choice that no plan may use; `name` is that of the field of Constraints."""
+
+    name: str
+    value: Value
+
+    def __str__(self) -> str:
+        value = str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
+        return f"{_flag(self.name)}={value}"
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _whole(name: str, text: str, least: int, most: int | None) -> int:
+    wanted = f"a whole number of at least {least}" if most is None else f"{least} to {most}"
+    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+        raise ConfigError(f"--forbid {_flag(name)}={text}: it must be {wanted}", hint=f"for example --forbid {_flag(name)}={most or 8}")
+    return int(text)
+
+
+def _one_of(name: str, text: str, known: Mapping[str, Value]) -> Value:
+    if text not in known:
+        raise unknown_name_error(_flag(name).replace("-", " "), text, known, where="--forbid")
+    return known[text]
+
+
+_READERS: dict[str, Callable[[str, str], Value]] = {
+    **dict.fromkeys(("pp", "dp", "tp", "micro_batch_size", "virtual_stages"), lambda name, text: _whole(name, text, 1, None)),
+    "zero": lambda name, text: _whole(name, text, 0, 3),
+    "schedule": lambda name, text: _one_of(name, text, {one.value: one for one in Schedule}),
+    "recompute": lambda name, text: _one_of(name, text, {one.value: one for one in Recompute}),
+    "sequence_parallel": lambda name, text: _one_of(name, text, _SWITCH),
+}
+NAMES = tuple(_READERS)
+
+
+def parse_bans(texts: Iterable[str]) -> tuple[Ban, ...]:
+    """The bans in `NAME=VALUE` texts; several values are comma-separated. Raises ConfigError for an unknown name or value."""
+    return tuple(ban for text in texts for ban in _parse(text))
+
+
+def _parse(text: str) -> list[Ban]:
+    flag, equals, values = (part.strip() for part in text.partition("="))
+    if not equals or not values:
+        raise ConfigError(f"--forbid is {text!r}, it must be NAME=VALUE", hint="for example --forbid tp=8")
+    if flag not in map(_flag, NAMES):
+        raise unknown_name_error("choice", flag, map(_flag, NAMES), where="--forbid")
+    name = flag.replace("-", "_")
+    return [Ban(name, _READERS[name](name, value.strip())) for value in values.split(",")]

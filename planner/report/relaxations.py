@@ -1,0 +1,57 @@
+"""The error for a request that does not fit: what binds, and what makes it fit at what cost in time."""
+
+from __future__ import annotations
+
+from planner.infeasible import no_cluster_text, shortfall
+from planner.relax import BUDGET_S, Relaxation, Relaxations, Request, relaxations
+from planner.report.text import aligned, seconds_text
+from planner.request import Constraints, SearchOptions
+from profiles.errors import InfeasibleError
+from profiles.hardware import Cluster
+from profiles.spec import ModelSpec, TrainingSpec
+
+_WIDE = 1000  # lines of the hint are as long as they are
+_INDENT = 8
+
+
+def explained_error(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
+) -> InfeasibleError:
+    """The error with its ways out, for `find_plan(..., explain=explained_error)`: up to a quarter of a minute.
+
+    A Ctrl-C ends the search for ways out, not the error.
+    """
+    short = shortfall(model, cluster, training, pins, options)
+    request = Request(model=model, cluster=cluster, training=training, pins=pins, options=options)
+    try:
+        hint = hint_text(relaxations(request, short.need_bytes), cluster)
+    except KeyboardInterrupt:
+        hint = "ask for more GPUs or pin less; what would fit was not searched to the end (Ctrl-C)"
+    return InfeasibleError(short.text, hint=hint)
+
+
+def hint_text(found: Relaxations, cluster: Cluster) -> str:
+    """The ways out, one a line."""
+    untried = f"not tried in {BUDGET_S:g} s: {', '.join(found.untried)}" if found.untried else ""
+    if not found.found:
+        return f"{no_cluster_text(cluster)}{'; ' if untried else ''}{untried}"
+    rows = [(_how(relaxed), _cost(relaxed, found.unlimited_s, first=index == 0)) for index, relaxed in enumerate(found.found)]
+    lines = aligned(rows, _WIDE, left=(0, 1), indent=_INDENT)
+    return "\n".join(("it fits with", *lines, *((f"      {untried}",) if untried else ())))
+
+
+def _how(relaxed: Relaxation) -> str:
+    without = f"without {' '.join(relaxed.dropped)}" if relaxed.dropped else ""
+    return " ".join(part for part in (*relaxed.flags, without) if part)
+
+
+def _cost(relaxed: Relaxation, unlimited_s: float | None, *, first: bool) -> str:
+    """`41.2 s a step (+12 % on the 36.8 s it would take with unlimited memory)`; the words once, on the first line."""
+    if relaxed.step_s is None:
+        text = "its step was not searched"
+    else:
+        text = f"{'' if relaxed.proven else 'at most '}{seconds_text(relaxed.step_s)} a step"
+    if relaxed.step_s is not None and unlimited_s is not None:
+        words = f" on the {seconds_text(unlimited_s)} it would take with unlimited memory" if first else ""
+        text += f" ({100 * (relaxed.step_s / unlimited_s - 1):+.0f} %{words})"
+    return f"{text}, {relaxed.note}" if relaxed.note else text
