@@ -99,7 +99,8 @@ def test_the_search_pinned_to_one_configuration_says_the_same(recompute, zero, f
     cluster, mesh = with_gpus(A100, num_gpus), frame.mesh
     pins = Constraints(
         pp=(mesh.pp,), dp=(mesh.dp,), tp=(mesh.tp,), micro_batch_size=(frame.micro_batch_size,), virtual_stages=(frame.virtual_stages,),
-        schedule=(frame.schedule,), sequence_parallel=(frame.sequence_parallel,), recompute=(recompute,), zero=(zero,))
+        schedule=(frame.schedule,), sequence_parallel=(frame.sequence_parallel,), recompute=(recompute,), zero=(zero,),
+        megatron_sharding=True)
 
     found = find_plan(TINY, cluster, TRAINING, constraints=pins)
     counts = [sum(last - first + 1 for first, last in chunks) for chunks in blocks_of(found)]
