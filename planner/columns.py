@@ -7,7 +7,7 @@ the points that no other point of the same rank and count beats become columns o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from costmodels.sharding import Sharding
 from costmodels.step import rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.layer_plans import Catalogue, LayerOption
-from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, widest
+from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
 
@@ -181,8 +181,8 @@ class RankColumns:
         self._per_block = table.per_block(frame)
         self._stashes = stashes(LayerKind.BLOCK, rank, frame)
 
-    def _priced(self, num_blocks: int, zero: int) -> _Priced:
-        fixed, block, mixes = self._fixed[zero], self._per_block[zero], self.table.get(self.frame, num_blocks)
+    def _priced(self, mixes: Mixes, zero: int) -> _Priced:
+        fixed, block = self._fixed[zero], self._per_block[zero]
         counts = mixes.counts
         temporaries = self._temporaries(mixes.workspace_bytes, mixes.saved_bytes, fixed)
         buffers = np.maximum(widest(counts, block.zero_buffer), fixed.zero_buffer)
@@ -207,13 +207,25 @@ class RankColumns:
             mix, priced.zero, float(priced.time_s[row]), float(priced.tail_s[row]), float(memory), float(priced.redundant[row]))
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
-        """Per ZeRO stage the fastest mixes within `limit_bytes`; the tails of ZeRO stages differ, so none is left out."""
+        """The mixes within `limit_bytes` that no other beats in time and in tail."""
+        return self._unbeaten(num_blocks, limit_bytes, "time_s", "tail_s")
+
+    def leanest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
+        """Every mix within `limit_bytes` that no other beats in time, tail and redundant bytes together."""
+        return self._unbeaten(num_blocks, limit_bytes, "time_s", "tail_s", "redundant")
+
+    def _unbeaten(self, num_blocks: int, limit_bytes: float, *names: str) -> list[Column]:
+        """Mixes that fit and that no other beats or equals in the values of `names`; of equals the one with least memory."""
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         for zero in self.stages:
-            priced = self._priced(num_blocks, zero)
+            priced = self._priced(self.table.get(self.frame, num_blocks), zero)
             fits = np.flatnonzero(priced.allocated <= usable)
-            found += [self._column(priced, row) for row in fits[_front(priced.time_s[fits], priced.tail_s[fits])]]
-        return _undominated(found, key=lambda c: (c.time_s, c.tail_s))
+            rows = fits[_front(priced.time_s[fits], getattr(priced, names[-1])[fits])]
+            found += [(priced, int(row)) for row in rows]
+        if not found:
+            return []
+        values = np.array([[*(getattr(priced, name)[row] for name in names), priced.allocated[row]] for priced, row in found])
+        return [self._column(*found[index]) for index in _unbeaten_rows(values)]
 
     def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """Per ZeRO stage a column that no mix of real numbers of blocks can beat within `limit_bytes`: a bound, not a plan.
@@ -231,7 +243,7 @@ class RankColumns:
             if slack:
                 mix = ((self.table.options(self.frame)[0], num_blocks),)
                 found.append(Column(mix, zero, time_s + self._fixed[zero].time_s, tail_s, 0.0, 0.0))
-        return _undominated(found, key=lambda c: (c.time_s, c.tail_s))
+        return [found[index] for index in _unbeaten_rows(np.array([[c.time_s, c.tail_s, 0.0] for c in found]))] if found else []
 
     def _relaxed(self, num_blocks: int, zero: int, pairs: Pairs, usable: float) -> tuple[float, bool]:
         """The least seconds of the blocks over all pairs of options, and whether any pair fits."""
@@ -251,18 +263,13 @@ class RankColumns:
         times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
         return float(times.min()), bool(fits.any())
 
-    def leanest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
-        """Every mix within `limit_bytes` that no other beats in time, tail and redundant bytes together."""
-        usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
-        for zero in self.stages:
-            priced = self._priced(num_blocks, zero)
-            fits = np.flatnonzero(priced.allocated <= usable)
-            found += [self._column(priced, row) for row in fits[_front(priced.time_s[fits], priced.redundant[fits])]]
-        return _undominated(found, key=lambda c: (c.time_s, c.tail_s, c.redundant_bytes))
-
     def smallest(self, num_blocks: int) -> Column:
-        """The mix and ZeRO stage with the lowest peak memory, whatever its time."""
-        priced = (self._priced(num_blocks, zero) for zero in self.stages)
+        """The mix and ZeRO stage with the lowest peak memory, whatever its time.
+
+        It is all blocks on one option: of two that are mixed, the one that keeps less has the larger workspace already.
+        """
+        pure = pure_mixes(self.table.options(self.frame), num_blocks, self.frame.virtual_stages)
+        priced = (self._priced(pure, zero) for zero in self.stages)
         return min((self._column(p, int(p.allocated.argmin())) for p in priced), key=lambda column: column.memory_bytes)
 
 
@@ -276,13 +283,14 @@ def _front(first: Array, second: Array) -> npt.NDArray[np.int64]:
     return found
 
 
-def _undominated(columns: list[Column], key: Callable[[Column], tuple[float, ...]]) -> list[Column]:
-    """The columns that no other beats or equals in every criterion; of equals the one with least memory."""
-    ranked = sorted(columns, key=lambda column: (*key(column), column.memory_bytes))
-    kept: list[Column] = []
-    for column in ranked:
-        if not any(all(a <= b for a, b in zip(key(other), key(column), strict=True)) for other in kept):
-            kept.append(column)
+def _unbeaten_rows(values: Array) -> list[int]:
+    """The rows that no other beats or equals in every column but the last; of rows that are equal the one with the least last."""
+    kept: list[int] = []
+    best = np.empty((len(values), values.shape[1] - 1))
+    for row in np.lexsort(values.T[::-1]):
+        if not (best[: len(kept)] <= values[row, :-1]).all(axis=1).any():
+            best[len(kept)] = values[row, :-1]
+            kept.append(int(row))
     return kept
 
 

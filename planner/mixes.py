@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement
 
 import numpy as np
@@ -19,6 +19,7 @@ from planner.layer_plans import LayerOption
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+_BY_ROW = ("counts", "chunk_counts", "saved_bytes", "ideal_saved_bytes", "workspace_bytes")
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
 
 
@@ -61,15 +62,25 @@ def option_pairs(options: tuple[LayerOption, ...]) -> Pairs:
 
 def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
     """All mixes of `num_blocks` blocks that no other beats; with several chunks every chunk has the same mix."""
-    chunk = _tuples(options, -(-num_blocks // num_chunks))
+    mixes = _mixes(options, _tuples(options, -(-num_blocks // num_chunks)), num_blocks, num_chunks)
+    rows = _worth_it(mixes, mixes.counts @ column_of(options, "time_s"))
+    return replace(mixes, **{name: getattr(mixes, name)[rows] for name in _BY_ROW})
+
+
+def pure_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
+    """All blocks on each option in turn."""
+    return _mixes(options, -(-num_blocks // num_chunks) * np.eye(len(options), dtype=np.int64), num_blocks, num_chunks)
+
+
+def _mixes(options: tuple[LayerOption, ...], chunk: Ints, num_blocks: int, num_chunks: int) -> Mixes:
     counts = chunk * num_chunks
     if num_blocks % num_chunks:  # the shorter chunk lacks a block of its last option
         last = chunk.shape[1] - 1 - (chunk[:, ::-1] > 0).argmax(axis=1)
         counts[np.arange(len(counts)), last] -= 1
-    saved, ideal = chunk @ column_of(options, "saved_bytes"), chunk @ column_of(options, "ideal_saved_bytes")
-    workspace = widest(chunk, column_of(options, "workspace_bytes"))
-    kept = _worth_it(options, counts @ column_of(options, "time_s"), saved, saved - ideal, workspace, chunk)
-    return Mixes(options, counts[kept], chunk[kept], saved[kept], ideal[kept], workspace[kept])
+    return Mixes(
+        options=options, counts=counts, chunk_counts=chunk, saved_bytes=chunk @ column_of(options, "saved_bytes"),
+        ideal_saved_bytes=chunk @ column_of(options, "ideal_saved_bytes"),
+        workspace_bytes=widest(chunk, column_of(options, "workspace_bytes")))
 
 
 def widest(counts: Ints, values: Array) -> Array:
@@ -134,12 +145,12 @@ def _lower_hull(options: Sequence[LayerOption], indices: list[int]) -> list[int]
     return chain
 
 
-def _worth_it(options: tuple[LayerOption, ...], time_s: Array, saved: Array, redundant: Array, workspace: Array, chunk: Ints) -> Ints:
+def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
     """Rows that no other row of the same layout and workspace beats in time and kept, or in time and redundant, bytes."""
-    numbers = {layout: n for n, layout in enumerate(dict.fromkeys(option.layout for option in options))}
-    layout = (chunk > 0) @ np.array([2 ** numbers[option.layout] for option in options])
-    _, group = np.unique(np.stack([layout.astype(float), workspace]), axis=1, return_inverse=True)
-    kept = [_skyline(group.ravel(), time_s, held) for held in (saved, redundant)]
+    numbers = {layout: n for n, layout in enumerate(dict.fromkeys(option.layout for option in mixes.options))}
+    layout = (mixes.chunk_counts > 0) @ np.array([2 ** numbers[option.layout] for option in mixes.options])
+    _, group = np.unique(np.stack([layout.astype(float), mixes.workspace_bytes]), axis=1, return_inverse=True)
+    kept = [_skyline(group.ravel(), time_s, held) for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)]
     return np.unique(np.concatenate(kept))
 
 
