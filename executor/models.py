@@ -134,7 +134,8 @@ class Attention(nn.Module):
         query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
         key, value = (groups[..., i, :].transpose(1, 2) for i in (-2, -1))
         if self.kernel is AttentionKernel.UNFUSED:
-            return query.contiguous(), key.contiguous(), value.contiguous()  # batched products would copy them
+            repeats = query.shape[1] // key.shape[1]  # repeat_interleave copies; a batched product would copy the queries
+            return query.contiguous(), key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         if self.model.num_kv_heads != self.model.num_heads:
             # the queries of several groups are copied together; views of the keys would keep the whole of qkv beside them
             key, value = key.contiguous(), value.contiguous()
@@ -145,8 +146,6 @@ class Attention(nn.Module):
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0, enable_gqa=key.shape[1] != query.shape[1])
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         scores = query @ key.transpose(-2, -1) * self.model.head_dim**-0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
