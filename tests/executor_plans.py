@@ -162,8 +162,7 @@ MEGATRON_SEQUENCE: Division = MEGATRON | dict.fromkeys(_NORMS, "sequence") | {"a
 _FEED_FORWARD = ("norm2", "fc1", "activation", "fc2")
 TOKEN_FEED_FORWARD: Division = MEGATRON_SEQUENCE | dict.fromkeys(_FEED_FORWARD, "sequence")
 BATCH_FEED_FORWARD: Division = MEGATRON | dict.fromkeys(_FEED_FORWARD, "batch")
-BATCH_ATTENTION: Division = MEGATRON | dict.fromkeys(("norm1", "qkv", "rotary", "attention", "attention_out", "residual1", "norm2"), "batch") | {
-    "fc2": "sums-batch", "residual2": "batch"}
+BATCH_ATTENTION: Division = MEGATRON | dict.fromkeys(OPERATORS[:7], "batch") | {"fc2": "sums-batch", "residual2": "batch"}
 HIDDEN_STREAM: Division = MEGATRON | {"residual1": "features", "residual2": "features"}
 # no two neighbours alike
 PATCHWORK: Division = {

@@ -123,7 +123,7 @@ def on_accelerator(mesh_shape: tuple[int, ...], found: Sequence[Transition]) -> 
     try:
         mesh = init_device_mesh("cpu", mesh_shape)
         # torch.distributed.tensor._collective_utils.shard_dim_alltoall takes the path of accelerators when this is set
-        with mock.patch("torch.distributed.tensor._collective_utils.local_tensor_mode", lambda: True):
+        with mock.patch("torch.distributed.tensor._collective_utils.local_tensor_mode", return_value=True):
             return {transition: sent(transition, mesh) for transition in found}
     finally:
         dist.destroy_process_group()
@@ -142,8 +142,8 @@ def _rank(rank: int, world: int, mesh_shape: tuple[int, ...], found: list[Transi
 
 def line(transition: Transition, what: Sent) -> str:
     """One row of the table."""
-    columns = (_short(transition.source), _short(transition.target), _steps(what.forward), _short(transition.gradient), _steps(what.backward))
-    return "{:<6} -> {:<6} {:<58} | gradient {:<6} {} -> {}".format(*columns, _short(what.gradient))
+    forward = f"{_short(transition.source):<6} -> {_short(transition.target):<6} {_steps(what.forward):<58}"
+    return f"{forward} | gradient {_short(transition.gradient):<6} {_steps(what.backward)} -> {_short(what.gradient)}"
 
 
 def _short(placements: Placements) -> str:
