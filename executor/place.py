@@ -46,7 +46,8 @@ def place_layer(
     """Give every operator of `layer` its placements over `mesh`. Raises ConfigError for a placement it cannot have.
 
     With `recipes` an input that is gathered is kept as this rank's part and gathered again in the backward pass, as
-    Megatron-LM does under sequence parallelism (Korthikanti et al. 2022, section 4.2.2).
+    Megatron-LM does under sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Any other input is kept as the
+    operator reads it, unless it is made again: then what brought it there runs again too.
     """
     for name, module in layer.named_children():
         _place_operator(module, operators[name], mesh, f"{where}.operators.{name}", recipes or Recipes())
@@ -63,7 +64,7 @@ def _place_operator(module: nn.Module, placement: OperatorPlacement, mesh: Devic
     if not getattr(module, "on_shards", False):
         _place_whole(module, mesh, inputs, output)
         return
-    if any(over == (Shard(d),) for d in (0, 1) for over in (output,)):
+    if output in ((Shard(0),), (Shard(1),)):
         module.summed_over_tp = tuple(name for name, over in weights.items() if over == (Replicate(),))
     rows = isinstance(module, Linear) and weights["weight"] == (Shard(0),)
     columns = isinstance(module, Linear) and weights["weight"] == (Shard(1),)
@@ -106,13 +107,19 @@ def _place_whole(module: nn.Module, mesh: DeviceMesh, inputs: Over, output: Over
 
 
 def _part(tensor: DTensor, mesh: DeviceMesh, wanted: Over, gradients: Over, recipes: Recipes) -> Tensor:
-    """This rank's part of `tensor` where it is wanted, with a recipe if that gathered it."""
-    placed = tensor.redistribute(mesh, wanted)
-    if tensor.placements != wanted and wanted == (Replicate(),):
-        had = tensor.placements
+    """This rank's part of `tensor` where it is wanted, with a recipe if that gathered it or if `tensor` has one."""
+    had = tensor.placements
+    part = _moved(tensor, mesh, wanted, gradients)
+    if recipes.active and had != wanted and (wanted == (Replicate(),) or recipes.knows(tensor)):
         recipes.remember(
-            (placed,), lambda part: (DTensor.from_local(local(part), mesh, had, run_check=False).redistribute(mesh, wanted),), tensor)
-    return placed.to_local(grad_placements=gradients)
+            (part,), lambda again: (_moved(DTensor.from_local(local(again), mesh, had, run_check=False), mesh, wanted, gradients),), tensor)
+    return part
+
+
+def _moved(tensor: DTensor, mesh: DeviceMesh, wanted: Over, gradients: Over) -> Tensor:
+    part = tensor.redistribute(mesh, wanted).to_local(grad_placements=gradients)
+    # Shard -> Shard(0) between CPUs gives a view of a gathered copy, which would be kept whole
+    return part.clone() if tensor.placements != wanted and part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def _with_bias(x: DTensor, bias: Tensor | None) -> DTensor:

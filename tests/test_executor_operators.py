@@ -73,11 +73,9 @@ PLANS: dict[str, Plan] = {
     "tp2-gpt-unfused-recomputed-chain": with_divisions(
         make_plan(GPT, tp=2, recompute=(*CHAIN, "residual1", "attention"), attention=AttentionKernel.UNFUSED),
         PATCHWORK, MEGATRON_SEQUENCE, SEQUENCE, HIDDEN_STREAM),
-    "tp4-gpt": with_divisions(make_plan(GPT, tp=4), SEQUENCE, BATCH, HIDDEN_STREAM, PATCHWORK),
+    "tp4-gpt": with_divisions(make_plan(SHORT_GPT, tp=4), SEQUENCE, PATCHWORK),
     "pp2-tp2-llama-gpipe": with_divisions(
         make_plan(SHORT_LLAMA, pp=2, tp=2, schedule=Schedule.GPIPE), BATCH_ATTENTION, HIDDEN_STREAM),
-    "dp2-tp2-gpt-zero-mixed": with_divisions(
-        make_plan(GPT, dp=2, tp=2, zero=(3, 1, 0, 2)), TOKEN_FEED_FORWARD, BATCH, PATCHWORK, SEQUENCE),
     **{f"dp2-tp2-llama-zero{zero}": with_divisions(
         make_plan(SHORT_LLAMA, dp=2, tp=2, zero=(zero,), recompute=LONG), TOKEN_FEED_FORWARD, SEQUENCE)
         for zero in (0, 1, 2, 3)},
