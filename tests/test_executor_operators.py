@@ -80,7 +80,8 @@ PLANS: dict[str, Plan] = {
         make_plan(SHORT_LLAMA, dp=2, tp=2, zero=(zero,), recompute=LONG), TOKEN_FEED_FORWARD, SEQUENCE)
         for zero in (0, 1, 2, 3)},
     **{f"dp2-tp2-bf16-zero{a}{b}": with_divisions(
-        make_plan(SHORT_GPT, dp=2, tp=2, zero=(a, b), precision=BF16), TOKEN_FEED_FORWARD, PATCHWORK) for a, b in ((1, 0), (2, 3))},
+        make_plan(SHORT_GPT, dp=2, tp=2, zero=(a, b), precision=BF16, recompute=CHAIN), TOKEN_FEED_FORWARD, PATCHWORK)
+        for a, b in ((1, 0), (2, 3))},
     "pp2-dp2-tp2-gpt-tied-zero-mixed": with_divisions(
         make_plan(GPT, pp=2, dp=2, tp=2, zero=(1, 3, 2, 0), blocks=(1, 3)), TOKEN_FEED_FORWARD, BATCH, PATCHWORK, SEQUENCE),
     "pp2-dp2-tp2-llama-interleaved-recompute": with_divisions(
