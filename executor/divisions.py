@@ -27,7 +27,7 @@ Entries = tuple[str, ...]
 
 WHOLE: Entries = ()
 BATCH, SEQUENCE, FEATURES = (("Shard(0)@tp",), ("Shard(1)@tp",), ("Shard(2)@tp",))
-ROWS, COLUMNS = BATCH, SEQUENCE  # of a weight [features out, features in]
+ROWS = BATCH  # of a weight [features out, features in]
 
 _SHARD = re.compile(r"Shard\((\d+)\)@tp")
 
