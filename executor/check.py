@@ -7,35 +7,46 @@ size: what FSDP pads to give every rank an equal share is left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from costmodels.memory import StateBytes, layer_states
-from costmodels.sharding import Sharding
-from executor.layout import local_stages, stage_layers
+from costmodels.memory import StateBytes, chunk_elements, states_of
+from executor.divisions import local_shape
+from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers
 from executor.tensors import local
 from planner.plan import Plan
-from profiles.model import LayerKind
+from profiles.model import LayerKind, Parameter
 from profiles.spec import Precision
 from profiles.transformer import build_graph
 from profiles.units import format_bytes
 
 
 def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> StateBytes:
-    """What the planner's memory model says a rank holds; every tensor-parallel rank holds the same."""
+    """What the planner's memory model says a rank holds, of shapes divided as the plan's placements say.
+
+    Every tensor-parallel rank holds the same.
+    """
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     stages = stage_layers(plan)
     total = StateBytes()
     for layer in (layer for k in local_stages(plan, pipeline_rank) for layer in stages[k]):
-        sharding = Sharding(tp=plan.mesh.tp, sequence_parallel=layer.plan.sequence_parallel)
         shares_weight = layer.kind is LayerKind.HEAD and plan.mesh.pp == 1
-        total += layer_states(
-            graph.layer_class(layer.kind), sharding, layer.plan.zero, plan.mesh.dp, plan.training,
-            dp_rank=dp_rank, with_tied=not shares_weight)
+        for operator in graph.layer_class(layer.kind).operators:
+            for parameter in operator.parameters:
+                if not (parameter.tied and shares_weight):
+                    total += _parameter_states(plan, layer, operator.name, parameter, dp_rank)
     return total
+
+
+def _parameter_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
+    dp, zero = plan.mesh.dp, effective_zero(layer, plan.mesh)
+    entries = layer.plan.operators[operator].parameters.get(parameter.name, ()) if plan.mesh.tp > 1 else ()
+    shape = local_shape(parameter.shape, entries, plan.mesh.tp)
+    return states_of(math.prod(shape), chunk_elements(shape, dp, dp_rank), zero, plan.training)
 
 
 class Meter:

@@ -1,8 +1,12 @@
-"""What autograd keeps of a layer: for a tensor that can be made again in the backward pass, a recipe instead of the tensor."""
+"""What autograd keeps of a layer: for a tensor that can be made again in the backward pass, a recipe instead of the tensor.
+
+A recipe keeps of each of its inputs the tensor, or that tensor's own recipe: chains of any length hold what enters them.
+What a recipe made stays for everybody who still asks for it and goes with the last of them: autograd drops what it kept
+as soon as the backward pass of an operator is over, so nothing is made twice in a backward pass.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,17 +16,35 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from executor.tensors import local
 
-Make = Callable[[], Tensor]
+Make = Callable[..., tuple[Tensor, ...]]
+
+
+class _Recipe:
+    """`make(*inputs)`, run once, when one of its tensors is asked for first."""
+
+    def __init__(self, make: Make, inputs: tuple[Kept, ...]) -> None:
+        self._make = make
+        self._inputs = inputs
+        self._made: tuple[Tensor, ...] = ()
+
+    def tensor(self, index: int) -> Tensor:
+        """This rank's part of what `make` gives at `index`."""
+        if not self._made:
+            self._made = tuple(local(tensor) for tensor in self._make(*(again(kept) for kept in self._inputs)))
+            self._inputs = ()
+        return self._made[index]
 
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """How to make an output again, the view of this rank's part of it that was kept, and that view's wrapping."""
+    """A view of this rank's part of what a recipe makes at `index`, and that view's wrapping."""
 
-    make: Make
+    recipe: _Recipe
+    index: int
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -33,10 +55,10 @@ Kept = Tensor | _Again
 
 
 class Recipes:
-    """The recipes of one layer. An output is known by the address of its memory for as long as it lives."""
+    """The recipes of one layer. A tensor is known by its memory for as long as that lives."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[weakref.ref[Tensor], Make]] = {}
+        self._made: dict[int, tuple[StorageWeakRef, _Recipe, int]] = {}
         self._watching = False
 
     def watch(self, layer: nn.Module) -> None:
@@ -44,35 +66,74 @@ class Recipes:
         layer.forward = partial(self._run, layer.forward)
 
     def _run(self, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        self._made.clear()
         self._watching = True
         try:
             with saved_tensors_hooks(self.keep, again):
                 return forward(*inputs)
         finally:
             self._watching = False
+            self._made.clear()
 
-    def remember(self, output: Tensor, make: Make) -> None:
-        """`make()`, without gradients, gives `output` once more. Of no effect outside a watched forward pass."""
-        if self._watching and torch.is_grad_enabled():
-            self._made[_address(output)] = (weakref.ref(output), make)
+    @property
+    def active(self) -> bool:
+        """Whether a recipe that is made now can be of use: inside a watched forward pass, with gradients."""
+        return self._watching and torch.is_grad_enabled()
+
+    def remember(self, outputs: tuple[Tensor, ...], make: Make, *inputs: Tensor) -> None:
+        """`make(*inputs)`, without gradients, gives `outputs` once more. Of no effect where recipes are not `active`."""
+        if self.active:
+            recipe = _Recipe(torch.no_grad()(make), tuple(self.keep(tensor) for tensor in inputs))
+            for index, output in enumerate(outputs):
+                self._enter(output, recipe, index)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Whether `tensor` has a recipe."""
+        return isinstance(self.keep(tensor), _Again)
+
+    def rerun(self, forward: Callable[..., Tensor], *inputs: Tensor, output_too: bool, random: bool) -> Tensor:
+        """`forward(*inputs)` that keeps nothing but its inputs: what it saves is made by running it again as a whole.
+
+        With `output_too` its output is made so as well; `random` says that it draws random numbers, the same ones then.
+        """
+        if not self.active:
+            return forward(*inputs)
+        make = partial(_run_again, forward, [tensor.requires_grad for tensor in inputs], _random_states(inputs) if random else None)
+        recipe = _Recipe(make, tuple(self.keep(tensor) for tensor in inputs))
+        num_saved = 0
+
+        def keep(tensor: Tensor) -> _Again:
+            nonlocal num_saved
+            num_saved += 1
+            return _view(recipe, num_saved, tensor)  # 0 is the output
+
+        with saved_tensors_hooks(keep, again):
+            output = forward(*inputs)
+        if output_too:
+            self._enter(output, recipe, 0)
+        return output
 
     def keep(self, tensor: Tensor) -> Kept:
-        """What to keep of `tensor`: itself, or the recipe of the output it is a view of."""
-        output, make = self._made.get(_address(tensor), (None, None))
-        if output is None or output() is None or make is None:  # an output that is gone left its address to another tensor
+        """What to keep of `tensor`: itself, or the recipe of the tensor it is a view of."""
+        reference, recipe, index = self._made.get(_address(tensor), (None, None, 0))
+        if reference is None or recipe is None or reference.expired():  # memory that is gone left its address to another tensor
             return tensor.detach()
-        part = local(tensor.detach())
-        return _Again(make, part.size(), part.stride(), int(part.storage_offset()), _wrapping(tensor))
+        return _view(recipe, index, tensor)
+
+    def _enter(self, tensor: Tensor, recipe: _Recipe, index: int) -> None:
+        self._made[_address(tensor)] = (StorageWeakRef(local(tensor.detach()).untyped_storage()), recipe, index)
 
 
 def again(kept: Kept) -> Tensor:
     """The tensor of what was kept."""
     if not isinstance(kept, _Again):
         return kept
-    with torch.no_grad():
-        output = local(kept.make())
-    return kept.wrapped(output.as_strided(kept.size, kept.stride, kept.offset))
+    made = kept.recipe.tensor(kept.index)
+    return kept.wrapped(made.as_strided(kept.size, kept.stride, kept.offset))
+
+
+def _view(recipe: _Recipe, index: int, tensor: Tensor) -> _Again:
+    part = local(tensor.detach())
+    return _Again(recipe, index, part.size(), part.stride(), int(part.storage_offset()), _wrapping(tensor))
 
 
 def _address(tensor: Tensor) -> int:
@@ -86,3 +147,32 @@ def _wrapping(tensor: Tensor) -> Callable[[Any], Tensor]:
     return partial(
         DTensor.from_local, device_mesh=tensor.device_mesh, placements=tensor.placements, run_check=False, shape=tensor.shape,
         stride=tensor.stride())
+
+
+_States = dict[torch.device, Tensor]
+
+
+def _run_again(forward: Callable[..., Tensor], requires_grad: list[bool], states: _States | None, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """The output of `forward(*inputs)`, and what its backward pass needs in the order in which it is saved."""
+    saved: list[Tensor] = []
+    leaves = [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(inputs, requires_grad, strict=True)]
+    devices = [device for device in states or {} if device.type != "cpu"]
+    with torch.random.fork_rng(devices, enabled=states is not None), torch.enable_grad():
+        _set_random_states(states or {})
+        with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None):
+            output = forward(*leaves)
+    return output.detach(), *saved
+
+
+def _random_states(inputs: tuple[Tensor, ...]) -> _States:
+    """The states of the generators of the CPU and of the devices of `inputs`."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    return states | {x.device: torch.cuda.get_rng_state(x.device) for x in inputs if x.device.type == "cuda"}
+
+
+def _set_random_states(states: _States) -> None:
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)

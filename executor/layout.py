@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
-from costmodels.sharding import Sharding
+from executor.divisions import validate_divisions
 from planner.plan import LayerPlan, LayerRun, Plan
 from profiles.errors import ConfigError
-from profiles.model import LayerClass, LayerKind
+from profiles.model import LayerKind
 from profiles.spec import Precision
-from profiles.transformer import build_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +69,7 @@ def validate(plan: Plan) -> None:
     _validate_stages(plan)
     _validate_batch(plan)
     _validate_precision(plan)
-    _validate_divisions(plan)
-    _validate_placements(plan)
+    validate_divisions(plan)
     _validate_tied(plan)
 
 
@@ -110,34 +108,6 @@ def _validate_precision(plan: Plan) -> None:
         raise ConfigError("training: the executor does not run fp8_matmuls", hint="make a plan without --fp8")
     if training.gradient_precision is not Precision.FP32:
         raise ConfigError(f"training: gradients accumulate in fp32, gradient_precision is {training.gradient_precision}")
-
-
-def _validate_divisions(plan: Plan) -> None:
-    graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
-    if plan.mesh.tp > 1 and plan.model.num_kv_heads % plan.mesh.tp:
-        raise ConfigError(f"mesh: tp {plan.mesh.tp} does not divide num_kv_heads {plan.model.num_kv_heads}", hint="lower tp")
-    for layer in graph:
-        _validate_layer_divisions(layer, plan.mesh.tp)
-    sequence_parallel = any(layer_plan.sequence_parallel for layer_plan in plan.layer_plans.values())
-    if sequence_parallel and plan.training.seq_length % plan.mesh.tp:
-        raise ConfigError(f"training: sequence parallelism over tp {plan.mesh.tp} does not divide seq_length {plan.training.seq_length}")
-
-
-def _validate_layer_divisions(layer: LayerClass, tp: int) -> None:
-    sharding = Sharding(tp=tp)
-    for operator in layer.operators:
-        for parameter in operator.parameters:
-            shape = sharding.parameter_shape(operator, parameter)
-            if any(part != whole and part * tp != whole for part, whole in zip(shape, parameter.shape, strict=True)):
-                raise ConfigError(f"mesh: tp {tp} does not divide {operator.name}.{parameter.name} of shape {parameter.shape}")
-
-
-def _validate_placements(plan: Plan) -> None:
-    graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
-    for name, layer_plan in plan.layer_plans.items() if plan.mesh.tp > 1 else ():
-        for operator in graph.layer_class(layer_plan.layer).operators:
-            if operator.name not in layer_plan.operators:
-                raise ConfigError(f"layer_plans.{name}: operator {operator.name} has no placement", hint="make the plan again")
 
 
 def _validate_tied(plan: Plan) -> None:

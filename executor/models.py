@@ -1,8 +1,8 @@
 """GPT and Llama as plain modules: one submodule per operator of `profiles.transformer`, with its name and parameters.
 
 Layouts that let a tensor-parallel shard along dim 0 hold whole units: qkv rows are (kv groups, queries + 2, head_dim),
-gated fc1 rows are (ffn, gate and up). A module with `on_shards` computes on the local shards of its inputs; the others
-run on DTensors. Activations are [batch, sequence, feature].
+gated fc1 rows are (ffn, gate and up). A module with `on_shards` computes on the local shards of its inputs and parameters;
+the others run on DTensors. Activations are [batch, sequence, feature].
 """
 
 from __future__ import annotations
@@ -16,11 +16,36 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from executor.loss import Loss
+from executor.tensors import local
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Norm, Positions, TrainingSpec
 from profiles.stack import AttentionKernel
 
 INIT_STD = 0.02  # GPT-2, Radford et al. 2019
+
+
+class Linear(nn.Linear):
+    """A product of whatever rows or columns of the weight a rank holds; the bias only where that gives whole sums."""
+
+    on_shards = True
+    adds_bias = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, local(self.weight), local(self.bias) if self.adds_bias and self.bias is not None else None)
+
+
+class LayerNorm(nn.LayerNorm):
+    on_shards = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.normalized_shape, local(self.weight), local(self.bias), self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    on_shards = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, local(self.weight), self.eps)
 
 
 class Tokens(nn.Embedding):
@@ -100,22 +125,27 @@ class Attention(nn.Module):
         self.dropout = model.dropout
 
     def forward(self, qkv: Tensor) -> Tensor:
+        run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
+        return run(*self.split(qkv)).transpose(1, 2).flatten(2)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, each [batch, heads, sequence, head_dim], as the kernel keeps them."""
         groups = _groups(qkv, self.model)
         query = groups[..., :-2, :].flatten(2, 3).transpose(1, 2)
         key, value = (groups[..., i, :].transpose(1, 2) for i in (-2, -1))
+        if self.kernel is AttentionKernel.UNFUSED:
+            repeats = query.shape[1] // key.shape[1]  # repeat_interleave copies; a batched product would copy the queries
+            return query.contiguous(), key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         if self.model.num_kv_heads != self.model.num_heads:
             # the queries of several groups are copied together; views of the keys would keep the whole of qkv beside them
             key, value = key.contiguous(), value.contiguous()
-        run = self._flash if self.kernel is AttentionKernel.FLASH else self._unfused
-        return run(query, key, value).transpose(1, 2).flatten(2)
+        return query, key, value
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0, enable_gqa=key.shape[1] != query.shape[1])
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         scores = query @ key.transpose(-2, -1) * self.model.head_dim**-0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
@@ -191,17 +221,17 @@ class Block(nn.Module):
         hidden, ffn = model.hidden_size, model.ffn_hidden_size
         self.parallel_residual = model.parallel_residual
         self.norm1 = _norm(model)
-        self.qkv = nn.Linear(hidden, model.q_size + 2 * model.kv_size, bias=model.qkv_bias)
+        self.qkv = Linear(hidden, model.q_size + 2 * model.kv_size, bias=model.qkv_bias)
         if model.positions is Positions.ROTARY:
             self.rotary = Rotary(model)
         self.attention = Attention(model, training.attention)
-        self.attention_out = nn.Linear(model.q_size, hidden, bias=model.linear_bias)
+        self.attention_out = Linear(model.q_size, hidden, bias=model.linear_bias)
         if not model.parallel_residual:
             self.residual1 = Residual(model)
         self.norm2 = _norm(model)
-        self.fc1 = nn.Linear(hidden, ffn * (2 if model.gated_ffn else 1), bias=model.linear_bias)
+        self.fc1 = Linear(hidden, ffn * (2 if model.gated_ffn else 1), bias=model.linear_bias)
         self.activation = Activation(model)
-        self.fc2 = nn.Linear(ffn, hidden, bias=model.linear_bias)
+        self.fc2 = Linear(ffn, hidden, bias=model.linear_bias)
         self.residual2 = Residual(model)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -224,7 +254,7 @@ class Head(nn.Module):
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.norm = _norm(model)
-        self.lm_head = nn.Linear(model.hidden_size, model.padded_vocab_size, bias=False)
+        self.lm_head = Linear(model.hidden_size, model.padded_vocab_size, bias=False)
         self.loss = Loss()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +262,7 @@ class Head(nn.Module):
 
 
 def _norm(model: ModelSpec) -> nn.Module:
-    kind = nn.LayerNorm if model.norm is Norm.LAYER_NORM else nn.RMSNorm
+    kind = LayerNorm if model.norm is Norm.LAYER_NORM else RMSNorm
     return kind(model.hidden_size, eps=model.norm_epsilon)
 
 

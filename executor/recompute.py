@@ -1,9 +1,11 @@
 """Activation recompute of one layer: nothing, a list of operators, or everything.
 
 What a list frees is what `costmodels.recompute.kept_tensors` says: the outputs of the named operators are not kept for
-the operators that read them, but made again from the named operators' own inputs when the backward pass asks for them.
-torch's selective checkpointing keeps the outputs of all other operators instead, views and sums included: more than no
-recompute at all. The attention core runs again as a whole and its output stays, as in Korthikanti's selective recompute.
+the operators that read them, but made again from the named operators' own inputs when the backward pass asks for them,
+through as many operators as the list names in a row. torch's selective checkpointing keeps the outputs of all other
+operators instead, views and sums included: more than no recompute at all. The attention core, whose backward pass needs
+more than its input, runs again as a whole; its output stays for an output projection that is not recomputed, as in
+Korthikanti's selective recompute.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from executor.kept import Recipes
+from executor.models import Attention
+from executor.tensors import local
 from profiles.errors import ConfigError
 
 ATTENTION = "attention"
+AFTER_ATTENTION = "attention_out"  # the one operator that reads what attention gives
 
 
 def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes: Recipes | None = None) -> nn.Module:
@@ -32,13 +37,17 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
         return checkpoint_wrapper(layer)
     discarded = [name for name in operators if name != ATTENTION]
     _check_random(layer, discarded, where)
-    if discarded:
-        recipes = recipes or Recipes()
-        _discard_outputs(layer, discarded, recipes)
+    if not operators and recipes is None:
+        return layer
+    recipes = recipes or Recipes()
+    _discard_outputs(layer, discarded, recipes)
+    attention = getattr(layer, ATTENTION, None)
     if ATTENTION in operators:
-        layer.register_module(ATTENTION, checkpoint_wrapper(layer.get_submodule(ATTENTION)))
-    if recipes:
-        recipes.watch(layer)
+        again = partial(recipes.rerun, output_too=AFTER_ATTENTION in operators, random=bool(attention.dropout))
+        attention.forward = partial(again, attention.forward)
+    elif attention is not None:
+        _follow_copies(attention, recipes)
+    recipes.watch(layer)
     return layer
 
 
@@ -54,7 +63,23 @@ def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -
     """Let the operators of `layer` keep a recipe where they would keep an output of one of `operators`."""
 
     def remember(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        recipes.remember(output, partial(module, *inputs))
+        recipes.remember((output,), lambda *tensors: (local(module(*tensors)),), *inputs)
 
     for name in operators:
         layer.get_submodule(name).register_forward_hook(remember)
+
+
+def _follow_copies(attention: Attention, recipes: Recipes) -> None:
+    """Attention keeps queries, keys and values, copies of its input where they do not lie in it as they are needed: when
+    that input is not kept, neither are they."""
+    split = attention.split
+
+    def followed(qkv: Tensor) -> tuple[Tensor, ...]:
+        parts = split(qkv)
+        if recipes.active and recipes.knows(qkv):
+            own = tuple(part for part in parts if part.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr())
+            places = [i for i, part in enumerate(parts) if any(part is copied for copied in own)]
+            recipes.remember(own, lambda again: tuple(split(again)[i] for i in places), qkv)
+        return parts
+
+    attention.split = followed

@@ -6,6 +6,9 @@ stage | parameters during the step | gradients of a micro-batch
 2     | gathered once a step       | reduce-scattered after every micro-batch
 3     | gathered per micro-batch   | reduce-scattered after every micro-batch
 
+Gradients that are this rank's summands over the tensor-parallel axis too (`executor.place`) are added over it after that,
+at the end of the step and as they are held then: with ZeRO the shards.
+
 bf16 runs on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is torch's `replicate`. Every
 reduction is a sum: the loss is already this rank's share of the mean over the global batch.
 """
@@ -24,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from executor.place import parameters_summed_over_tp
 from executor.tensors import local
 from profiles.spec import Precision
 from profiles.units import MIB
@@ -80,7 +84,7 @@ def begin_step(body: nn.Module, units: Sequence[Unit]) -> None:
         body.set_is_last_backward(False)
 
 
-def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh | None) -> None:
+def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
     """End the step's backward passes: reduce what accumulated whole, free the gathered parameters."""
     if isinstance(body, FSDPModule):
         body.set_requires_gradient_sync(True)
@@ -92,6 +96,13 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh
     _settle(plain)
     if dp_mesh is not None:
         _all_reduce([local(parameter.grad) for parameter in plain], dp_mesh.get_group())
+    if tp_mesh is not None:
+        _all_reduce([local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group())
+
+
+def _summed_over_tp(units: Sequence[Unit]) -> list[nn.Parameter]:
+    modules = (module for unit in units for layer in unit.layers for module in layer.modules())
+    return [parameter for module in modules for parameter in parameters_summed_over_tp(module)]
 
 
 def _fsdp_modules(unit: Unit) -> list[FSDPModule]:
@@ -103,7 +114,7 @@ def _parameters(unit: Unit) -> list[nn.Parameter]:
 
 
 def _settle(parameters: Iterable[nn.Parameter]) -> None:
-    """Bring gradients that are partial sums over the tensor-parallel ranks to their parameter's placement."""
+    """Bring the gradients of operators on DTensors to their parameter's placement."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from executor.divisions import local_shape
 from executor.kept import Recipes
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers
 from executor.models import build_layer
@@ -61,7 +62,7 @@ class Body(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage with local tensors at its borders: [micro-batch, sequence (its shard), hidden], or ids, or logits.
+    """A stage with local tensors at its borders: this rank's shard of [micro-batch, sequence, hidden], or ids, or logits.
 
     It is not an FSDP module itself, its `body` is: torch.distributed.pipelining then leaves gathering and reducing alone.
     """
@@ -80,8 +81,8 @@ class Stage(nn.Module):
     def begin_step(self) -> None:
         begin_step(self.body, self.units)
 
-    def reduce_gradients(self, dp_mesh: DeviceMesh | None) -> None:
-        reduce_gradients(self.body, self.units, dp_mesh)
+    def reduce_gradients(self, dp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
+        reduce_gradients(self.body, self.units, dp_mesh, tp_mesh)
 
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of the token embedding, if it holds one."""
@@ -102,8 +103,7 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     for group in _unit_layers(plan, placed):
-        gathers = ranks.tp_mesh is not None and any(layer.plan.sequence_parallel for layer in group)
-        recipes = {layer.name: Recipes() if gathers else None for layer in group}
+        recipes = {layer.name: Recipes() if ranks.tp_mesh is not None else None for layer in group}
         built = {layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name]) for layer in group}
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
@@ -155,6 +155,6 @@ def _entry(plan: Plan, ranks: Ranks, first: PlacedLayer) -> Callable[[Tensor], T
 
 def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
     """The shape and type, without data, of the local tensor that leaves `after`."""
-    length = plan.training.seq_length // (plan.mesh.tp if border(plan, after) else 1)
-    shape = (plan.pipeline.micro_batch_size, length, plan.model.hidden_size)
+    whole = (plan.pipeline.micro_batch_size, plan.training.seq_length, plan.model.hidden_size)
+    shape = local_shape(whole, border(plan, after), plan.mesh.tp)
     return torch.empty(shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True)

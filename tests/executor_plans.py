@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
@@ -26,7 +26,7 @@ from planner.plan import (
     Status,
 )
 from profiles.hardware import Cluster, Device, Link
-from profiles.model import LayerKind
+from profiles.model import LayerKind, Operator, OperatorKind
 from profiles.provenance import Kind
 from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
@@ -127,3 +127,63 @@ def _search() -> SearchRecord:
     return SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=1.0, bound=0.0, gap=1.0, fastest_step_time_s=1.0,
         candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
+
+
+# How one operator is divided over the tensor-parallel axis: "features" are its outputs', "sums" the dim it sums over,
+# whose partial sums are all-reduced, or reduce-scattered over sequence or batch.
+_ACTIVATIONS = {"whole": (), "batch": ("Shard(0)@tp",), "sequence": ("Shard(1)@tp",), "features": ("Shard(2)@tp",)}
+_SUMS = {"sums": "whole", "sums-sequence": "sequence", "sums-batch": "batch"}
+
+
+def division(operator: Operator, choice: str) -> OperatorPlacement:
+    """The placements of one operator that is divided so."""
+    names = [parameter.name for parameter in operator.parameters]
+    if choice in _SUMS:
+        return OperatorPlacement(
+            parameters={name: ("Shard(1)@tp",) if name == "weight" else () for name in names}, input=("Shard(2)@tp",),
+            output=_ACTIVATIONS[_SUMS[choice]])
+    if operator.kind is OperatorKind.MATMUL and choice == "features":
+        return OperatorPlacement(parameters=dict.fromkeys(names, ("Shard(0)@tp",)), input=(), output=("Shard(2)@tp",))
+    return OperatorPlacement(parameters=dict.fromkeys(names, ()), input=_ACTIVATIONS[choice], output=_ACTIVATIONS[choice])
+
+
+Division = dict[str, str]
+
+OPERATORS = (
+    "norm1", "qkv", "rotary", "attention", "attention_out", "residual1", "norm2", "fc1", "activation", "fc2", "residual2")
+WHOLE: Division = dict.fromkeys(OPERATORS, "whole")
+BATCH: Division = dict.fromkeys(OPERATORS, "batch")
+SEQUENCE: Division = dict.fromkeys(OPERATORS, "sequence") | {"rotary": "features", "attention": "features"}  # as Ulysses
+MEGATRON: Division = WHOLE | {
+    "qkv": "features", "rotary": "features", "attention": "features", "attention_out": "sums", "fc1": "features", "activation": "features",
+    "fc2": "sums"}
+_NORMS = ("norm1", "residual1", "norm2", "residual2")
+MEGATRON_SEQUENCE: Division = MEGATRON | dict.fromkeys(_NORMS, "sequence") | {"attention_out": "sums-sequence", "fc2": "sums-sequence"}
+_FEED_FORWARD = ("norm2", "fc1", "activation", "fc2")
+TOKEN_FEED_FORWARD: Division = MEGATRON_SEQUENCE | dict.fromkeys(_FEED_FORWARD, "sequence")
+BATCH_FEED_FORWARD: Division = MEGATRON | dict.fromkeys(_FEED_FORWARD, "batch")
+BATCH_ATTENTION: Division = MEGATRON | dict.fromkeys(OPERATORS[:7], "batch") | {"fc2": "sums-batch", "residual2": "batch"}
+HIDDEN_STREAM: Division = MEGATRON | {"residual1": "features", "residual2": "features"}
+# no two neighbours alike
+PATCHWORK: Division = {
+    "norm1": "sequence", "qkv": "batch", "rotary": "features", "attention": "batch", "attention_out": "sequence", "residual1": "features",
+    "norm2": "batch", "fc1": "features", "activation": "sequence", "fc2": "sums-sequence", "residual2": "whole"}
+
+
+def with_divisions(plan: Plan, *divisions: Division) -> Plan:
+    """`plan` with its blocks divided by `divisions` in turn; their other choices, and embedding and head, stay."""
+    graph = build_graph(plan.model, plan.training, 1).block
+    plans = dict(plan.layer_plans)
+
+    def divided(run: LayerRun) -> LayerRun:
+        if run.blocks is None:
+            return run
+        turn = run.blocks[0] % len(divisions)
+        name = f"{run.plan}-{turn}"
+        operators = {operator.name: division(operator, divisions[turn][operator.name]) for operator in graph.operators}
+        plans[name] = replace(plan.layer_plans[run.plan], operators=operators)
+        return LayerRun(plan=name, blocks=run.blocks)
+
+    stages = tuple(replace(stage, layers=tuple(divided(run) for run in stage.layers)) for stage in plan.stages)
+    used = {run.plan for stage in stages for run in stage.layers}
+    return replace(plan, stages=stages, layer_plans={name: found for name, found in plans.items() if name in used})

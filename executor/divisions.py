@@ -1,0 +1,162 @@
+"""Which placements over the tensor-parallel axis an operator can have, and why not the others.
+
+    operator                  input      weight, bias           output
+    matmul, by batch          Shard(0)   whole                  Shard(0)
+            by sequence       Shard(1)   whole                  Shard(1)
+            by its outputs    whole      Shard(0), Shard(0)     Shard(2)
+            by its sums       Shard(2)   Shard(1), whole        whole, Shard(0) or Shard(1): all-reduced or reduce-scattered
+    attention, rotary         Shard(0) or Shard(2), whole heads; the same output
+    norm                      Shard(0) or Shard(1); the same output
+    activation, residual      Shard(0), Shard(1) or Shard(2); the same output
+
+or everything whole. The token table and the head's product are divided over the vocabulary, as the loss reads them.
+Activations are [batch, sequence, feature].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from planner.plan import OperatorPlacement, Plan
+from profiles.errors import ConfigError
+from profiles.model import LayerKind, Operator, OperatorKind
+from profiles.transformer import build_graph
+
+Entries = tuple[str, ...]
+
+WHOLE: Entries = ()
+BATCH, SEQUENCE, FEATURES = (("Shard(0)@tp",), ("Shard(1)@tp",), ("Shard(2)@tp",))
+ROWS = BATCH  # of a weight [features out, features in]
+
+_SHARD = re.compile(r"Shard\((\d+)\)@tp")
+
+
+def shard_dim(entries: Entries) -> int | None:
+    """The dim that the plan's `("Shard(1)@tp",)` divides, or None where it is whole."""
+    match = _SHARD.fullmatch(entries[0]) if len(entries) == 1 else None
+    return int(match[1]) if match else None
+
+
+def local_shape(shape: Sequence[int], entries: Entries, tp: int) -> tuple[int, ...]:
+    """The shape of one rank's part of a tensor that `entries` divide over `tp` ranks."""
+    divided = shard_dim(entries)
+    return tuple(size // tp if i == divided else size for i, size in enumerate(shape))
+
+
+def validate_divisions(plan: Plan) -> None:
+    """Raises ConfigError for an operator whose placements the executor cannot run, or would run to wrong gradients."""
+    if plan.mesh.tp == 1:
+        return
+    graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
+    for name, layer_plan in plan.layer_plans.items():
+        for operator in graph.layer_class(layer_plan.layer).operators:
+            where = f"layer_plans.{name}: operator {operator.name}"
+            if operator.name not in layer_plan.operators:
+                raise ConfigError(f"{where} has no placement", hint="make the plan again")
+            placement = layer_plan.operators[operator.name]
+            for problem in _problems(plan, operator, layer_plan.layer, placement):
+                raise ConfigError(f"{where}: {problem}", hint="divide it along another dim, or not")
+
+
+def _problems(plan: Plan, operator: Operator, layer: LayerKind, placement: OperatorPlacement) -> Iterator[str]:
+    yield from _entries(operator, placement)
+    yield from _rule(operator, layer, placement)
+    yield from _sizes(plan, operator, placement)
+
+
+def _entries(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
+    """Entries that are not one shard of a dim that the tensor has."""
+    num_dims = {"input": 3, "output": 3, **{parameter.name: len(parameter.shape) for parameter in operator.parameters}}
+    for name, entries in {"input": placement.input, "output": placement.output, **placement.parameters}.items():
+        if name not in num_dims:
+            yield f"it has no parameter {name}"
+        elif entries and shard_dim(entries) not in range(num_dims[name]):
+            yield f"{name} placement {list(entries)} is not one Shard(d)@tp with d below {num_dims[name]}"
+
+
+def _rule(operator: Operator, layer: LayerKind, placement: OperatorPlacement) -> Iterator[str]:
+    """What the operator's kind forbids."""
+    if operator.kind is OperatorKind.EMBEDDING or layer is LayerKind.EMBEDDING:
+        yield from _embedding_rule(operator, placement)
+    elif operator.kind is OperatorKind.CROSS_ENTROPY or operator.parallel_dim == "vocab":
+        yield from _vocabulary_rule(operator, placement)
+    elif operator.kind is OperatorKind.MATMUL:
+        yield from _matmul_rule(operator, placement)
+    else:
+        yield from _same_rule(operator, placement)
+
+
+def _matmul_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
+    weight, bias = (placement.parameters.get(name, ()) for name in ("weight", "bias"))
+    has_bias = any(parameter.name == "bias" for parameter in operator.parameters)
+    found = (placement.input, placement.output)
+    if weight == WHOLE:
+        allowed, bias_wanted = [(entries, entries) for entries in (WHOLE, BATCH, SEQUENCE)], WHOLE
+        why = "a whole weight reads and gives whole features, divided alike by batch or sequence"
+    elif weight == ROWS:
+        allowed, bias_wanted = [(WHOLE, FEATURES)], ROWS
+        why = "a weight divided by rows reads the whole input and gives Shard(2)"
+    else:
+        allowed, bias_wanted = [(FEATURES, output) for output in (WHOLE, BATCH, SEQUENCE)], WHOLE
+        why = "a weight divided by columns reads Shard(2) and its sums are reduced to whole, Shard(0) or Shard(1)"
+    if found not in allowed:
+        yield f"input {_text(placement.input)} and output {_text(placement.output)} with weight {_text(weight)}: {why}"
+    if has_bias and bias != bias_wanted:
+        yield f"bias {_text(bias)} with weight {_text(weight)}, it must be {_text(bias_wanted)}"
+
+
+def _same_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
+    """Operators without a product: input and output are divided alike."""
+    if placement.input != placement.output:
+        yield f"input {_text(placement.input)} and output {_text(placement.output)} differ"
+    if any(placement.parameters.values()):
+        yield "its parameters must be whole"
+    over_heads = operator.parallel_dim == "heads"
+    if over_heads and placement.input == SEQUENCE:
+        why = "queries need every key before them" if operator.kind is OperatorKind.ATTENTION else "positions count from a shard's start"
+        yield f"it cannot be divided by sequence: {why}"
+    if operator.kind is OperatorKind.NORM and placement.input == FEATURES:
+        yield "a norm needs the whole hidden dim of a token"
+
+
+def _embedding_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
+    is_table = operator.kind is OperatorKind.EMBEDDING
+    weight, wanted = placement.parameters.get("weight", ()), ROWS if is_table else WHOLE
+    if weight != wanted:
+        yield f"weight {_text(weight)}, it must be {_text(wanted)}"
+    if placement.output not in (WHOLE, SEQUENCE) or placement.input not in ((WHOLE,) if is_table else (placement.output,)):
+        yield f"input {_text(placement.input)} and output {_text(placement.output)}: its output is whole or divided by sequence"
+
+
+def _vocabulary_rule(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
+    """The head's product gives its share of the vocabulary, which the loss reads."""
+    is_loss = operator.kind is OperatorKind.CROSS_ENTROPY
+    weight, wanted = placement.parameters.get("weight", ()), WHOLE if is_loss else ROWS
+    ends = (FEATURES, WHOLE) if is_loss else (WHOLE, FEATURES)
+    if weight != wanted or (placement.input, placement.output) != ends:
+        yield f"it must read {_text(ends[0])} and give {_text(ends[1])}, divided over the vocabulary"
+
+
+def _sizes(plan: Plan, operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
+    """Extents that tp does not divide."""
+    tp = plan.mesh.tp
+    for parameter in operator.parameters:
+        dim = shard_dim(placement.parameters.get(parameter.name, ()))
+        if dim is not None and parameter.shape[dim] % tp:
+            yield f"tp {tp} does not divide {operator.name}.{parameter.name} of shape {parameter.shape}"
+    sizes = (plan.pipeline.micro_batch_size, plan.training.seq_length)
+    names = ("micro_batch_size", "seq_length")
+    for tensors, entries in ((operator.inputs, placement.input), (operator.outputs, placement.output)):
+        dim = shard_dim(entries)
+        if dim is None or not tensors:
+            continue
+        size, name = (tensors[0].dims[2].size, "features") if dim == 2 else (sizes[dim], names[dim])
+        if dim == 2 and operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
+            size, name = plan.model.num_kv_heads, "num_kv_heads"
+        if size % tp:
+            yield f"tp {tp} does not divide {name} {size}"
+
+
+def _text(entries: Entries) -> str:
+    return entries[0].removesuffix("@tp") if entries else "whole"
