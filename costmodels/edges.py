@@ -15,6 +15,7 @@ class Edge:
 
     maker      None: the layer before
     gradient   where the reader leaves the tensor's gradient
+    makers_own whether the maker's backward pass needs the tensor too
     """
 
     tensor: Tensor
@@ -23,10 +24,15 @@ class Edge:
     source: Place
     target: Place
     gradient: Place
+    makers_own: bool = False
 
     def kept_place(self, degrees: tuple[int, ...]) -> Place:
         """Where a reader that needs the tensor in its backward pass keeps it: on whichever side less of it is on a rank."""
         return self.source if self.gathers(degrees) else self.target
+
+    def kept_twice(self, degrees: tuple[int, ...]) -> bool:
+        """Whether a kept copy at `target` is beside the maker's own: fused attention keeps its output where it made it."""
+        return self.makers_own and self.source != self.target and not self.gathers(degrees)
 
     def gathers(self, degrees: tuple[int, ...]) -> bool:
         """Whether the reader has more of the tensor than the maker left."""
@@ -46,8 +52,14 @@ def edges_of(layer: LayerClass, sharding: Sharding) -> Edges:
             found[reader.name, tensor.name] = Edge(
                 tensor=tensor, maker=maker.name if maker else None, reader=reader,
                 source=sharding.place(maker, tensor) if maker else sharding.boundary,
-                target=sharding.place(reader, tensor), gradient=sharding.gradient_place(reader, tensor))
+                target=sharding.place(reader, tensor), gradient=sharding.gradient_place(reader, tensor),
+                makers_own=keeps_output(maker))
     return found
+
+
+def keeps_output(maker: Operator | None) -> bool:
+    """Whether the operator's backward pass needs its own output: that of fused attention does."""
+    return maker is not None and maker.kind is OperatorKind.ATTENTION and not any(tensor.has("keys") for tensor in maker.saved)
 
 
 def leaves(layer: LayerClass, sharding: Sharding) -> tuple[Tensor, Place] | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from costmodels.collectives import Collective, collective_time
-from costmodels.compute import FREE, OperatorTime, operator_time, optimizer_time
+from costmodels.compute import FP32_BYTES, FREE, OperatorTime, operator_time, optimizer_time
 from costmodels.edges import Edge, edges_of, leaves
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis, Mesh, place
@@ -241,46 +241,43 @@ def data_parallel_time(
     parameters = owned_parameters(layer, sharding, with_tied=with_tied)
     owned = owned_parameters(layer, sharding, mesh.dp, with_tied=with_tied) if zero else parameters
     optimizer = optimizer_time(owned, machine, training)
-    inside = summed_inside(layer, sharding, machine, training)
+    inside = summed_inside(layer, sharding, mesh.dp if zero else 1, machine, training)
     if mesh.dp == 1 or not parameters:
-        return DataParallelTime(forward=ZERO, backward=ZERO, step=_exposed(inside, time.backward_s, training), optimizer=optimizer)
+        return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
     gradient_bytes = training.gradient_precision.num_bytes * parameters
-
-    def reduced(collective: Collective) -> Seconds:
-        whole = collective_time(collective, gradient_bytes, placement, machine)
-        return whole + inside if inside.value_s else whole
 
     def exposed(communication: Seconds, window_s: float) -> Seconds:
         return _exposed(communication, window_s, training)
 
     if zero == 0:
-        step = exposed(reduced(Collective.ALL_REDUCE), time.backward_s)
+        reduce = collective_time(Collective.ALL_REDUCE, gradient_bytes, placement, machine)
+        step = exposed(reduce, time.backward_s) + inside
         return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
     gather = collective_time(Collective.ALL_GATHER, training.precision.num_bytes * parameters, placement, machine)
-    scatter = reduced(Collective.REDUCE_SCATTER)
+    scatter = collective_time(Collective.REDUCE_SCATTER, gradient_bytes, placement, machine)
     if zero == 3:
         return DataParallelTime(
-            forward=exposed(gather, time.forward_s), backward=exposed(gather + scatter, time.backward_s), step=ZERO, optimizer=optimizer)
-    gather_step = exposed(gather, time.forward_s)
-    scatter_exposed = exposed(scatter, time.backward_s)
+            forward=exposed(gather, time.forward_s), backward=exposed(gather + scatter, time.backward_s), step=inside, optimizer=optimizer)
+    gathered, scattered = exposed(gather, time.forward_s), exposed(scatter, time.backward_s)
     if zero == 2:
-        return DataParallelTime(forward=ZERO, backward=scatter_exposed, step=gather_step, optimizer=optimizer)
-    return DataParallelTime(forward=ZERO, backward=ZERO, step=scatter_exposed + gather_step, optimizer=optimizer)
+        return DataParallelTime(forward=ZERO, backward=scattered, step=gathered + inside, optimizer=optimizer)
+    return DataParallelTime(forward=ZERO, backward=ZERO, step=scattered + gathered + inside, optimizer=optimizer)
 
 
-def summed_inside(layer: LayerClass, sharding: Sharding, machine: Machine, training: TrainingSpec) -> Seconds:
+def summed_inside(layer: LayerClass, sharding: Sharding, shards: int, machine: Machine, training: TrainingSpec) -> Seconds:
     """All-reduces of weight gradients over the axes inside a stage that divide a product's tokens but not its weight.
 
-    They run with the reduction over data parallelism. Left out: the vectors of norms and biases, a few kilobytes.
+    Once a step, after the reduction over data parallelism, of what one of `shards` ZeRO shards holds, in fp32, as the executor
+    runs them. Left out: the vectors of norms and biases, a few kilobytes.
     """
     total, degrees = ZERO, sharding.degrees
     for operator in layer.operators if sharding.own else ():
         for parameter in operator.parameters if operator.kind is OperatorKind.MATMUL else ():
             axes = sharding.summed_axes(operator, parameter) if len(parameter.dims) > 1 else ()
             if axes:
-                local = math.prod(sharding.parameter_shape(operator, parameter)) * training.gradient_precision.num_bytes
+                held = -(-math.prod(sharding.parameter_shape(operator, parameter)) // shards) * FP32_BYTES
                 partial = tuple(PARTIAL if axis in axes else None for axis in range(len(degrees)))
-                total += redistribute(local, partial, (None,) * len(degrees), degrees, machine).time
+                total += redistribute(held, partial, (None,) * len(degrees), degrees, machine).time
     return total
 
 

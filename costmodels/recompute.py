@@ -92,19 +92,27 @@ def saved_bytes_by_operator(
 ) -> dict[str, int]:
     """The same by operator: a tensor that several operators need counts at the first of them."""
     flow, counted, total = edges_of(layer, sharding), set[str](), dict.fromkeys((op.name for op in layer.operators), 0)
-    for operator, tensor in keepers(layer, recompute):
+    again = frozenset(recompute)
+    for operator, tensor in keepers(layer, again):
         if tensor.name not in counted:
             counted.add(tensor.name)
-            total[operator.name] += _stored_bytes(operator, tensor, sharding, flow, whole=stack.keeps_gathered_inputs)
+            total[operator.name] += _stored_bytes(operator, tensor, sharding, flow, whole=stack.keeps_gathered_inputs, again=again)
     return total
 
 
-def _stored_bytes(operator: Operator, tensor: Tensor, sharding: Sharding, flow: Edges, *, whole: bool = False) -> int:
-    """Bytes of a tensor that an operator keeps: an input as `Edge.kept_place` says, or gathered where the stack does so."""
+def _stored_bytes(
+    operator: Operator, tensor: Tensor, sharding: Sharding, flow: Edges, *, whole: bool = False, again: frozenset[str] = frozenset(),
+) -> int:
+    """Bytes of a tensor that an operator keeps: an input as `Edge.kept_place` says, or gathered where the stack does so.
+
+    With it counts the copy of a maker that keeps its own output elsewhere, unless it is among `again`.
+    """
     edge = flow.get((operator.name, tensor.name))
-    if edge is None or whole:
+    if edge is None:
         return sharding.tensor_bytes(operator, tensor)
-    return sharding.local_bytes(tensor, edge.kept_place(sharding.degrees))
+    twice = edge.kept_twice(sharding.degrees) and edge.maker not in again
+    place = edge.target if whole else edge.kept_place(sharding.degrees)
+    return sharding.local_bytes(tensor, place) + (sharding.local_bytes(tensor, edge.source) if twice else 0)
 
 
 def ideal_saved_bytes(layer: LayerClass, tp: int, recompute: Iterable[str] = ()) -> float:

@@ -8,8 +8,9 @@ On each axis of the mesh a tensor is whole, divided along one of its dims, or a 
     partial -> whole      all-reduce of the local bytes
     divided -> whole      all-gather to what is local afterwards
 
-in this order, which keeps what later steps move small. A dim that several axes divide is cut by the outer axis first: to
-take away an outer cut, the cuts inside it are gathered before and made again after, as torch's DTensor does.
+axis by axis in the order of torch's DTensor, which a test counts. A dim that several axes divide is cut by the outer axis
+first: to take away an outer cut, the cuts inside it are gathered before and made again after. Between CPUs torch runs an
+all-gather where this says all-to-all.
 """
 
 from __future__ import annotations
@@ -59,47 +60,35 @@ def redistribute(num_bytes: int, source: Place, target: Place, degrees: tuple[in
 
 
 def moves(num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...]) -> Iterator[Move]:
-    """The collectives from `source` to `target`, in order; axes of one rank take none."""
+    """The collectives from `source` to `target`, in the order of torch's DTensor; axes of one rank take none."""
     here = [place if p > 1 else goal for p, place, goal in zip(degrees, source, target, strict=True)]
 
     def local() -> int:
         return -(-num_bytes // placed_parts(tuple(here), degrees))
 
-    for axis in _cuts_in_the_way(here, target):
-        here[axis] = None
-        yield Move(Collective.ALL_GATHER, axis, local(), local())
-    while (following := _next_axis(here, target)) is not None:
-        collective, before = _collective(here[following], target[following]), local()
-        here[following] = target[following]
+    for axis, goal in (*_inward_out(tuple(here), target), *((axis, goal) for axis, goal in enumerate(target))):
+        if here[axis] == goal:
+            continue
+        collective, before = _collective(here[axis], goal), local()
+        here[axis] = goal
         if collective is not None:
-            yield Move(collective, following, local() if collective is Collective.ALL_GATHER else before, local())
+            yield Move(collective, axis, local() if collective is Collective.ALL_GATHER else before, local())
 
 
-def _cuts_in_the_way(here: list[str | None], target: Place) -> list[int]:
-    """Axes, innermost first, whose cut is inside one of the same dim that comes or goes."""
-    return [
-        axis for axis in reversed(range(len(here)))
-        if here[axis] not in (None, PARTIAL)
-        and any((here[outer] == here[axis]) != (target[outer] == here[axis]) for outer in range(axis))]
+def _inward_out(source: Place, target: Place) -> Iterator[tuple[int, str | None]]:
+    """The first walk, from the innermost axis: to its target, or whole where axes outside cut the target's dim in another way.
 
-
-def _next_axis(here: list[str | None], target: Place) -> int | None:
-    """The axis to change next: the cheapest kind of step first; a cut waits for those outside it of the same dim."""
-    open_axes = [axis for axis in range(len(here)) if here[axis] != target[axis]]
-    ready = [
-        axis for axis in open_axes
-        if target[axis] is None or all(target[axis] not in (here[outer], target[outer]) for outer in open_axes if outer < axis)]
-
-    def order(axis: int) -> tuple[int, int]:
-        kind = _ORDER[_collective(here[axis], target[axis])]
-        return kind, -axis if target[axis] is None else axis
-
-    return min(ready, key=order, default=None)
-
-
-_ORDER = {
-    kind: rank for rank, kind in enumerate(
-        (None, Collective.REDUCE_SCATTER, Collective.ALL_TO_ALL, Collective.ALL_REDUCE, Collective.ALL_GATHER))}
+    Only a tensor that is divided somewhere is walked so: cuts inside one another are then taken away before they are made.
+    """
+    here = list(source)
+    if all(place in (None, PARTIAL) for place in source):
+        return
+    for axis in reversed(range(len(here))):
+        goal = target[axis]
+        if goal is not None and any((here[outer] == goal) != (target[outer] == goal) for outer in range(axis)):
+            goal = None
+        here[axis] = goal
+        yield axis, goal
 
 
 def _collective(place: str | None, goal: str | None) -> Collective | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from costmodels.edges import Edge
+from costmodels.edges import Edge, keeps_output
 from costmodels.layer import Inside, edge_time
 from costmodels.operator import OperatorPrice, operator_price, single
 from costmodels.sharding import Place, Sharding, Splits, operator_splits
@@ -116,7 +116,7 @@ class _Builder:
         for operator in layer.operators:
             for tensor in operator.saved:
                 self.savers.setdefault(tensor.name, operator.name)
-        self.moved: dict[tuple[str, str, Place, Place, Place], tuple[tuple[float, float], float]] = {}
+        self.moved: dict[tuple[str, str, Place, Place, Place], tuple[tuple[float, float], float, float]] = {}
         self.alone: dict[tuple[str, Place, Place], OperatorPrice] = {}  # by reader and where it has its first input
 
     def build(self) -> LayerProblem:
@@ -171,24 +171,28 @@ class _Builder:
             yield Link(maker, reader, {(a, b): self._cell(name, operator, tensor, a, b) for a in lefts for b in wanted})
 
     def _cell(self, maker: str | None, reader: Operator, tensor: Tensor, left: Left, wanted: Wanted) -> Cost:
-        time, stored = self._moved(maker, reader, tensor, left.place, wanted)
+        time, stored, twice = self._moved(maker, reader, tensor, left.place, wanted)
         saves = self.savers.get(tensor.name) == reader.name
         needed = saves or (wanted.again and tensor.name not in self.savers)
         stays = maker is not None and self.layer.operator(maker).kind is OperatorKind.ATTENTION and not wanted.again
         kept = needed and (not left.again or stays)
+        own = twice if not left.again else 0.0
         return Cost(
-            time_s=time[0] * (2 if wanted.again else 1) + time[1], saved_bytes=stored if kept else 0.0,
-            whole_bytes=stored if saves else 0.0)
+            time_s=time[0] * (2 if wanted.again else 1) + time[1], saved_bytes=stored + own if kept else 0.0,
+            whole_bytes=stored + twice if saves else 0.0)
 
     def _moved(
         self, maker: str | None, reader: Operator, tensor: Tensor, source: Place, wanted: Wanted,
-    ) -> tuple[tuple[float, float], float]:
-        """Forward and backward seconds between two placements, and the bytes of the tensor that a reader there keeps."""
+    ) -> tuple[tuple[float, float], float, float]:
+        """Forward and backward seconds between two placements, and the bytes of the tensor that reader and maker keep there."""
         key = (reader.name, tensor.name, source, wanted.place, wanted.gradient)
         if key not in self.moved:
-            edge = Edge(tensor=tensor, maker=maker, reader=reader, source=source, target=wanted.place, gradient=wanted.gradient)
+            edge = Edge(
+                tensor=tensor, maker=maker, reader=reader, source=source, target=wanted.place, gradient=wanted.gradient,
+                makers_own=keeps_output(self.layer.operator(maker) if maker else None))
             time = edge_time(edge, self.alone[reader.name, wanted.place, wanted.gradient].compute, self.inside)
-            self.moved[key] = (time.forward.value_s, time.backward.value_s), self._stored_bytes(edge)
+            twice = self.sharding.local_bytes(tensor, source) if edge.kept_twice(self.sharding.degrees) else 0.0
+            self.moved[key] = (time.forward.value_s, time.backward.value_s), self._stored_bytes(edge), twice
         return self.moved[key]
 
     def _stored_bytes(self, edge: Edge) -> float:
