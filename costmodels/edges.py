@@ -30,9 +30,13 @@ class Edge:
         """Where a reader that needs the tensor in its backward pass keeps it: on whichever side less of it is on a rank."""
         return self.source if self.gathers(degrees) else self.target
 
+    def keeps_own_copy(self, degrees: tuple[int, ...]) -> bool:
+        """Whether what the reader keeps is not what the maker left, but divided in another way."""
+        return self.source != self.target and not self.gathers(degrees)
+
     def kept_twice(self, degrees: tuple[int, ...]) -> bool:
         """Whether a kept copy at `target` is beside the maker's own: fused attention keeps its output where it made it."""
-        return self.makers_own and self.source != self.target and not self.gathers(degrees)
+        return self.makers_own and self.keeps_own_copy(degrees)
 
     def gathers(self, degrees: tuple[int, ...]) -> bool:
         """Whether the reader has more of the tensor than the maker left."""

@@ -90,12 +90,18 @@ def saved_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[str] 
 def saved_bytes_by_operator(
     layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL,
 ) -> dict[str, int]:
-    """The same by operator: a tensor that several operators need counts at the first of them."""
-    flow, counted, total = edges_of(layer, sharding), set[str](), dict.fromkeys((op.name for op in layer.operators), 0)
-    again = frozenset(recompute)
+    """The same by operator.
+
+    A tensor that several operators read where it was made, or gather from there, is kept once and counts at the first of them;
+    one that reads it divided in another way keeps a copy of its own.
+    """
+    flow, total = edges_of(layer, sharding), dict.fromkeys((op.name for op in layer.operators), 0)
+    counted, again = set[tuple[str, str]](), frozenset(recompute)
     for operator, tensor in keepers(layer, again):
-        if tensor.name not in counted:
-            counted.add(tensor.name)
+        edge = flow.get((operator.name, tensor.name))
+        copy = tensor.name, operator.name if edge is not None and edge.keeps_own_copy(sharding.degrees) else ""
+        if copy not in counted:
+            counted.add(copy)
             total[operator.name] += _stored_bytes(operator, tensor, sharding, flow, whole=stack.keeps_gathered_inputs, again=again)
     return total
 
@@ -144,13 +150,10 @@ def workspace_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[s
 
 def _backward_bytes(layer: LayerClass, sharding: Sharding, stack: Stack) -> Iterator[int]:
     """For each operator of the layer the bytes its backward pass adds to what the layer keeps."""
-    freed, flow = 0, edges_of(layer, sharding)
-    before = list(layer.operators)
+    freed, kept = 0, saved_bytes_by_operator(layer, sharding)
     for operator in reversed(layer.operators):
         yield gradient_bytes(operator, sharding, stack) - freed
-        before.pop()
-        needed = {tensor.name for op in before for tensor in op.saved}
-        freed += sum(_stored_bytes(operator, tensor, sharding, flow) for tensor in operator.saved if tensor.name not in needed)
+        freed += kept[operator.name]
 
 
 def gradient_bytes(operator: Operator, sharding: Sharding, stack: Stack) -> int:

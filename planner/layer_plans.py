@@ -101,10 +101,15 @@ class Catalogue:
         key = micro_batch_size, sharding
         if key not in self._options:
             kept = _unbeaten(self._found(micro_batch_size, sharding))
-            self._options[key] = _unbeaten(
-                replace(option, time_s=self.book.layer_time(LayerKind.BLOCK, micro_batch_size, option.sharding, option.recompute).total_s)
-                for option in kept)
+            self._options[key] = _unbeaten(self._exact(option, micro_batch_size) for option in kept)
         return self._options[key]
+
+    def _exact(self, option: LayerOption, b: int) -> LayerOption:
+        """With the book's own prices: the host's launches, and copies that are not a sum over pairs."""
+        size = self.book.activations(LayerKind.BLOCK, b, option.sharding, option.recompute)
+        return replace(
+            option, time_s=self.book.layer_time(LayerKind.BLOCK, b, option.sharding, option.recompute).total_s,
+            saved_bytes=float(size.saved), ideal_saved_bytes=size.ideal_saved, workspace_bytes=float(size.workspace))
 
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
         problem = self.problem(b, sharding)

@@ -3,6 +3,9 @@
 An option of an operator is how each axis divides it, and whether it is recomputed. What lies between two operators depends
 on where the maker leaves a tensor and where the reader wants it, not on their strategies in full: hence *placement* pairs
 (EQUATIONS I2). A placement here also says whether its side recomputes, which decides what is kept of the tensor.
+
+One thing is not a sum over pairs: a tensor that its first reader keeps as a copy of its own, while another keeps what the maker
+left. The second is left out; the catalogue prices it (planner/layer_plans.py).
 """
 
 from __future__ import annotations
@@ -105,6 +108,17 @@ def layer_problem(
     return _Builder(layer, sharding, Inside(sharding.degrees, machine, training.stack), training, zero, dp).build()
 
 
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """A tensor between two placements: seconds, and the bytes that the reader, and beside it the maker, keep of it."""
+
+    forward_s: float
+    backward_s: float
+    stored_bytes: float
+    own_copy: bool
+    makers_bytes: float
+
+
 class _Builder:
     """What the options and links of one problem share."""
 
@@ -116,7 +130,7 @@ class _Builder:
         for operator in layer.operators:
             for tensor in operator.saved:
                 self.savers.setdefault(tensor.name, operator.name)
-        self.moved: dict[tuple[str, str, Place, Place, Place], tuple[tuple[float, float], float, float]] = {}
+        self.moved: dict[tuple[str, str, Place, Place, Place], _Moved] = {}
         self.alone: dict[tuple[str, Place, Place], OperatorPrice] = {}  # by reader and where it has its first input
 
     def build(self) -> LayerProblem:
@@ -171,28 +185,30 @@ class _Builder:
             yield Link(maker, reader, {(a, b): self._cell(name, operator, tensor, a, b) for a in lefts for b in wanted})
 
     def _cell(self, maker: str | None, reader: Operator, tensor: Tensor, left: Left, wanted: Wanted) -> Cost:
-        time, stored, twice = self._moved(maker, reader, tensor, left.place, wanted)
-        saves = self.savers.get(tensor.name) == reader.name
-        needed = saves or (wanted.again and tensor.name not in self.savers)
+        moved = self._moved(maker, reader, tensor, left.place, wanted)
+        first = self.savers.get(tensor.name) == reader.name
+        saves = any(tensor.name == saved.name for saved in reader.saved)
+        needed = first or ((saves or wanted.again) and (moved.own_copy or tensor.name not in self.savers))
         stays = maker is not None and self.layer.operator(maker).kind is OperatorKind.ATTENTION and not wanted.again
         kept = needed and (not left.again or stays)
-        own = twice if not left.again else 0.0
+        makers = 0.0 if left.again else moved.makers_bytes
         return Cost(
-            time_s=time[0] * (2 if wanted.again else 1) + time[1], saved_bytes=stored + own if kept else 0.0,
-            whole_bytes=stored + twice if saves else 0.0)
+            time_s=moved.forward_s * (2 if wanted.again else 1) + moved.backward_s,
+            saved_bytes=moved.stored_bytes + makers if kept else 0.0,
+            whole_bytes=moved.stored_bytes + moved.makers_bytes if first or (saves and moved.own_copy) else 0.0)
 
-    def _moved(
-        self, maker: str | None, reader: Operator, tensor: Tensor, source: Place, wanted: Wanted,
-    ) -> tuple[tuple[float, float], float, float]:
-        """Forward and backward seconds between two placements, and the bytes of the tensor that reader and maker keep there."""
+    def _moved(self, maker: str | None, reader: Operator, tensor: Tensor, source: Place, wanted: Wanted) -> _Moved:
+        """The move between two placements, whatever runs again."""
         key = (reader.name, tensor.name, source, wanted.place, wanted.gradient)
         if key not in self.moved:
             edge = Edge(
                 tensor=tensor, maker=maker, reader=reader, source=source, target=wanted.place, gradient=wanted.gradient,
                 makers_own=keeps_output(self.layer.operator(maker) if maker else None))
             time = edge_time(edge, self.alone[reader.name, wanted.place, wanted.gradient].compute, self.inside)
-            twice = self.sharding.local_bytes(tensor, source) if edge.kept_twice(self.sharding.degrees) else 0.0
-            self.moved[key] = (time.forward.value_s, time.backward.value_s), self._stored_bytes(edge), twice
+            degrees = self.sharding.degrees
+            self.moved[key] = _Moved(
+                time.forward.value_s, time.backward.value_s, self._stored_bytes(edge), edge.keeps_own_copy(degrees),
+                self.sharding.local_bytes(tensor, source) if edge.kept_twice(degrees) else 0.0)
         return self.moved[key]
 
     def _stored_bytes(self, edge: Edge) -> float:

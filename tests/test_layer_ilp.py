@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from benchmarks.formulations import StrategyPairs
+from costmodels.edges import edges_of
 from costmodels.layer import price_operators
 from costmodels.recompute import saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
@@ -60,8 +61,19 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
 
         priced = price_operators(layer, own, MACHINE, training).time(again)
         assert found.cost.time_s == pytest.approx(priced.total_s, rel=1e-12)
-        assert found.cost.saved_bytes == saved_bytes(layer, own, again, training.stack)
-        assert found.workspace_bytes == pytest.approx(workspace_bytes(layer, own, again, training.stack), abs=1)
+        exact = saved_bytes(layer, own, again, training.stack)
+        assert found.cost.saved_bytes <= exact
+        if not shares_beside_a_copy(layer, own):
+            assert found.cost.saved_bytes == exact
+            assert found.workspace_bytes == pytest.approx(workspace_bytes(layer, own, again, training.stack), abs=1)
+
+
+def shares_beside_a_copy(layer, sharding):
+    """Whether some tensor is kept by its first reader as a copy of its own and may be kept by another where it was made."""
+    copies = {}
+    for (_, name), edge in edges_of(layer, sharding).items():
+        copies.setdefault(name, []).append(edge.keeps_own_copy(sharding.degrees))
+    return any(own[0] and not all(own) for own in copies.values())
 
 
 @cache
