@@ -171,13 +171,15 @@ class _Walk:
         return search(self.prices, objective, options, self.on_progress, fastest)
 
     def _kept(self, found: Found, *, keep: bool = True, memory_limit_gib: float | None = None, max_slowdown: float | None = None) -> Found:
-        """`found` with the limit it was found by; an interrupted search is the last, and what it found is kept."""
+        """`found` with the limit it was found by; a search that was interrupted, or whose solver failed, is the last."""
         front = FrontPoint(number=1, points=1, complete=True, memory_limit_gib=memory_limit_gib, max_slowdown=max_slowdown)
         plan = replace(found.plan, search=replace(found.plan.search, front=front))
         if keep or found.interrupted:
             self.found.append(plan)
         if found.interrupted:
             raise _Over("Ctrl-C")
+        if plan.search.solver_failure:
+            raise _Over(plan.search.solver_failure)
         return replace(found, plan=plan)
 
 

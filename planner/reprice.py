@@ -36,8 +36,13 @@ def frame_of(plan: Plan) -> Frame:
 def _choice(name: str, layer_plan: LayerPlan, plan: Plan, book: PriceBook) -> LayerChoice:
     """The choice that a layer plan was made of; its sharding where that is not the frame's."""
     frame = frame_of(plan)
+    operators = book.graph(plan.pipeline.micro_batch_size).layer_class(layer_plan.layer).operators
+    known = [operator.name for operator in operators]
+    unknown = next((again for again in layer_plan.recompute if again not in known), None)
+    if unknown:
+        raise ConfigError(f"layer_plans.{name}: recompute names {unknown}, the layer has {', '.join(known)}", hint="make the plan again")
     own = tuple(
-        (operator.name, split) for operator in book.graph(1).layer_class(layer_plan.layer).operators
+        (operator.name, split) for operator in operators
         if (split := _splits(operator, name, layer_plan, plan.mesh.tp)) not in (None, frame.sharding.splits(operator)))
     sharding = replace(frame.sharding, own=own) if own else None
     return LayerChoice(layer_plan.layer, tuple(layer_plan.recompute), layer_plan.zero, sharding)

@@ -196,7 +196,7 @@ def test_explain_groups_the_pruned_candidates_by_reason():
 
 
 def test_show_prints_the_summary_of_the_search_with_layer_plans():
-    searched = succeed(*TINY, "--tp", "2").stdout
+    searched = succeed(*TINY, "--tp", "2", "--megatron-sharding").stdout
 
     shown = succeed("show", "plan.yaml").stdout
 

@@ -37,11 +37,15 @@ def test_a_plan_file_is_priced_as_the_search_priced_it(model, pins, objective, t
     assert again == plan
 
 
-def test_a_recompute_that_nobody_prices_is_refused():
-    plan = searched("gpt-2.5b", 2, Constraints())
-    odd = {name: replace(p, recompute=("norm2", "norm1")) if name == "A" else p for name, p in plan.layer_plans.items()}
+@pytest.mark.parametrize(("changed", "message"), [
+    pytest.param({"recompute": ("norm2", "gelu")}, r"layer_plans\.A: recompute names gelu, the layer has norm1, ", id="unknown-operator"),
+    pytest.param({"operators": {}}, r"layer_plans\.A\.operators\.norm1: its placements are none that tp 2 can give it", id="none"),
+])
+def test_a_layer_plan_that_cannot_be_is_refused(changed, message):
+    plan = searched("gpt-2.5b", 2, Constraints(tp=(2,)))
+    odd = {name: replace(p, **changed) if name == "A" else p for name, p in plan.layer_plans.items()}
 
-    with pytest.raises(ConfigError, match=r"layer_plans\.A: recompute of norm2, norm1 has no price"):
+    with pytest.raises(ConfigError, match=message):
         reprice(replace(plan, layer_plans=odd))
 
 
