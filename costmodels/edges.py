@@ -61,6 +61,14 @@ def edges_of(layer: LayerClass, sharding: Sharding) -> Edges:
     return found
 
 
+def shared_beside_a_copy(layer: LayerClass, sharding: Sharding) -> bool:
+    """Whether the first reader of some tensor keeps a copy of its own while another may keep what the maker left."""
+    copies: dict[str, list[bool]] = {}
+    for (_, name), edge in edges_of(layer, sharding).items():
+        copies.setdefault(name, []).append(edge.keeps_own_copy(sharding.degrees))
+    return any(own[0] and not all(own) for own in copies.values())
+
+
 def keeps_output(maker: Operator | None) -> bool:
     """Whether the operator's backward pass needs its own output: that of fused attention does."""
     return maker is not None and maker.kind is OperatorKind.ATTENTION and not any(tensor.has("keys") for tensor in maker.saved)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodels.occupancy import stashes, usable_bytes
 from costmodels.step import rank_receives
 from costmodels.strategy import Frame
-from planner.columns import MixTable
+from planner.columns import MixTable, block_counts, fixed_price
 from profiles.model import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
@@ -65,6 +66,36 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
             per_micro_batch_s.append(fastest_s + data.per_micro_batch_s)
             per_step_s.append(data.per_step_s)
     return min(per_micro_batch_s), min(per_step_s)
+
+
+def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
+    """Whether the blocks can be within `limit_bytes` when each is divided, recomputed and sharded as much as it can be.
+
+    Without the workspace of blocks, and without a catalogue: it rules out most candidates that are far too large.
+    """
+    usable, pp, v = usable_bytes(limit_bytes, frame.mesh, table.book), frame.mesh.pp, frame.virtual_stages
+    kept = min(
+        table.book.activations(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level).ideal_saved
+        for level in table.catalogue.least_levels)
+    states = {
+        zero: table.book.states(LayerKind.BLOCK, frame.mesh, frame.sharding, zero).states.total for zero in table.zero_choices(frame.mesh)}
+    most = 0
+    for rank in range(pp):
+        held = stashes(LayerKind.BLOCK, rank, frame) * kept / v
+        rooms = {zero: usable - _ends_bytes(rank, frame, zero, table) for zero in states}
+        here = max(int(room // (states[zero] + held)) if room > 0 else 0 for zero, room in rooms.items())
+        if here < min(block_counts(rank, frame, table.book.model.num_layers), default=0):
+            return False
+        most += here
+    return most >= table.book.model.num_layers
+
+
+def _ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
+    """What embedding and head of a rank hold at least at the peak."""
+    if rank not in (0, frame.mesh.pp - 1):
+        return 0.0
+    fixed = fixed_price(rank, frame, zero, table.book)
+    return fixed.states + fixed.held + max(0.0, fixed.head_workspace)
 
 
 def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:

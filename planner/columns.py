@@ -20,7 +20,7 @@ from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.step import rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.layer_plans import Catalogue, LayerOption
+from planner.layer_plans import LayerOption, catalogue_of
 from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
@@ -53,7 +53,7 @@ class MixTable:
 
     def __init__(self, book: PriceBook, pins: Constraints) -> None:
         self.book = book
-        self.catalogue = Catalogue(book, pins)
+        self.catalogue = catalogue_of(book, pins)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self._known: dict[tuple[int, Sharding, int, int], Mixes] = {}
         self._pairs: dict[tuple[int, Sharding], Pairs] = {}
@@ -90,7 +90,7 @@ class MixTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Fixed:
+class Fixed:
     """What a rank pays at one ZeRO stage besides its blocks."""
 
     time_s: float
@@ -123,7 +123,8 @@ def end_kinds(rank: int, pp: int) -> tuple[LayerKind, ...]:
     return (LayerKind.EMBEDDING,) * (rank == 0) + (LayerKind.HEAD,) * (rank == pp - 1)
 
 
-def _fixed(rank: int, frame: Frame, zero: int, book: PriceBook) -> _Fixed:
+def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
+    """What `rank` pays for embedding, head and transfers."""
     b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
     time_s = rank_receives(rank, frame, book).value_s
     tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and mesh.pp > 1 and rank in (0, mesh.pp - 1) else 0.0
@@ -141,7 +142,7 @@ def _fixed(rank: int, frame: Frame, zero: int, book: PriceBook) -> _Fixed:
         ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
         used_up += kept.saved * (kind is LayerKind.HEAD)
-    return _Fixed(
+    return Fixed(
         time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, ideal_held=ideal_held, zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
         step_copies=step_copies)
@@ -177,7 +178,7 @@ class RankColumns:
     def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
         self.rank, self.frame, self.table = rank, frame, table
         self.stages = table.zero_choices(frame.mesh)
-        self._fixed = {zero: _fixed(rank, frame, zero, table.book) for zero in self.stages}
+        self._fixed = {zero: fixed_price(rank, frame, zero, table.book) for zero in self.stages}
         self._per_block = table.per_block(frame)
         self._stashes = stashes(LayerKind.BLOCK, rank, frame)
 
@@ -195,7 +196,7 @@ class RankColumns:
             allocated=allocated + reserved, redundant=allocated - ideal)
 
     @staticmethod
-    def _temporaries(workspace: Array, saved: Array, fixed: _Fixed) -> Array:
+    def _temporaries(workspace: Array, saved: Array, fixed: Fixed) -> Array:
         of_layers = np.maximum(workspace, fixed.embedding_workspace - saved) - fixed.used_up
         found: Array = np.maximum(of_layers, fixed.head_workspace)
         return found

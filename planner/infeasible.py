@@ -13,6 +13,7 @@ from costmodels.recompute import Recompute
 from costmodels.step import price_step
 from costmodels.strategy import Frame
 from planner.band import memory_margin
+from planner.bounds import may_fit
 from planner.columns import Column, MixTable, RankColumns, block_counts, to_strategy
 from planner.request import Constraints, SearchOptions
 from planner.space import enumerate_space
@@ -74,6 +75,8 @@ class _Ranks:
 
 def _fits(frame: Frame, table: MixTable, limit: float) -> bool:
     """Whether the ranks can hold all blocks within `limit` bytes each."""
+    if not may_fit(frame, table, limit):
+        return False
     ranks, held = _Ranks(frame, table), 0
     for rank in range(frame.mesh.pp):
         most = ranks.most_blocks(rank, limit)

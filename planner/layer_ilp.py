@@ -29,11 +29,15 @@ Terms = list[tuple[Any, float]]
 
 @dataclass(frozen=True, slots=True)
 class Picked:
-    """An option for every operator, what they cost together, and whether that is proven least."""
+    """An option for every operator, what they cost together, and whether that is proven least.
+
+    launched_s: its time where no pass is faster than the host launches it (costmodels/layer.py), which the program leaves out
+    """
 
     options: tuple[Option, ...]
     cost: Cost
     workspace_bytes: float
+    launched_s: float
     proven: bool = True
 
     def memory_bytes(self, stashes: float) -> float:
@@ -43,17 +47,27 @@ class Picked:
 
 def evaluate(problem: LayerProblem, options: tuple[Option, ...], *, proven: bool = True) -> Picked:
     """The price of one option for every operator, added up."""
-    costs = [option.cost for option in options]
-    whole = [option.cost.whole_bytes for option in options]  # kept without recompute, by operator that keeps it
+    parts = [[option.cost] for option in options]  # by operator: its own, and of the tensors that it reads
     for link in problem.links:
-        cell = link.cells[_sides(problem, link, options)]
-        costs.append(cell)
-        if link.reader < len(options):
-            whole[link.reader] += cell.whole_bytes
-    total = Cost(*(sum(getattr(cost, name) for cost in costs) for name in ("time_s", "state_bytes", "saved_bytes", "whole_bytes")))
+        parts[min(link.reader, len(options) - 1)].append(link.cells[_sides(problem, link, options)])
+    whole = [sum(part.whole_bytes for part in own) for own in parts]
+    total = Cost(*(
+        sum(getattr(part, name) for own in parts for part in own) for name in ("time_s", "state_bytes", "saved_bytes", "whole_bytes")))
     widest = max(option.gradient_bytes - sum(whole[i + 1 :]) for i, option in enumerate(options))
     remade = max(0.0, total.whole_bytes - total.saved_bytes)
-    return Picked(options, total, remade + widest + problem.workspace_bytes, proven)
+    return Picked(options, total, remade + widest + problem.workspace_bytes, _launched_s(problem, options, parts), proven)
+
+
+def _launched_s(problem: LayerProblem, options: tuple[Option, ...], parts: list[list[Cost]]) -> float:
+    """The three passes, none faster than the host launches its operators, collectives and both gradients of a product."""
+    host_s = problem.host_operator_s
+    forward = [(sum(part.forward_s for part in own), 1 + any(part.sent_forward for part in own)) for own in parts]
+    again = [pair for pair, option in zip(forward, options, strict=True) if option.again]
+    backward_s = sum(part.backward_s for own in parts for part in own)
+    launches = sum(
+        1 + product + any(part.sent_backward for part in own) for own, product in zip(parts, problem.products, strict=True))
+    ahead_s = sum(max(sum(s for s, _ in pairs), host_s * sum(n for _, n in pairs)) for pairs in (forward, again))
+    return ahead_s + max(backward_s, host_s * launches)
 
 
 def _sides(problem: LayerProblem, link: Link, options: tuple[Option, ...]) -> tuple[Left, Wanted]:

@@ -8,9 +8,11 @@ Of the options the exact prices come from the book.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from costmodels.book import PriceBook
+from costmodels.edges import shared_beside_a_copy
 from costmodels.operator import single
 from costmodels.recompute import Again, Recompute, ideal_saved_bytes
 from costmodels.sharding import Sharding, Split, Splits
@@ -18,7 +20,10 @@ from planner.layer_front import layer_front, least_time_s
 from planner.layer_ilp import Picked, evaluate
 from planner.layer_problem import LayerProblem, Option, layer_problem
 from planner.request import Constraints
+from profiles.measured import Machine
 from profiles.model import LayerKind, Operator
+from profiles.spec import ModelSpec, TrainingSpec
+from profiles.transformer import build_graph
 
 LEVELS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 Layout = frozenset[str]  # the parallel dims whose weights are divided
@@ -49,21 +54,67 @@ def divided_dims(book: PriceBook) -> tuple[str, ...]:
     return tuple(dict.fromkeys(op.parallel_dim for op in book.graph(1).block.operators if op.parameters and op.parallel_dim))
 
 
-class Catalogue:
-    """The options of a block by (micro-batch, sharding), each list made once; `pins` leave ways to run it out."""
+@dataclass(frozen=True)
+class _OneNode:
+    """A machine with one node and no memory to speak of, known by what it says of itself: the prices of a block need no more."""
 
-    def __init__(self, book: PriceBook, pins: Constraints) -> None:
+    text: str
+    machine: Machine = field(compare=False)
+
+
+def catalogue_of(book: PriceBook, pins: Constraints) -> Catalogue:
+    """The catalogue for a search over the prices of `book`.
+
+    A block does not know how many nodes there are and how much memory they have: requests that differ in those share one.
+    """
+    cluster = book.machine.cluster
+    machine = replace(book.machine, cluster=replace(cluster, nodes=1, device=replace(cluster.device, memory_bytes=1)))
+    key = _OneNode(f"{machine.cluster} {machine.profile}", machine)
+    return _catalogue(book.model, book.training, key, pins.recompute, pins.megatron_sharding)
+
+
+@lru_cache(maxsize=16)
+def _catalogue(
+    model: ModelSpec, training: TrainingSpec, node: _OneNode, recompute: tuple[Recompute, ...] | None, megatron_sharding: bool,
+) -> Catalogue:
+    def problem(micro_batch_size: int, sharding: Sharding) -> LayerProblem:
+        return _block_problem(model, training, node, micro_batch_size, sharding)
+
+    return Catalogue(PriceBook(model, training, node.machine), recompute, megatron_sharding=megatron_sharding, problem=problem)
+
+
+@lru_cache(maxsize=256)
+def _block_problem(model: ModelSpec, training: TrainingSpec, node: _OneNode, micro_batch_size: int, sharding: Sharding) -> LayerProblem:
+    return layer_problem(build_graph(model, training, micro_batch_size).block, sharding, node.machine, training)
+
+
+class Catalogue:
+    """The options of a block by (micro-batch, sharding), each list made once.
+
+    recompute   the levels that are allowed, None for any list of operators
+    problem     makes the choice of a strategy for every operator of a block
+    """
+
+    def __init__(
+        self, book: PriceBook, recompute: tuple[Recompute, ...] | None = None, *, megatron_sharding: bool = False,
+        problem: Callable[[int, Sharding], LayerProblem] | None = None,
+    ) -> None:
         self.book = book
-        self.levels = tuple(level for level in LEVELS if pins.recompute is None or level in pins.recompute)
-        self.by_operator = pins.recompute is None
-        self.free = not pins.megatron_sharding
+        self.problem = problem or (lambda b, sharding: layer_problem(book.graph(b).block, sharding, book.machine, book.training))
+        self.levels = tuple(level for level in LEVELS if recompute is None or level in recompute)
+        self.by_operator = recompute is None
+        self.free = not megatron_sharding
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._operators = {operator.name: operator for operator in book.graph(1).block.operators}
-        self._problems: dict[tuple[int, Sharding], LayerProblem] = {}
         self._fastest_s: dict[tuple[int, Sharding], dict[Layout, float]] = {}
         dims = divided_dims(book)
         subsets = (frozenset(d for i, d in enumerate(dims) if bits >> i & 1) for bits in reversed(range(2 ** len(dims))))
         self._layouts = [layout for layout in subsets if layout]  # nothing divided: that is data parallelism, another mesh
+
+    @property
+    def least_levels(self) -> tuple[Recompute, ...]:
+        """The levels among which is the one that keeps least: no list of operators keeps less than full recompute."""
+        return (Recompute.FULL,) if self.by_operator else self.levels
 
     def fastest_s(self, micro_batch_size: int, sharding: Sharding) -> dict[Layout, float]:
         """By layout of the weights, the seconds that one micro-batch takes at least in one block."""
@@ -88,34 +139,21 @@ class Catalogue:
         products = (operator for operator in self._operators.values() if operator.parameters and operator.parallel_dim)
         return replace(sharding, own=tuple((op.name, whole) for op in products if op.parallel_dim not in layout))
 
-    def problem(self, b: int, sharding: Sharding) -> LayerProblem:
-        """The choice of a strategy for every operator of a block, made once."""
-        key = b, sharding
-        if key not in self._problems:
-            book = self.book
-            self._problems[key] = layer_problem(book.graph(b).block, sharding, book.machine, book.training)
-        return self._problems[key]
-
     def options(self, micro_batch_size: int, sharding: Sharding) -> tuple[LayerOption, ...]:
         """All options that no other of the same layout beats in time, kept bytes, workspace and redundancy, fastest first."""
         key = micro_batch_size, sharding
         if key not in self._options:
-            kept = _unbeaten(self._found(micro_batch_size, sharding))
-            self._options[key] = _unbeaten(self._exact(option, micro_batch_size) for option in kept)
+            self._options[key] = _unbeaten(self._found(micro_batch_size, sharding))
         return self._options[key]
 
-    def _exact(self, option: LayerOption, b: int) -> LayerOption:
-        """With the book's own prices: the host's launches, and copies that are not a sum over pairs."""
-        size = self.book.activations(LayerKind.BLOCK, b, option.sharding, option.recompute)
-        return replace(
-            option, time_s=self.book.layer_time(LayerKind.BLOCK, b, option.sharding, option.recompute).total_s,
-            saved_bytes=float(size.saved), ideal_saved_bytes=size.ideal_saved, workspace_bytes=float(size.workspace))
-
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
-        problem = self.problem(b, sharding)
         for level in self.levels:
             yield self._preset(level, b, sharding)
-        layouts = self._layouts if self.free and sharding.tp > 1 else self._layouts[:1]
+        divides = self.free and sharding.tp > 1
+        if not divides and not self.by_operator:
+            return
+        problem = self.problem(b, sharding)
+        layouts = self._layouts if divides else self._layouts[:1]
         for layout in layouts:
             for wanted in (None,) if self.by_operator else self.levels:
                 some = problem.only(self._allowed(layout, wanted, sharding))
@@ -140,11 +178,14 @@ class Catalogue:
         """An option of the catalogue; what is divided as in Megatron's way is left unsaid."""
         chosen = list(zip(self._operators.values(), picked.options, strict=True))
         own = tuple((op.name, option.splits) for op, option in chosen if option.splits != sharding.splits(op))
-        again = tuple(op.name for op, option in chosen if option.again)
+        again, divided = tuple(op.name for op, option in chosen if option.again), replace(sharding, own=own)
+        block, saved, workspace = self.book.graph(b).block, picked.cost.saved_bytes, picked.workspace_bytes
+        if own and shared_beside_a_copy(block, divided):  # copies that are no sum over pairs
+            size = self.book.activations(LayerKind.BLOCK, b, divided, again)
+            saved, workspace = float(size.saved), float(size.workspace)
         return LayerOption(
-            recompute=again, sharding=replace(sharding, own=own), layout=layout, time_s=picked.cost.time_s,
-            saved_bytes=picked.cost.saved_bytes, ideal_saved_bytes=ideal_saved_bytes(self.book.graph(b).block, sharding.tp, again),
-            workspace_bytes=picked.workspace_bytes)
+            recompute=again, sharding=divided, layout=layout, time_s=picked.launched_s, saved_bytes=saved,
+            ideal_saved_bytes=ideal_saved_bytes(block, sharding.tp, again), workspace_bytes=workspace)
 
     def _preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
         size = self.book.activations(LayerKind.BLOCK, b, sharding, level)

@@ -43,12 +43,19 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one micro-batch, bytes of model states, bytes kept for the backward pass, and kept without any recompute."""
+    """Seconds of one micro-batch, bytes of model states, bytes kept for the backward pass, and kept without any recompute.
+
+    forward_s, backward_s: of the passes without recompute; sent_forward, sent_backward: whether a collective is among them
+    """
 
     time_s: float = 0.0
     state_bytes: float = 0.0
     saved_bytes: float = 0.0
     whole_bytes: float = 0.0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    sent_forward: bool = False
+    sent_backward: bool = False
 
     def no_worse(self, other: Cost) -> bool:
         return self.time_s <= other.time_s and self.state_bytes <= other.state_bytes and self.saved_bytes <= other.saved_bytes
@@ -77,7 +84,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class LayerProblem:
-    """`options[i]` of operator i in topological order, and the links between them; `enters` and `leaves` are fixed."""
+    """`options[i]` of operator i in topological order, and the links between them; `enters` and `leaves` are fixed.
+
+    products: which operators launch two gradients; host_operator_s: what the host needs to launch one
+    """
 
     names: tuple[str, ...]
     options: tuple[tuple[Option, ...], ...]
@@ -85,6 +95,8 @@ class LayerProblem:
     enters: Left
     leaves: Wanted | None
     workspace_bytes: float = 0.0
+    products: tuple[bool, ...] = ()
+    host_operator_s: float = 0.0
 
     def incoming(self, reader: int) -> tuple[Link, ...]:
         return tuple(link for link in self.links if link.reader == reader)
@@ -142,7 +154,9 @@ class _Builder:
         if leaves is not None:
             links.append(self._last_link(options, leaves))
         return LayerProblem(
-            tuple(self.index), options, tuple(links), boundary, leaves, workspace_bytes=self.training.stack.workspace_bytes)
+            tuple(self.index), options, tuple(links), boundary, leaves, workspace_bytes=self.training.stack.workspace_bytes,
+            products=tuple(operator.kind is OperatorKind.MATMUL for operator in self.layer.operators),
+            host_operator_s=self.training.stack.host_operator_s)
 
     def _options(self, operator: Operator) -> Iterator[Option]:
         legal, _ = operator_splits(operator, self.sharding.degrees)
@@ -162,7 +176,9 @@ class _Builder:
             output=Left(own.place(operator, operator.outputs[0]), again),
             cost=Cost(
                 time_s=price.forward_s * (2 if again else 1) + price.backward_s, state_bytes=price.states.total,
-                saved_bytes=0.0 if again else price.saved_bytes, whole_bytes=price.saved_bytes),
+                saved_bytes=0.0 if again else price.saved_bytes, whole_bytes=price.saved_bytes,
+                forward_s=price.forward_s, backward_s=price.backward_s,
+                sent_forward=price.ending.forward.value_s > 0, sent_backward=price.ending.backward.value_s > 0),
             gradient_bytes=price.temporary_bytes)
 
     @staticmethod
@@ -194,6 +210,7 @@ class _Builder:
         makers = 0.0 if left.again else moved.makers_bytes
         return Cost(
             time_s=moved.forward_s * (2 if wanted.again else 1) + moved.backward_s,
+            forward_s=moved.forward_s, backward_s=moved.backward_s, sent_forward=moved.forward_s > 0, sent_backward=moved.backward_s > 0,
             saved_bytes=moved.stored_bytes + makers if kept else 0.0,
             whole_bytes=moved.stored_bytes + moved.makers_bytes if first or (saves and moved.own_copy) else 0.0)
 
@@ -222,6 +239,8 @@ class _Builder:
         def cost(left: Left) -> Cost:
             there = self.inside.moved(tensor, left.place, leaves.place)
             back = self.inside.moved(tensor, leaves.place, left.place)
-            return Cost(time_s=there.value_s * (2 if left.again else 1) + back.value_s)
+            return Cost(
+                time_s=there.value_s * (2 if left.again else 1) + back.value_s, forward_s=there.value_s, backward_s=back.value_s,
+                sent_forward=there.value_s > 0, sent_backward=back.value_s > 0)
 
         return Link(last, last + 1, {(left, leaves): cost(left) for left in dict.fromkeys(o.output for o in options[last])})

@@ -18,7 +18,7 @@ from costmodels.book import PriceBook
 from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
-from planner.bounds import TimeBound, redundancy_bound_bytes, time_bound
+from planner.bounds import TimeBound, may_fit, redundancy_bound_bytes, time_bound
 from planner.columns import Column, MixTable, RankColumns, block_counts, to_strategy
 from planner.faults import GaveUp, Unanswered, can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
@@ -105,6 +105,10 @@ class Prices:
         """The best known bound of the frame's time within `limit_bytes`: what was proven under a looser limit holds."""
         under_bytes, least_s = self._raised.get(frame, (0.0, 0.0))
         return max(self.time_bound(frame).step_s, least_s if limit_bytes <= under_bytes else 0.0)
+
+    def may_fit(self, frame: Frame, limit_bytes: float) -> bool:
+        """Whether the frame is not ruled out within `limit_bytes` by what it holds at least (planner/bounds.py)."""
+        return may_fit(frame, self.table, limit_bytes)
 
     def raise_bound(self, frame: Frame, limit_bytes: float, least_s: float) -> None:
         """Remember that within `limit_bytes` the frame takes at least `least_s` (infinity: it does not fit)."""
@@ -234,13 +238,14 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
             return None
         return Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
 
-    bounded = ((prices.least_s(frame, limit), frame) for frame in frames)
+    possible = [frame for frame in frames if prices.may_fit(frame, limit)]
+    bounded = ((prices.least_s(frame, limit), frame) for frame in possible)
     outcome = _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
     if outcome.finished and outcome.solved:
         _certify(outcome.solved, session)
     if not outcome.finished:
         return outcome
-    return replace(outcome, bound=min(_best(outcome.solved), *(prices.least_s(frame, limit) for frame in frames)))
+    return replace(outcome, bound=min((_best(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
 
 
 def _certify(solved: Sequence[Solved], session: Session) -> None:
@@ -285,7 +290,8 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
 
     bounded = (
         (redundancy_bound_bytes(frame, session.table), frame)
-        for frame in frames if session.prices.least_s(frame, session.limit_bytes) <= slowest_s)
+        for frame in frames
+        if session.prices.may_fit(frame, session.limit_bytes) and session.prices.least_s(frame, session.limit_bytes) <= slowest_s)
     return _branch(Objective.MEMORY, bounded, solve, _best, session, _as_memory(fastest))
 
 

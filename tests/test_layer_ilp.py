@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 
 from benchmarks.formulations import StrategyPairs
-from costmodels.edges import edges_of
+from costmodels.edges import shared_beside_a_copy
 from costmodels.layer import price_operators
 from costmodels.recompute import saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
@@ -36,6 +36,7 @@ SHARDINGS = {
     "2x2": Sharding(4, False, (), (2, 2)), "2x2-sp": Sharding(4, True, (), (2, 2)),
 }
 SEEDS = range(50)
+HOST_S = 20e-6  # as long as some of these operators
 
 
 def drawn(problem, draw):
@@ -61,19 +62,15 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
 
         priced = price_operators(layer, own, MACHINE, training).time(again)
         assert found.cost.time_s == pytest.approx(priced.total_s, rel=1e-12)
+        slow = replace(problem, host_operator_s=HOST_S)
+        slow_training = replace(training, stack=replace(training.stack, host_operator_s=HOST_S))
+        launched = price_operators(layer, own, MACHINE, slow_training).time(again)
+        assert evaluate(slow, options).launched_s == pytest.approx(launched.total_s, rel=1e-12)
         exact = saved_bytes(layer, own, again, training.stack)
         assert found.cost.saved_bytes <= exact
-        if not shares_beside_a_copy(layer, own):
+        if not shared_beside_a_copy(layer, own):
             assert found.cost.saved_bytes == exact
             assert found.workspace_bytes == pytest.approx(workspace_bytes(layer, own, again, training.stack), abs=1)
-
-
-def shares_beside_a_copy(layer, sharding):
-    """Whether some tensor is kept by its first reader as a copy of its own and may be kept by another where it was made."""
-    copies = {}
-    for (_, name), edge in edges_of(layer, sharding).items():
-        copies.setdefault(name, []).append(edge.keeps_own_copy(sharding.degrees))
-    return any(own[0] and not all(own) for own in copies.values())
 
 
 @cache
