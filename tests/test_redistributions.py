@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from costmodels.redistribution import moves
+from costmodels.sharding import PARTIAL
 from tests.redistributions import SHAPE, Collective, Transition, measure, on_accelerator, transitions
 
 pytestmark = pytest.mark.multiproc
@@ -60,3 +64,33 @@ def test_a_transition_on_two_axes_goes_axis_by_axis(source, target, steps):
 def _placements(text: str):
     kinds = {"R": Replicate(), "P": Partial(), "0": Shard(0), "1": Shard(1), "2": Shard(2)}
     return tuple(kinds[letter] for letter in text.replace("S", ""))
+
+
+_DIMS = ("batch", "sequence", "feature")
+_NAMES = {"all_gather": "all-gather", "all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all"}
+
+
+def _place(placements) -> tuple[str | None, ...]:
+    """Placements as the cost model says them."""
+    return tuple(None if p.is_replicate() else PARTIAL if p.is_partial() else _DIMS[p.dim] for p in placements)
+
+
+def _priced(source, target, shape: tuple[int, ...]) -> list[tuple[str, int, int]]:
+    """The collectives that the cost model prices, each with the elements that a rank hands in."""
+    return [
+        (_NAMES[move.collective], move.axis, move.num_bytes // (shape[move.axis] if move.collective == "all_gather" else 1))
+        for move in moves(WHOLE, _place(source), _place(target), shape)]
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (2, 4), (2, 2, 2)], ids=str)
+def test_the_cost_model_prices_what_dtensor_sends(shape):
+    found = transitions(len(shape))
+    if len(shape) == 3:
+        found = random.Random(1).sample(found, 400)
+
+    for transition, sent in on_accelerator(shape, found).items():
+        forward = [(c.name, c.axis, c.input_elements) for c in sent.forward]
+        assert forward == _priced(transition.source, transition.target, shape), transition
+        if not any(place.is_partial() for place in transition.source):  # the graph's edges leave no partial sums
+            backward = [(c.name, c.axis, c.input_elements) for c in sent.backward]
+            assert backward == _priced(transition.gradient, transition.source, shape), transition
