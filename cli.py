@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli_style import INTERRUPTED, List, Main, option, show_version, together
+from cli_options import (
+    AIM,
+    BASELINES,
+    OUTPUT,
+    RECOMPUTE,
+    SCHEDULES,
+    aim,
+    as_json,
+    asked,
+    explaining,
+    searching,
+)
+from cli_style import INTERRUPTED, List, Main, option, show_version
 
 if TYPE_CHECKING:
     from planner.options import Question
@@ -25,56 +37,6 @@ if TYPE_CHECKING:
     from planner.validation.priced import Priced
 
 STDOUT = Path("-")
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
-RECOMPUTE = ("none", "selective", "full")
-PRECISIONS = ("bf16", "fp16", "fp32")
-ATTENTION = ("flash", "unfused")
-_BASELINES = "Baselines"
-WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
-
-_asked = together(
-    option(WHAT, "--model", metavar="NAME|PATH", help="A name of `plan models`, a YAML of that form, or a Hugging Face config.json."),
-    option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
-    option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
-    option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of weights and activations. [default: bf16]"),
-    option(WHAT, "--gradient-precision", type=click.Choice(PRECISIONS),
-            help="What gradients accumulate and are reduced in. [default: fp32]"),
-    option(WHAT, "--fp8", is_flag=True, help="Run the products of the blocks in fp8."),
-    option(WHAT, "--stack", metavar="NAME|FILE",
-            help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core]"),
-    option(WHAT, "--attention", type=click.Choice(ATTENTION), help="Attention kernel. [default: the stack's]"),
-    option(WHERE, "--gpus", type=int, metavar="N", help="How many GPUs."),
-    option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb]"),
-    option(WHERE, "--gpus-per-node", type=int, metavar="N", help="GPUs in a node. [default: the cluster's]"),
-    option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
-)
-_searching = together(
-    option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),
-    option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
-    option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
-    option(PINS, "--pp", type=List(click.IntRange(1)), metavar="N,..", help="Pipeline stages allowed."),
-    option(PINS, "--dp", type=List(click.IntRange(1)), metavar="N,..", help="Data parallel degrees allowed."),
-    option(PINS, "--tp", type=List(click.IntRange(1)), metavar="N,..", help="Tensor parallel degrees allowed."),
-    option(PINS, "--micro-batch-size", type=List(click.IntRange(1)), metavar="N,..", help="Sequences in a micro-batch."),
-    option(PINS, "--virtual-stages", type=List(click.IntRange(1)), metavar="N,..", help="Model chunks per pipeline rank."),
-    option(PINS, "--schedule", type=List(click.Choice(SCHEDULES)), metavar="NAME,..", help=f"Of {', '.join(SCHEDULES)}."),
-    option(PINS, "--zero", type=List(click.IntRange(0, 3)), metavar="0..3,..", help="ZeRO stages allowed."),
-    option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
-    option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
-    option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
-    option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
-    option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
-            help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),
-    option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
-    option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
-)
-_aim = together(
-    option(AIM, "--objective", type=click.Choice(("throughput", "memory", "pareto")), default="throughput", show_default=True,
-            help="Fastest step, least redundant memory within --max-slowdown, or the front of time and memory."),
-    option(AIM, "--points", type=int, metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
-)
-_explaining = option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why.")
-_json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout.")
 
 
 @click.group(
@@ -82,14 +44,14 @@ _json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and n
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8\n"
            "  plan --model gpt-20b --gpus 64 --objective pareto --plot front.png")
-@_asked
-@_aim
-@_searching
-@_explaining
+@asked
+@aim
+@searching
+@explaining
 @option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="plan.yaml", show_default=True,
          help="The plan file; - for stdout. A front goes to plan-01.yaml, ...")
 @option(OUTPUT, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the front: .png, .svg or .pdf.")
-@_json
+@as_json
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version, help="Show the version and exit.")
 @click.pass_context
 def main(ctx: click.Context, **options: Any) -> int | None:
@@ -260,7 +222,7 @@ def _print_json(value: object) -> None:
 
 @main.command(epilog="  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@_json
+@as_json
 def show(plan_file: Path, as_json: bool) -> None:
     """Print the summary of a plan file, its layer plans, the placement of every operator, and what is redundant."""
     from planner.plan import read
@@ -285,13 +247,13 @@ _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_fi
 @main.command(epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline megatron,zero-3\n"
                      "  plan compare --model llama2-7b --gpus 16 --baseline all --json | jq '.baselines[] | {name, slower}'")
 @click.argument("plan_file", metavar="[PLAN]", type=click.Path(path_type=Path), required=False)
-@option(_BASELINES, "--baseline", type=List(click.STRING), default="megatron", show_default=True, metavar="NAME,..",
+@option(BASELINES, "--baseline", type=List(click.STRING), default="megatron", show_default=True, metavar="NAME,..",
         help="Of megatron (with megatron-defaults and megatron-guide), zero-1, zero-2, zero-3, fsdp, all.")
-@_asked
+@asked
 @option(AIM, "--objective", type=click.Choice(("throughput", "memory")), default="throughput", show_default=True,
         help="Of our side, where no plan file is given.")
-@_searching
-@_json
+@searching
+@as_json
 @click.pass_context
 def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     """Compare a plan, or the one that is found, with what other systems would run under the same prices.
@@ -339,7 +301,7 @@ _MEASURED = "Measured steps"
 
 @main.command(epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
                      "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml")
-@_asked
+@asked
 @option(_LAYOUT, "--pp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Pipeline stages.")
 @option(_LAYOUT, "--dp", type=click.IntRange(1), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")
 @option(_LAYOUT, "--tp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Tensor parallel degree.")
@@ -350,7 +312,7 @@ _MEASURED = "Measured steps"
 @option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
 @option(_LAYOUT, "--sequence-parallel", is_flag=True, help="Split norms and dropouts along the sequence.")
 @option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), help="Also write the plan file; - for stdout.")
-@_json
+@as_json
 def estimate(**options: Any) -> None:
     """Price one layout by hand: the same breakdown and the same plan file, without a search."""
     from costmodels.recompute import Recompute
@@ -370,12 +332,12 @@ def estimate(**options: Any) -> None:
 
 @main.command(epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
                      "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq '.[].rejected'")
-@_asked
+@asked
 @option(_LAYOUT, "--tp", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Tensor parallel degree.")
 @option(_LAYOUT, "--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences in one.")
 @option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of the states.")
 @option(_LAYOUT, "--operator", metavar="NAME", help="Only this operator. [default: all]")
-@_json
+@as_json
 def explain(**options: Any) -> None:
     """List the strategies of every operator with their prices, and the rejected ones with the reason."""
     from planner.options import layout_book, question_of
@@ -398,7 +360,7 @@ def explain(**options: Any) -> None:
 @option(OUTPUT, "--rows", is_flag=True, help="Also print every row, and the ranking in every grid.")
 @option(OUTPUT, "--fitted", is_flag=True, help="Print the fitted terms of the prices and what they were fitted on.")
 @option(OUTPUT, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw predicted against measured: .png, .svg or .pdf.")
-@_json
+@as_json
 def validate(steps: Path | None, sources: tuple[str, ...], rows: bool, fitted: bool, plot: Path | None, as_json: bool) -> None:
     """Price published training steps as they were run, and print how far the prices are from what was measured."""
     from planner.report import validation as report
@@ -439,7 +401,7 @@ def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[Priced]:
 
 
 @main.command(epilog="  plan models\n  plan models --json | jq -r '.[].name'")
-@_json
+@as_json
 def models(as_json: bool) -> None:
     """List the models that come with the planner: any of them goes after --model."""
     from planner.report import catalogue
@@ -448,7 +410,7 @@ def models(as_json: bool) -> None:
 
 
 @main.command(epilog="  plan clusters\n  plan clusters --json")
-@_json
+@as_json
 def clusters(as_json: bool) -> None:
     """List the GPUs that come with the planner, each in its usual node: any of them goes after --gpu."""
     from planner.report import catalogue
@@ -457,7 +419,7 @@ def clusters(as_json: bool) -> None:
 
 
 @main.command(epilog="  plan stacks\n  plan stacks --json | jq '.[] | {name, time_band}'")
-@_json
+@as_json
 def stacks(as_json: bool) -> None:
     """List the software stacks that come with the planner, with the error of their prices: any of them goes after --stack."""
     from planner.report import catalogue

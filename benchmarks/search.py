@@ -21,7 +21,7 @@ from planner.plan import read
 
 REQUESTS = (
     ("gpt-20b", "a100-80gb", 64),
-    ("llama3-70b", "h100-80gb", 256),
+    ("llama3-70b", "h100-80gb", 512),
     ("gpt-1t", "a100-80gb", 3072),
     ("llama3-405b", "h100-80gb", 16384),
 )

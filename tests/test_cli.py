@@ -16,6 +16,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 import cli
+import cli_options
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from planner.band import margin_text
@@ -305,10 +306,10 @@ def test_version_is_printed():
 
 
 def test_the_choices_of_the_options_are_those_of_the_planner():
-    assert set(Schedule) == set(cli.SCHEDULES)
-    assert set(Recompute) == set(cli.RECOMPUTE)
-    assert set(Precision) == set(cli.PRECISIONS)
-    assert set(AttentionKernel) == set(cli.ATTENTION)
+    assert set(Schedule) == set(cli_options.SCHEDULES)
+    assert set(Recompute) == set(cli_options.RECOMPUTE)
+    assert set(Precision) == set(cli_options.PRECISIONS)
+    assert set(AttentionKernel) == set(cli_options.ATTENTION)
     assert set(SolverName) == {"cbc", "highs"}
     assert set(Objective) == {"throughput", "memory"}
 

@@ -222,7 +222,7 @@ def test_highs_that_is_missing_is_an_error_with_exit_code_4(monkeypatch):
     assert error.value.exit_code == 4
 
 
-BIG = ("--model", "gpt-20b", "--gpus", "64")
+BIG = ("--model", "gpt-2.5b", "--gpus", "16")
 
 
 def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_path, monkeypatch):

@@ -1,0 +1,58 @@
+"""The options that commands share, in the groups of the help text."""
+
+from __future__ import annotations
+
+import click
+
+from cli_style import List, option, together
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+RECOMPUTE = ("none", "selective", "full")
+PRECISIONS = ("bf16", "fp16", "fp32")
+ATTENTION = ("flash", "unfused")
+BASELINES = "Baselines"
+WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
+
+asked = together(
+    option(WHAT, "--model", metavar="NAME|PATH", help="A name of `plan models`, a YAML of that form, or a Hugging Face config.json."),
+    option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
+    option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
+    option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of weights and activations. [default: bf16]"),
+    option(WHAT, "--gradient-precision", type=click.Choice(PRECISIONS),
+           help="What gradients accumulate and are reduced in. [default: fp32]"),
+    option(WHAT, "--fp8", is_flag=True, help="Run the products of the blocks in fp8."),
+    option(WHAT, "--stack", metavar="NAME|FILE",
+           help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core]"),
+    option(WHAT, "--attention", type=click.Choice(ATTENTION), help="Attention kernel. [default: the stack's]"),
+    option(WHERE, "--gpus", type=int, metavar="N", help="How many GPUs."),
+    option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb]"),
+    option(WHERE, "--gpus-per-node", type=int, metavar="N", help="GPUs in a node. [default: the cluster's]"),
+    option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
+)
+searching = together(
+    option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),
+    option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
+    option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
+    option(PINS, "--pp", type=List(click.IntRange(1)), metavar="N,..", help="Pipeline stages allowed."),
+    option(PINS, "--dp", type=List(click.IntRange(1)), metavar="N,..", help="Data parallel degrees allowed."),
+    option(PINS, "--tp", type=List(click.IntRange(1)), metavar="N,..", help="Tensor parallel degrees allowed."),
+    option(PINS, "--micro-batch-size", type=List(click.IntRange(1)), metavar="N,..", help="Sequences in a micro-batch."),
+    option(PINS, "--virtual-stages", type=List(click.IntRange(1)), metavar="N,..", help="Model chunks per pipeline rank."),
+    option(PINS, "--schedule", type=List(click.Choice(SCHEDULES)), metavar="NAME,..", help=f"Of {', '.join(SCHEDULES)}."),
+    option(PINS, "--zero", type=List(click.IntRange(0, 3)), metavar="0..3,..", help="ZeRO stages allowed."),
+    option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
+    option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
+    option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
+    option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
+    option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
+           help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),
+    option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
+    option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
+)
+aim = together(
+    option(AIM, "--objective", type=click.Choice(("throughput", "memory", "pareto")), default="throughput", show_default=True,
+           help="Fastest step, least redundant memory within --max-slowdown, or the front of time and memory."),
+    option(AIM, "--points", type=int, metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
+)
+explaining = option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why.")
+as_json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout.")
