@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
 
-import cli
 import cli_options
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
@@ -28,6 +26,7 @@ from profiles.catalog import load_stack, stack_names
 from profiles.spec import Precision
 from profiles.stack import AttentionKernel, Stack
 from profiles.terms import shipped_terms
+from tests.commands import fail, run, succeed
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "2")
@@ -37,26 +36,6 @@ BIG = ("--model", "gpt-20b", "--gpus", "64")
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, list(arguments))
-
-
-def succeed(*arguments: str) -> Result:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def fail(code: int, *arguments: str) -> str:
-    """The message of a run that must end with one `error:` and one `hint:` line and nothing on stdout."""
-    result = run(*arguments)
-    lines = result.stderr.splitlines()
-    assert result.exit_code == code, result.output
-    assert [line.split(":")[0] for line in lines] == ["error", "hint"], result.stderr
-    assert result.stdout == ""
-    return result.stderr
 
 
 def plan_file(*arguments: str) -> Path:

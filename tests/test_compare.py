@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-import cli
 from planner.compare import MEMORY_NAMES, Comparison, compare
 from planner.parts import NAMES
 from planner.plan import Quantity, read, write
@@ -19,6 +17,7 @@ from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
 from profiles.units import GIB
+from tests.commands import fail, succeed
 
 SMALL = ("--model", "gpt-2.5b", "--gpus", "8", "--global-batch-size", "16")
 
@@ -28,23 +27,10 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, ["compare", *arguments])
-
-
-def succeed(*arguments: str) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
+def printed(*arguments: str) -> str:
+    result = succeed("compare", *arguments)
     assert result.stderr == ""
     return result.stdout
-
-
-def fail(code: int, *arguments: str) -> str:
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    assert [line.split(":")[0] for line in result.stderr.splitlines()][:2] == ["error", "hint"]
-    assert result.stdout == ""
-    return result.stderr
 
 
 def small_plan(pins: Constraints | None = None, model: str = "gpt-2.5b", batch: int = 16):
@@ -111,7 +97,7 @@ def test_a_plan_file_of_other_prices_is_priced_again():
 
 
 def test_the_printed_parts_add_up_and_leave_out_what_is_nothing():
-    output = succeed(*SMALL, "--baseline", "megatron,zero-3,fsdp", "--pp", "2")
+    output = printed(*SMALL, "--baseline", "megatron,zero-3,fsdp", "--pp", "2")
 
     for title, names in (("of the mean GPU", NAMES), ("GiB of the fullest GPU", MEMORY_NAMES)):
         rows, last = part_table(output, title, names)
@@ -124,20 +110,20 @@ def test_the_printed_parts_add_up_and_leave_out_what_is_nothing():
 
 
 def test_it_says_in_what_ours_loses():
-    slow = succeed(*SMALL, "--tp", "4", "--pp", "1", "--zero", "0", "--baseline", "zero-1,fsdp")
+    slow = printed(*SMALL, "--tp", "4", "--pp", "1", "--zero", "0", "--baseline", "zero-1,fsdp")
 
     assert re.search(r"zero-1 takes [\d.]+ % less time; .* Ours loses in step time", " ".join(slow.split()))
     assert re.search(r"fsdp takes .* GiB less redundant over all GPUs\. Ours loses in .*redundant memory", " ".join(slow.split()))
 
 
 def test_the_same_plan_on_both_sides_takes_as_long_and_loses_nothing():
-    output = " ".join(succeed(*SMALL, "--zero", "1", "--pp", "1", "--tp", "1", "--recompute", "none", "--baseline", "zero-1").split())
+    output = " ".join(printed(*SMALL, "--zero", "1", "--pp", "1", "--tp", "1", "--recompute", "none", "--baseline", "zero-1").split())
 
     assert "zero-1 takes as long; as much at the peak, as much redundant over all GPUs the pins hold" in output
 
 
 def test_a_baseline_that_does_not_fit_says_by_how_much_and_the_others_stay():
-    output = " ".join(succeed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1,zero-3").split())
+    output = " ".join(printed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1,zero-3").split())
 
     found = re.search(r"zero-1 does not fit: its leanest \(pp 1 x dp 16 x tp 1, micro-batch 1 x 64\) needs ([\d.]+) GiB on stage 0, "
                       r"([\d.]+) GiB more than the ([\d.]+) usable", output)
@@ -149,13 +135,13 @@ def test_a_baseline_that_does_not_fit_says_by_how_much_and_the_others_stay():
 
 
 def test_a_baseline_without_a_legal_layout_says_so():
-    output = " ".join(succeed("--model", "gpt-1.5b", "--gpus", "8", "--global-batch-size", "4", "--baseline", "zero-1").split())
+    output = " ".join(printed("--model", "gpt-1.5b", "--gpus", "8", "--global-batch-size", "4", "--baseline", "zero-1").split())
 
     assert "zero-1 has no legal layout on 8 GPUs with a global batch of 4" in output
 
 
 def test_the_json_has_every_number_and_nothing_else_is_printed():
-    document = json.loads(succeed(*SMALL, "--baseline", "all", "--json"))
+    document = json.loads(printed(*SMALL, "--baseline", "all", "--json"))
 
     assert [row["name"] for row in document["baselines"]] == [
         "megatron", "megatron-defaults", "megatron-guide", "zero-1", "zero-2", "zero-3", "fsdp"]
@@ -169,8 +155,8 @@ def test_the_json_has_every_number_and_nothing_else_is_printed():
 
 
 def test_the_json_of_a_baseline_that_does_not_fit_has_its_shortfall():
-    (row,) = json.loads(succeed(*SMALL, "--memory-limit", "40GiB", "--baseline", "zero-1", "--recompute", "none", "--json"))["baselines"]
-    (none,) = json.loads(succeed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1", "--json"))["baselines"]
+    (row,) = json.loads(printed(*SMALL, "--memory-limit", "40GiB", "--baseline", "zero-1", "--recompute", "none", "--json"))["baselines"]
+    (none,) = json.loads(printed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1", "--json"))["baselines"]
 
     assert row["fits"]
     assert not none["fits"]
@@ -178,7 +164,7 @@ def test_the_json_of_a_baseline_that_does_not_fit_has_its_shortfall():
 
 
 def test_the_memory_limit_holds_for_the_baselines_too():
-    free, tight = (json.loads(succeed(*SMALL, *more, "--baseline", "zero-3", "--json")) for more in ((), ("--memory-limit", "10GiB")))
+    free, tight = (json.loads(printed(*SMALL, *more, "--baseline", "zero-3", "--json")) for more in ((), ("--memory-limit", "10GiB")))
 
     assert free["baselines"][0]["peak_memory_gib"] > 10
     assert tight["baselines"][0]["peak_memory_gib"] <= 10
@@ -189,7 +175,7 @@ def test_a_plan_file_is_compared_as_it_is():
     plan = small_plan(Constraints(tp=(2,)))
     write(plan, Path("plan.yaml"))
 
-    document = json.loads(succeed("plan.yaml", "--json"))
+    document = json.loads(printed("plan.yaml", "--json"))
 
     assert document["ours"]["mesh"] == {"pp": plan.mesh.pp, "dp": plan.mesh.dp, "tp": 2}
     assert document["ours"]["step_time_s"] == pytest.approx(plan.predicted.step_time_s.value, rel=1e-5)
@@ -201,7 +187,7 @@ def test_a_plan_file_that_needs_more_than_the_limit_is_said_to():
     write(small_plan(), Path("plan.yaml"))
     limit_gib = max(memory.total for memory in read(Path("plan.yaml")).predicted.memory_gib) - 1
 
-    output = " ".join(succeed("plan.yaml", "--memory-limit", f"{limit_gib:.2f}GiB", "--baseline", "zero-3").split())
+    output = " ".join(printed("plan.yaml", "--memory-limit", f"{limit_gib:.2f}GiB", "--baseline", "zero-3").split())
 
     assert "GiB, more than the" in output
 
@@ -210,7 +196,7 @@ def test_a_plan_file_that_needs_more_than_the_limit_is_said_to():
 
 
 def test_an_unknown_baseline_is_refused_with_the_nearest_name():
-    message = fail(2, *SMALL, "--baseline", "megatron,zero3")
+    message = fail(2, "compare", *SMALL, "--baseline", "megatron,zero3")
 
     assert "unknown baseline 'zero3'" in message
     assert "did you mean 'zero-3'?" in message
@@ -220,15 +206,15 @@ def test_an_unknown_baseline_is_refused_with_the_nearest_name():
 def test_a_plan_file_and_a_request_exclude_each_other(more):
     write(small_plan(), Path("plan.yaml"))
 
-    assert f"{more[0]} and a plan file exclude each other" in fail(2, "plan.yaml", *more)
+    assert f"{more[0]} and a plan file exclude each other" in fail(2, "compare", "plan.yaml", *more)
 
 
 def test_neither_a_plan_nor_a_model_is_refused():
-    assert "--model is missing" in fail(2)
+    assert "--model is missing" in fail(2, "compare")
 
 
 def test_a_request_that_nothing_fits_ends_as_the_search_ends():
-    assert "does not fit" in fail(3, "--model", "gpt-175b", "--gpus", "8")
+    assert "does not fit" in fail(3, "compare", "--model", "gpt-175b", "--gpus", "8")
 
 
 def test_sizes_are_in_bytes_inside_and_in_gib_outside():

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
-import cli
 from planner.pareto import ANY_SLOWDOWN, DEFAULT_POINTS, SLOWDOWNS
 from planner.plan import read
 from planner.stage_ilp import Master
+from tests.commands import run, succeed
 
 FRONT = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "4", "--objective", "pareto", "--points", "5")
 
@@ -22,16 +21,6 @@ FRONT = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "4", "--objective", "p
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, list(arguments))
-
-
-def succeed(*arguments: str) -> Result:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
 
 
 def written() -> list[str]:

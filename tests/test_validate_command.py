@@ -12,12 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-import cli
 from planner.report.progress import count_bar
 from planner.report.scatter import draw
 from planner.report.validation import print_fitted, print_validation
@@ -29,6 +27,7 @@ from planner.validation.priced import Priced
 from planner.validation.rows import read_table
 from planner.validation.table import price_table
 from profiles.errors import ConfigError
+from tests.commands import fail, run, succeed
 
 ROW = dict.fromkeys(OPTIONAL, "") | {
     "id": "made-1", "framework": "Megatron-LM core 0.14", "gpu": "a100-80g-sxm", "n_gpus": "16", "gpus_per_node": "8",
@@ -69,24 +68,6 @@ def write_table(rows) -> str:
     return "steps.csv"
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.main, ["validate", *arguments])
-
-
-def succeed(*arguments: str) -> Result:
-    result = run(*arguments)
-    assert result.exit_code == 0, result.output
-    return result
-
-
-def fail(*arguments: str) -> str:
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert [line.split(":")[0] for line in result.stderr.splitlines()] == ["error", "hint"], result.stderr
-    assert result.stdout == ""
-    return result.stderr
-
-
 def printed(priced, width: int = 100, **options: object) -> str:
     out = Console(file=io.StringIO(), width=width, highlight=False)
     print_validation(priced, out, table="steps.csv", **options)
@@ -104,7 +85,7 @@ def graded(source: str, count: int) -> list[Priced]:
 
 
 def test_the_table_has_a_line_for_each_source_and_the_reasons_below(steps):
-    lines = succeed("--steps", steps).stdout.splitlines()
+    lines = succeed("validate", "--steps", steps).stdout.splitlines()
 
     assert lines[0] == "steps.csv: 4 of 5 rows priced; errors in percent, + is too slow or too large"
     assert re.match(r"made +3/3 +[\d.]+ +[\d.]+ +[+-][\d.]+ ", next(line for line in lines if line.startswith("made")))
@@ -113,7 +94,7 @@ def test_the_table_has_a_line_for_each_source_and_the_reasons_below(steps):
 
 
 def test_json_is_the_scores_by_source_and_one_entry_a_row_and_nothing_else(steps):
-    result = succeed("--steps", steps, "--json")
+    result = succeed("validate", "--steps", steps, "--json")
 
     body = json.loads(result.stdout)
     assert result.stderr == ""
@@ -127,7 +108,7 @@ def test_json_is_the_scores_by_source_and_one_entry_a_row_and_nothing_else(steps
 
 
 def test_errors_in_json_are_fractions_of_what_was_measured(steps):
-    body = json.loads(succeed("--steps", steps, "--source", "made", "--json").stdout)
+    body = json.loads(succeed("validate", "--steps", steps, "--source", "made", "--json").stdout)
 
     errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in body["rows"]]
     assert body["sources"]["made"]["mape_time"] == pytest.approx(sum(errors) / 3)
@@ -136,7 +117,7 @@ def test_errors_in_json_are_fractions_of_what_was_measured(steps):
 
 
 def test_a_row_that_is_not_priced_is_null_with_its_reason(steps):
-    row = json.loads(succeed("--steps", steps, "--json").stdout)["rows"][3]
+    row = json.loads(succeed("validate", "--steps", steps, "--json").stdout)["rows"][3]
 
     assert (row["id"], row["predicted_s"], row["predicted_gib"]) == ("other-1", None, None)
     assert row["reason"] == "no device profile for tpu-v5"
@@ -146,20 +127,20 @@ def test_without_steps_the_shipped_table_is_priced():
     shipped = read_table()
     source = shipped[0]["id"].split("-")[0]
 
-    body = json.loads(succeed("--source", source, "--json").stdout)
+    body = json.loads(succeed("validate", "--source", source, "--json").stdout)
 
     assert [row["id"] for row in body["rows"]] == [row["id"] for row in shipped if row["id"].startswith(f"{source}-")]
     assert body["sources"][source]["priced"] > 0
 
 
 def test_source_keeps_the_rows_of_the_sources_named(steps):
-    assert "other" not in succeed("--steps", steps, "--source", "made").stdout
-    both = json.loads(succeed("--steps", steps, "--source", "other", "--source", "made", "--json").stdout)
+    assert "other" not in succeed("validate", "--steps", steps, "--source", "made").stdout
+    both = json.loads(succeed("validate", "--steps", steps, "--source", "other", "--source", "made", "--json").stdout)
     assert list(both["sources"]) == ["made", "other"]
 
 
 def test_rows_prints_every_row_and_its_errors(steps):
-    output = succeed("--steps", steps, "--rows").stdout
+    output = succeed("validate", "--steps", steps, "--rows").stdout
 
     assert re.search(r"^ +500 ms +[\d.]+ m?s +[+-][\d.]+ +4\.00 +[\d.]+ +[+-][\d.]+ +\S+ +made-1$", output, re.MULTILINE)
     assert re.search(r"^other-1 +no device profile for tpu-v5$", output, re.MULTILINE)
@@ -197,8 +178,8 @@ def test_fitted_alone_prices_nothing(monkeypatch):
     monkeypatch.setattr(table, "price_row", None)
     monkeypatch.setattr("planner.validation.fitted.fitted_terms", lambda: [TERM])
 
-    output = succeed("--fitted").stdout
-    body = json.loads(succeed("--fitted", "--json").stdout)
+    output = succeed("validate", "--fitted").stdout
+    body = json.loads(succeed("validate", "--fitted", "--json").stdout)
 
     line = r"^megatron-core +host_launch_s +4\.5 us +1 \.\. 20 +4\.1 \.\. 4\.75 +43 +simumax, vocabpp \(2 folds\)$"
     assert re.search(line, output, re.MULTILINE)
@@ -207,8 +188,8 @@ def test_fitted_alone_prices_nothing(monkeypatch):
 
 
 def test_fitted_with_a_table_prints_both(steps):
-    assert list(json.loads(succeed("--steps", steps, "--fitted", "--json").stdout)) == ["sources", "rows", "fitted"]
-    assert "rows priced" in succeed("--steps", steps, "--fitted").stdout
+    assert list(json.loads(succeed("validate", "--steps", steps, "--fitted", "--json").stdout)) == ["sources", "rows", "fitted"]
+    assert "rows priced" in succeed("validate", "--steps", steps, "--fitted").stdout
 
 
 def test_prices_without_a_fitted_term_say_so():
@@ -224,12 +205,12 @@ def test_prices_without_a_fitted_term_say_so():
 
 @pytest.mark.parametrize(("name", "start"), [("errors.png", b"\x89PNG"), ("errors.svg", b"<?xml"), ("errors.PDF", b"%PDF")])
 def test_plot_draws_a_picture_in_the_format_of_its_suffix(steps, name, start):
-    assert succeed("--steps", steps, "--plot", name).stdout.endswith(f"wrote {name}\n")
+    assert succeed("validate", "--steps", steps, "--plot", name).stdout.endswith(f"wrote {name}\n")
     assert Path(name).read_bytes().startswith(start)
 
 
 def test_plot_with_json_says_so_on_stderr(steps):
-    result = succeed("--steps", steps, "--plot", "errors.svg", "--json")
+    result = succeed("validate", "--steps", steps, "--plot", "errors.svg", "--json")
 
     json.loads(result.stdout)
     assert result.stderr == "wrote errors.svg\n"
@@ -257,20 +238,20 @@ def test_without_memory_there_is_one_panel():
 def test_a_picture_that_cannot_be_written_is_found_before_the_pricing(steps, name, message, monkeypatch):
     monkeypatch.setattr(table, "price_row", None)
 
-    assert re.match(f"error: {message}", fail("--steps", steps, "--plot", name))
+    assert re.match(f"error: {message}", fail(2, "validate", "--steps", steps, "--plot", name))
 
 
 def test_plot_without_matplotlib_says_how_to_get_it(steps, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
 
-    assert fail("--steps", steps, "--plot", "errors.png") == (
+    assert fail(2, "validate", "--steps", steps, "--plot", "errors.png") == (
         "error: --plot needs matplotlib, which is not installed\nhint: pip install 'parplan[plot]'\n")
 
 
 def test_nothing_to_draw_is_an_error():
     steps = write_table([{**ROW, "step_time_s": "", "peak_memory_gib": ""}])
 
-    assert re.match(r"error: nothing to draw", fail("--steps", steps, "--plot", "errors.png"))
+    assert re.match(r"error: nothing to draw", fail(2, "validate", "--steps", steps, "--plot", "errors.png"))
     assert not Path("errors.png").exists()
 
 
@@ -278,7 +259,8 @@ def test_nothing_to_draw_is_an_error():
 
 
 def test_an_unknown_source_is_an_error_with_a_suggestion(steps):
-    assert re.match(r"error: unknown source 'mad' .*\nhint: did you mean 'made'\?", fail("--steps", steps, "--source", "mad"))
+    message = fail(2, "validate", "--steps", steps, "--source", "mad")
+    assert re.match(r"error: unknown source 'mad' .*\nhint: did you mean 'made'\?", message)
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -294,11 +276,11 @@ def test_a_broken_table_is_one_error_and_one_hint(content, message):
     if content is not None:
         Path("steps.csv").write_bytes(content)
 
-    assert re.match(f"error: {message}", fail("--steps", "steps.csv"))
+    assert re.match(f"error: {message}", fail(2, "validate", "--steps", "steps.csv"))
 
 
 def test_a_folder_is_no_table():
-    assert re.match(r"error: cannot read \.", fail("--steps", "."))
+    assert re.match(r"error: cannot read \.", fail(2, "validate", "--steps", "."))
 
 
 @pytest.mark.parametrize(("column", "value"), [
@@ -321,7 +303,7 @@ def test_a_short_line_and_a_long_one_are_rows_too():
     header, cells = ",".join(ROW), list(ROW.values())
     Path("steps.csv").write_text("\n".join((header, ",".join(cells[:20]), ",".join((*cells, "one", "more")))))
 
-    first, second = json.loads(succeed("--steps", "steps.csv", "--json").stdout)["rows"]
+    first, second = json.loads(succeed("validate", "--steps", "steps.csv", "--json").stdout)["rows"]
 
     assert first["reason"] is not None
     assert second["predicted_s"] > 0
@@ -346,7 +328,7 @@ def test_no_cell_ever_ends_the_table(change):
 def test_ctrl_c_is_one_line_and_130(steps, monkeypatch):
     monkeypatch.setattr(table, "price_row", lambda _: signal.raise_signal(signal.SIGINT))
 
-    result = run("--steps", steps)
+    result = run("validate", "--steps", steps)
 
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "interrupted before validate was done; nothing was written\n"
