@@ -20,6 +20,7 @@ from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.step import rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.fronts import front
 from planner.layer_plans import LayerOption, catalogue_of
 from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
@@ -221,7 +222,7 @@ class RankColumns:
         for zero in self.stages:
             priced = self._priced(self.table.get(self.frame, num_blocks), zero)
             fits = np.flatnonzero(priced.allocated <= usable)
-            rows = fits[_front(priced.time_s[fits], getattr(priced, names[-1])[fits])]
+            rows = fits[front(priced.time_s[fits], getattr(priced, names[-1])[fits])]
             found += [(priced, int(row)) for row in rows]
         if not found:
             return []
@@ -239,9 +240,9 @@ class RankColumns:
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         pairs = self.table.pairs(self.frame)
         for zero in self.stages:
-            time_s, slack = self._relaxed(num_blocks, zero, pairs, usable)
+            time_s, fits = self._relaxed(num_blocks, zero, pairs, usable)
             tail_s = num_blocks * float(self._per_block[zero].tail_s.min()) + self._fixed[zero].tail_s
-            if slack:
+            if fits:
                 mix = ((self.table.options(self.frame)[0], num_blocks),)
                 found.append(Column(mix, zero, time_s + self._fixed[zero].time_s, tail_s, 0.0, 0.0))
         return [found[index] for index in _unbeaten_rows(np.array([[c.time_s, c.tail_s, 0.0] for c in found]))] if found else []
@@ -255,7 +256,7 @@ class RankColumns:
         temporaries = self._temporaries(pairs.workspace_bytes, saved.max(axis=0), fixed)
         buffers = np.maximum(block.zero_buffer[pairs.index].max(axis=0), fixed.zero_buffer)
         room = usable - (fixed.states + fixed.held + temporaries + buffers)
-        fast, lean = (own[0], own[1])
+        fast, lean = own
         first_s, second_s = num_blocks * block.time_s[pairs.index]
         over = np.maximum(0.0, fast - room)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -272,16 +273,6 @@ class RankColumns:
         pure = pure_mixes(self.table.options(self.frame), num_blocks, self.frame.virtual_stages)
         priced = (self._priced(pure, zero) for zero in self.stages)
         return min((self._column(p, int(p.allocated.argmin())) for p in priced), key=lambda column: column.memory_bytes)
-
-
-def _front(first: Array, second: Array) -> npt.NDArray[np.int64]:
-    """The indices that no other beats in both, by increasing `first`."""
-    order = np.lexsort((second, first))
-    if not len(order):
-        return order
-    lowest = np.minimum.accumulate(second[order])
-    found: npt.NDArray[np.int64] = order[np.concatenate(([True], second[order][1:] < lowest[:-1]))]
-    return found
 
 
 def _unbeaten_rows(values: Array) -> list[int]:

@@ -11,12 +11,10 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from planner.fronts import Array, Ints, front
 from planner.layer_problem import BEFORE, LayerProblem, Left, Link, Option, Wanted
 
-Array = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 Frontier = tuple[int, ...]  # where the open tensors are: by maker, the number of its output placement
 
 
@@ -127,11 +125,8 @@ def _moved_on(found: _Labels, time_s: float, saved: float, frontier: int, option
 
 def _undominated(parts: list[_Labels]) -> _Labels:
     columns = [np.concatenate([getattr(part, name) for part in parts]) for name in _Labels.__slots__]
-    time_s, saved = columns[:2]
-    order = np.lexsort((saved, time_s))
-    lowest = np.minimum.accumulate(saved[order])
-    order = order[np.concatenate(([True], saved[order][1:] < lowest[:-1]))]
-    return _Labels(*(column[order] for column in columns))
+    kept = front(*columns[:2])
+    return _Labels(*(column[kept] for column in columns))
 
 
 def _ended(table: _Table, labels: Layers, open_makers: tuple[int, ...]) -> _Labels | None:

@@ -1,8 +1,8 @@
 """The catalogue: the ways to run one block that a search chooses from (EQUATIONS I3).
 
 For each layout of the weights (which of them tensor parallelism divides) the front over placements and recompute of every
-operator, made once per micro-batch and sharding and only where the search asks for it. 
-Of the options the exact prices come from the book.
+operator, made once per micro-batch and sharding and only where the search asks for it. The exact prices of the options come
+from the book.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from profiles.model import LayerKind, Operator
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.transformer import build_graph
 
-LEVELS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
 Layout = frozenset[str]  # the parallel dims whose weights are divided
 
 
@@ -101,7 +100,7 @@ class Catalogue:
     ) -> None:
         self.book = book
         self.problem = problem or (lambda b, sharding: layer_problem(book.graph(b).block, sharding, book.machine, book.training))
-        self.levels = tuple(level for level in LEVELS if recompute is None or level in recompute)
+        self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
         self.by_operator = recompute is None
         self.free = not megatron_sharding
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}

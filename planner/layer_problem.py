@@ -143,7 +143,7 @@ class _Builder:
             for tensor in operator.saved:
                 self.savers.setdefault(tensor.name, operator.name)
         self.moved: dict[tuple[str, str, Place, Place, Place], _Moved] = {}
-        self.alone: dict[tuple[str, Place, Place], OperatorPrice] = {}  # by reader and where it has its first input
+        self.alone: dict[tuple[str, Place, Place], OperatorPrice] = {}  # by reader, and where it has its input and that gradient
 
     def build(self) -> LayerProblem:
         options = tuple(self._undominated(list(self._options(operator))) for operator in self.layer.operators)

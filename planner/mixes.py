@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement
 
 import numpy as np
-import numpy.typing as npt
 
+from planner.fronts import Array, Ints, new_lows
 from planner.layer_plans import LayerOption
 
-Array = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 _BY_ROW = ("counts", "chunk_counts", "saved_bytes", "ideal_saved_bytes", "workspace_bytes")
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
 
@@ -53,7 +51,7 @@ class Pairs:
 
 
 def option_pairs(options: tuple[LayerOption, ...]) -> Pairs:
-    """Every option with itself, and every two of which neither beats the other in kept bytes and workspace."""
+    """Every ordered pair of options, an option with itself included."""
     count = len(options)
     index = np.stack(np.meshgrid(np.arange(count), np.arange(count), indexing="ij")).reshape(2, -1)
     workspace = column_of(options, "workspace_bytes")[index].max(axis=0)
@@ -161,6 +159,5 @@ def _skyline(group: Ints, time_s: Array, held: Array) -> Ints:
     kept = []
     for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
         rows = order[start:end]
-        lowest = np.minimum.accumulate(held[rows])
-        kept.append(rows[np.concatenate(([True], held[rows][1:] < lowest[:-1]))])
+        kept.append(rows[new_lows(held[rows])])
     return np.concatenate(kept)

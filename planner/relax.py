@@ -196,7 +196,7 @@ def _without(request: Request, items: Sequence[Item], searches: _Searches) -> Re
     confirmed = searches.plan(narrowed) if values else plan
     if confirmed is None:
         return None
-    flags = [_setting(name, values[name]) for name in (*PINS,) if name in values]
+    flags = [_setting(name, values[name]) for name in PINS if name in values]
     return _relaxation(flags, narrowed, confirmed, dropped=[item for item in items if isinstance(item, Ban)])
 
 

@@ -241,10 +241,10 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
     possible = [frame for frame in frames if prices.may_fit(frame, limit)]
     bounded = ((prices.least_s(frame, limit), frame) for frame in possible)
     outcome = _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
-    if outcome.finished and outcome.solved:
-        _certify(outcome.solved, session)
     if not outcome.finished:
         return outcome
+    if outcome.solved:
+        _certify(outcome.solved, session)
     return replace(outcome, bound=min((_best(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
 
 

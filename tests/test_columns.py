@@ -14,7 +14,6 @@ from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame
 from planner.columns import MixTable, RankColumns, block_counts, end_kinds, to_strategy
-from planner.layer_plans import LEVELS
 from planner.request import Constraints
 from planner.space import enumerate_space
 from planner.stage_ilp import evaluate
@@ -49,7 +48,7 @@ def every_mix(rank, count, frame, book):
     found = set()
     for zero in range(4) if frame.mesh.dp > 1 else (0,):
         for size in (1, 2, 3):
-            for levels in itertools.combinations(LEVELS, size):
+            for levels in itertools.combinations(Recompute, size):
                 columns = RankColumns(rank, frame, MixTable(book, Constraints(recompute=levels, zero=(zero,), megatron_sharding=True)))
                 found.update((*columns.leanest(count, UNLIMITED), columns.smallest(count)))
                 front = columns.fastest(count, UNLIMITED)

@@ -7,7 +7,7 @@ import pytest
 from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding, Split
-from planner.layer_plans import LEVELS, Catalogue, catalogue_of, divided_dims, weight_divided
+from planner.layer_plans import Catalogue, catalogue_of, divided_dims, weight_divided
 from planner.request import Constraints
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.measured import machine_for
@@ -40,7 +40,7 @@ def test_every_option_has_the_price_of_the_book(book, sharding):
 @pytest.mark.parametrize("book", BOOKS.values(), ids=BOOKS)
 def test_the_levels_of_recompute_are_no_better_than_the_catalogue(book, sharding):
     catalogue = Catalogue(book)
-    for level in LEVELS:
+    for level in Recompute:
         time_s = book.layer_time(LayerKind.BLOCK, 2, sharding, level).total_s
         size = book.activations(LayerKind.BLOCK, 2, sharding, level)
         assert any(option.time_s <= time_s and option.saved_bytes <= size.saved for option in catalogue.options(2, sharding))

@@ -28,7 +28,7 @@ from planner.baselines.optimum import Leanest, Optimum, fastest, leanest
 from planner.baselines.space import data_parallel_frames, megatron_frames, megatron_meshes, strategies
 from profiles.errors import unknown_name_error
 
-LEVELS = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+LEVELS = tuple(Recompute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

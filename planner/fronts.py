@@ -1,0 +1,21 @@
+"""What no other beats in two values: the front that the catalogue, the mixes and the columns are reduced to."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def new_lows(values: Array) -> npt.NDArray[np.bool_]:
+    """Which of `values` are below all that come before them; the first always is."""
+    return np.concatenate((np.full(min(1, len(values)), True), values[1:] < np.minimum.accumulate(values)[:-1]))
+
+
+def front(first: Array, second: Array) -> Ints:
+    """The indices that no other beats or equals in both, by increasing `first`."""
+    order = np.lexsort((second, first))
+    found: Ints = order[new_lows(second[order])]
+    return found
