@@ -49,9 +49,14 @@ def local_stages(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
     return tuple(k for k, stage in enumerate(plan.stages) if stage.rank == pipeline_rank)
 
 
+def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:
+    """How many neighbouring data-parallel ranks hold one copy of the layer's states together."""
+    return layer.plan.zero_ranks or mesh.dp if layer.plan.zero else mesh.dp
+
+
 def effective_zero(layer: PlacedLayer, mesh: Mesh) -> int:
-    """The ZeRO stage that runs: with one data-parallel rank there is nothing to shard over."""
-    return layer.plan.zero if mesh.dp > 1 else 0
+    """The ZeRO stage that runs: with one rank to a copy there is nothing to shard over."""
+    return layer.plan.zero if zero_ranks(layer, mesh) > 1 else 0
 
 
 def torchrun_line(plan: Plan, path: str = "plan.yaml") -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from executor.divisions import misplaced, nearest_placement, undivided
-from executor.layout import PlacedLayer, effective_zero, layer_operators, stage_layers
+from executor.layout import PlacedLayer, effective_zero, layer_operators, stage_layers, zero_ranks
 from planner.plan import LayerPlan, LayerRun, Pipeline, Plan, StagePlan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
@@ -276,20 +276,41 @@ def _divisible(plan: Plan) -> Iterator[Refusal]:
             action=f"use tp {tp}, dp {smaller.dp}: it divides {found.size}", nearest=replace(plan, mesh=smaller))
 
 
+@_rule(why="equal groups of neighbours hold one copy of the states each", action="use a divisor of dp")
+def _zero_ranks(plan: Plan) -> Iterator[Refusal]:
+    dp = plan.mesh.dp
+    for name, layer_plan in plan.layer_plans.items():
+        found = layer_plan.zero_ranks
+        if layer_plan.zero and found and dp % found:
+            nearest = min((n for n in range(1, dp + 1) if dp % n == 0), key=lambda n: (abs(n - found), -n))
+            yield Refusal(
+                found=f"layer_plans.{name}: zero_ranks {found} does not divide dp {dp}",
+                action=f"set zero_ranks to {nearest} on layer plan {name}", nearest=_with_layer_plan(plan, name, zero_ranks=nearest))
+
+
 @_rule(why="the two gradients of the one weight are added as they are held: whole, or in the same shards", action="use one zero for both")
 def _tied(plan: Plan) -> Iterator[Refusal]:
     if not plan.model.tied_embeddings or plan.mesh.dp == 1:
         return
     stages = stage_layers(plan)
-    embedding, head = stages[0][0], stages[-1][-1]
-    first, last = (effective_zero(layer, plan.mesh) for layer in (embedding, head))
-    same_rank = plan.mesh.pp == 1
-    if (same_rank and first != last) or (first == 0) != (last == 0):
-        lower = embedding if first < last else head
-        name, zero = _plan_name(plan, lower), max(first, last)
+    embedding, head = (_held(layer, plan.mesh) for layer in (stages[0][0], stages[-1][-1]))
+    alike = embedding == head if plan.mesh.pp == 1 else (embedding[0] == 0) == (head[0] == 0) and embedding[1] == head[1]
+    if not alike:
+        to_head = embedding[0] >= head[0]
+        name = _plan_name(plan, stages[-1][-1] if to_head else stages[0][0])
+        zero, ranks = embedding if to_head else head
         yield Refusal(
-            found=f"layer_plans: the tied embedding has zero {first} and the head zero {last}",
-            action=f"set zero to {zero} on layer plan {name}", nearest=_with_layer_plan(plan, name, zero=zero))
+            found=f"layer_plans: the tied embedding has zero {_said(embedding)} and the head zero {_said(head)}",
+            action=f"set zero to {zero} and zero_ranks to {ranks} on layer plan {name}",
+            nearest=_with_layer_plan(plan, name, zero=zero, zero_ranks=ranks))
+
+
+def _held(layer: PlacedLayer, mesh: Mesh) -> tuple[int, int]:
+    return effective_zero(layer, mesh), zero_ranks(layer, mesh)
+
+
+def _said(held: tuple[int, int]) -> str:
+    return f"{held[0]} over {held[1]} ranks" if held[0] else "0"
 
 
 @_rule(why="only operators of the layer can run again", action="leave out the others")

@@ -9,6 +9,9 @@ stage | parameters during the step | gradients of a micro-batch
 Gradients that are this rank's summands over the tensor-parallel axis too (`executor.place`) are added over it after that,
 at the end of the step and as they are held then: with ZeRO the shards.
 
+Where fewer ranks than dp hold one copy of a layer's states together (hybrid sharding), the shards' gradients are added
+over the copies at the end of the step too, once: FSDP2's own hybrid mesh would do so after every micro-batch.
+
 bf16 runs on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is torch's `replicate`. Every
 reduction is a sum: the loss is already this rank's share of the mean over the global batch.
 """
@@ -41,23 +44,24 @@ class Unit:
 
     layers: tuple[nn.Module, ...]
     zero: int
+    copies: DeviceMesh | None = None  # the ranks that hold the same shards of other copies
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.BF16 else torch.float32
 
 
-def shard_unit(unit: Unit, dp_mesh: DeviceMesh, precision: Precision) -> None:
-    """Apply the unit's ZeRO stage over `dp_mesh`; fp32 at stage 0 needs nothing."""
+def shard_unit(unit: Unit, mesh: DeviceMesh, precision: Precision) -> None:
+    """Apply the unit's ZeRO stage over `mesh`; fp32 at stage 0 needs nothing."""
     if precision is Precision.FP32:
         policy = MixedPrecisionPolicy()
     else:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=torch.float32)
     modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
     if unit.zero:
-        fully_shard(modules, mesh=dp_mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy)
+        fully_shard(modules, mesh=mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy)
     elif precision is not Precision.FP32:
-        replicate(modules, mesh=dp_mesh, mp_policy=policy)
+        replicate(modules, mesh=mesh, mp_policy=policy)
     for module in _fsdp_modules(unit):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -96,6 +100,9 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh
     _settle(plain)
     if dp_mesh is not None:
         _all_reduce([local(parameter.grad) for parameter in plain], dp_mesh.get_group())
+    for copies in dict.fromkeys(unit.copies for unit in units if unit.copies is not None):
+        held = [parameter for unit in units if unit.copies == copies for parameter in _parameters(unit)]
+        _all_reduce([local(parameter.grad) for parameter in held], copies.get_group())
     if tp_mesh is not None:
         _all_reduce([local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group())
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from executor.check import Meter, Row, predicted_state_bytes
@@ -82,7 +82,7 @@ class Trainer:
 def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
-    ranks = Ranks(device=device, mesh=mesh)
+    ranks = Ranks(device=device, mesh=mesh, sharded=_sharded(plan, mesh))
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
@@ -93,6 +93,12 @@ def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer
     batches = from_file(plan, dp_rank, tokens, options.data_dtype) if tokens else synthetic(plan, dp_rank, options.seed)
     optimizer = torch.optim.AdamW(_by_mesh(pipeline.parameters), lr=options.learning_rate)
     return Trainer(plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=optimizer, batches=batches, meter=meter)
+
+
+def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
+    """The mesh with dp as (copies, shards) for every number of ranks that hold one copy of some layer; collective."""
+    held_by = sorted({found.zero_ranks or plan.mesh.dp for found in plan.layer_plans.values() if found.zero} - {1, plan.mesh.dp})
+    return {n: mesh._unflatten("dp", (plan.mesh.dp // n, n), ("copies", "shards")) for n in held_by}
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:

@@ -72,6 +72,7 @@ class LayerPlan:
     """How one layer is run: `recompute` names the operators that run again in the backward pass (all: full recompute).
 
     zero: 0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3 parameters too (EQUATIONS M2).
+    zero_ranks: how many neighbouring data-parallel ranks hold one copy of the states together; None for all of dp
     """
 
     __pydantic_config__ = _FORBID
@@ -79,12 +80,15 @@ class LayerPlan:
     layer: LayerKind
     sequence_parallel: bool
     zero: int
+    zero_ranks: int | None = None
     recompute: tuple[str, ...] = ()
     operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero is {self.zero}, it must be 0, 1, 2 or 3")
+        if self.zero_ranks is not None and self.zero_ranks < 1:
+            raise ConfigError(f"zero_ranks is {self.zero_ranks}, it must be at least 1", hint="leave it out for all of dp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
