@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from profiles.catalog import cluster_document, cluster_from_document
 from profiles.errors import ConfigError, unknown_name_error
@@ -73,6 +74,7 @@ class LayerPlan:
 
     zero: 0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3 parameters too (EQUATIONS M2).
     zero_ranks: how many neighbouring data-parallel ranks hold one copy of the states together; None for all of dp
+    offload: what the host keeps: `states` (fp32 parameters, their gradients, the optimizer's), `activations`
     """
 
     __pydantic_config__ = _FORBID
@@ -81,6 +83,7 @@ class LayerPlan:
     sequence_parallel: bool
     zero: int
     zero_ranks: int | None = None
+    offload: tuple[Offload, ...] = ()
     recompute: tuple[str, ...] = ()
     operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
 
@@ -138,7 +141,7 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Peak GiB per device of one pipeline rank by class; `capacity` is what the device has."""
+    """Peak GiB per device of one pipeline rank by class; `capacity` is what the device has, `host` what its host holds for it."""
 
     __pydantic_config__ = _FORBID
 
@@ -151,6 +154,7 @@ class StageMemory:
     reserve: float
     total: float
     capacity: float
+    host: float = 0.0
     kind: Kind
 
 

@@ -131,7 +131,8 @@ BROKEN = {
         "tied", with_layer_plan(make_plan(GPT, dp=2, zero=(1,)), "head-1", zero=2), "embedding has zero 1 over 2 ranks and the head zero 2",
         "set zero to 2 and zero_ranks to 2 on layer plan embedding-1", "other bytes"),
     "tied-on-two-stages": Broken(
-        "tied", ZERO_APART, "tied embedding has zero 0 and the head zero 1 over 2", "set zero to 1 and zero_ranks to 2 on layer plan embedding-0", "fails"),
+        "tied", ZERO_APART, "tied embedding has zero 0 and the head zero 1 over 2",
+        "set zero to 1 and zero_ranks to 2 on layer plan embedding-0", "fails"),
     "recompute-what-is-not-there": Broken(
         "recompute names", make_plan(GPT, recompute=("rotary", "norm1")), "it names rotary, the layer has norm1, qkv",
         r"set recompute to \['norm1'\]", "fails"),
