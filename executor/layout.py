@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from planner.plan import LayerPlan, LayerRun, Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
@@ -55,8 +56,8 @@ def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:
 
 
 def effective_zero(layer: PlacedLayer, mesh: Mesh) -> int:
-    """The ZeRO stage that runs: with one rank to a copy there is nothing to shard over."""
-    return layer.plan.zero if zero_ranks(layer, mesh) > 1 else 0
+    """The ZeRO stage that runs: with one rank to a copy there is nothing to shard, but what the host keeps can be gathered."""
+    return layer.plan.zero if zero_ranks(layer, mesh) > 1 or Offload.STATES in layer.plan.offload else 0
 
 
 def torchrun_line(plan: Plan, path: str = "plan.yaml") -> str:

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from executor.divisions import misplaced, nearest_placement, undivided
 from executor.layout import PlacedLayer, effective_zero, layer_operators, stage_layers, zero_ranks
@@ -290,7 +291,7 @@ def _zero_ranks(plan: Plan) -> Iterator[Refusal]:
 
 @_rule(why="the two gradients of the one weight are added as they are held: whole, or in the same shards", action="use one zero for both")
 def _tied(plan: Plan) -> Iterator[Refusal]:
-    if not plan.model.tied_embeddings or plan.mesh.dp == 1:
+    if not plan.model.tied_embeddings:
         return
     stages = stage_layers(plan)
     embedding, head = (_held(layer, plan.mesh) for layer in (stages[0][0], stages[-1][-1]))
@@ -298,19 +299,20 @@ def _tied(plan: Plan) -> Iterator[Refusal]:
     if not alike:
         to_head = embedding[0] >= head[0]
         name = _plan_name(plan, stages[-1][-1] if to_head else stages[0][0])
-        zero, ranks = embedding if to_head else head
+        zero, ranks, on_host = embedding if to_head else head
+        offload = (Offload.STATES,) if on_host else ()
         yield Refusal(
             found=f"layer_plans: the tied embedding has zero {_said(embedding)} and the head zero {_said(head)}",
-            action=f"set zero to {zero} and zero_ranks to {ranks} on layer plan {name}",
-            nearest=_with_layer_plan(plan, name, zero=zero, zero_ranks=ranks))
+            action=f"set zero to {zero}, zero_ranks to {ranks} and offload to {list(map(str, offload))} on layer plan {name}",
+            nearest=_with_layer_plan(plan, name, zero=zero, zero_ranks=ranks, offload=offload))
 
 
-def _held(layer: PlacedLayer, mesh: Mesh) -> tuple[int, int]:
-    return effective_zero(layer, mesh), zero_ranks(layer, mesh)
+def _held(layer: PlacedLayer, mesh: Mesh) -> tuple[int, int, bool]:
+    return effective_zero(layer, mesh), zero_ranks(layer, mesh), Offload.STATES in layer.plan.offload
 
 
-def _said(held: tuple[int, int]) -> str:
-    return f"{held[0]} over {held[1]} ranks" if held[0] else "0"
+def _said(held: tuple[int, int, bool]) -> str:
+    return (f"{held[0]} over {held[1]} ranks" if held[0] else "0") + (" on the host" if held[2] else "")
 
 
 @_rule(why="only operators of the layer can run again", action="leave out the others")

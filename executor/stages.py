@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from costmodels.offload import Offload
 from executor.divisions import local_shape
 from executor.kept import Recipes
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
@@ -115,13 +116,14 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     for group in _unit_layers(plan, placed):
-        recipes = {layer.name: Recipes() if ranks.tp_mesh is not None else None for layer in group}
+        recipes = {layer.name: _recipes(layer, ranks) for layer in group}
         built = {layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name]) for layer in group}
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
         whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
         zero, held_by = effective_zero(group[0], plan.mesh), zero_ranks(group[0], plan.mesh)
-        unit = Unit(layers=tuple(whole.values()), zero=zero, copies=ranks.copies_mesh(held_by) if zero else None)
+        copies, offloaded = ranks.copies_mesh(held_by) if zero else None, Offload.STATES in group[0].plan.offload
+        unit = Unit(layers=tuple(whole.values()), zero=zero, copies=copies, offloaded=offloaded)
         shard_unit(unit, ranks.shard_mesh(held_by) if zero else ranks.dp_mesh, plan.training.precision)
         units.append(unit)
         layers |= whole
@@ -139,12 +141,19 @@ def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[Plac
 
 
 def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
-    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device)
+    device = torch.device("cpu") if Offload.STATES in placed.plan.offload else ranks.device  # FSDP2 brings it where it computes
+    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, device)
     if ranks.tp_mesh is not None:
         place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes)
         if placed.kind is LayerKind.HEAD:
             layer.loss.group = ranks.tp_mesh.get_group()
     return layer
+
+
+def _recipes(placed: PlacedLayer, ranks: Ranks) -> Recipes | None:
+    """Where a layer has more to do with what autograd keeps than to keep it: gathered inputs, or the host."""
+    on_host = Offload.ACTIVATIONS in placed.plan.offload
+    return Recipes(on_host=on_host) if on_host or ranks.tp_mesh is not None else None
 
 
 def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:

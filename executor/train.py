@@ -17,6 +17,7 @@ from executor.check import Meter, Row, predicted_state_bytes
 from executor.data import Batches, from_file, synthetic
 from executor.pipeline import Pipeline, build_pipeline
 from executor.stages import Ranks
+from executor.tensors import local
 from planner.plan import Plan
 
 METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time
@@ -102,8 +103,9 @@ def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:
-    """Parameter groups of one device mesh each: the optimizer's fused loops cannot mix meshes."""
+    """Parameter groups of one device mesh and one device each: the optimizer's fused loops cannot mix them."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((mesh, local(parameter.detach()).device), []).append(parameter)
     return [{"params": group} for group in groups.values()]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from executor.rules import RULES, nearest_legal, refusals, validate
 from planner.plan import LayerRun, OperatorPlacement, Plan, StagePlan
@@ -129,10 +130,16 @@ BROKEN = {
         "divisible", with_training(make_plan(GPT, tp=2, sp=True), seq_length=15), "does not divide seq_length 15", "tp 1, dp 2", "fails"),
     "tied-on-one-stage": Broken(
         "tied", with_layer_plan(make_plan(GPT, dp=2, zero=(1,)), "head-1", zero=2), "embedding has zero 1 over 2 ranks and the head zero 2",
-        "set zero to 2 and zero_ranks to 2 on layer plan embedding-1", "other bytes"),
+        r"set zero to 2, zero_ranks to 2 and offload to \[\] on layer plan embedding-1", "other bytes"),
+    "tied-half-on-the-host": Broken(
+        "tied", with_layer_plan(GPT1, "embedding-0", offload=(Offload.STATES,)), "embedding has zero 0 on the host and the head zero 0:",
+        r"offload to \['states'\] on layer plan head-0", "other bytes"),
+    "zero-ranks": Broken(
+        "zero ranks", with_layer_plan(make_plan(LLAMA, dp=2, zero=(3,)), "block-3", zero_ranks=3), "zero_ranks 3 does not divide dp 2",
+        "set zero_ranks to 2 on layer plan block-3", "fails"),
     "tied-on-two-stages": Broken(
         "tied", ZERO_APART, "tied embedding has zero 0 and the head zero 1 over 2",
-        "set zero to 1 and zero_ranks to 2 on layer plan embedding-0", "fails"),
+        r"set zero to 1, zero_ranks to 2 and offload to \[\] on layer plan embedding-0", "fails"),
     "recompute-what-is-not-there": Broken(
         "recompute names", make_plan(GPT, recompute=("rotary", "norm1")), "it names rotary, the layer has norm1, qkv",
         r"set recompute to \['norm1'\]", "fails"),
