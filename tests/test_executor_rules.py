@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -214,6 +215,13 @@ def _less_wrong(plan: Plan) -> Plan:
 
 def test_every_rule_has_a_plan_that_it_refuses():
     assert {broken.rule for broken in BROKEN.values()} == {rule.name for rule in RULES}
+
+
+def test_the_documentation_lists_the_rules_as_they_are():
+    text = (Path(__file__).parent.parent / "docs" / "executor.md").read_text(encoding="utf-8")
+    table = text.partition("| rule | why | what to do |\n|---|---|---|\n")[2]
+
+    assert table == "".join(f"| {rule.name} | {rule.why} | {rule.action} |\n" for rule in RULES)
 
 
 @pytest.mark.parametrize("stages", [
