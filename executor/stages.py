@@ -141,8 +141,7 @@ def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[Plac
 
 
 def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
-    device = torch.device("cpu") if Offload.STATES in placed.plan.offload else ranks.device  # FSDP2 brings it where it computes
-    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, device)
+    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device)
     if ranks.tp_mesh is not None:
         place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes)
         if placed.kind is LayerKind.HEAD:

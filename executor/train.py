@@ -98,7 +98,7 @@ def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer
 
 def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
     """The mesh with dp as (copies, shards) for every number of ranks that hold one copy of some layer; collective."""
-    held_by = sorted({found.zero_ranks or plan.mesh.dp for found in plan.layer_plans.values() if found.zero} - {1, plan.mesh.dp})
+    held_by = sorted({found.zero_ranks or plan.mesh.dp for found in plan.layer_plans.values() if found.zero} - {plan.mesh.dp})
     return {n: mesh._unflatten("dp", (plan.mesh.dp // n, n), ("copies", "shards")) for n in held_by}
 
 

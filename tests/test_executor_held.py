@@ -78,6 +78,7 @@ PLANS: dict[str, Plan] = {
     "states-bf16": on_host(make_plan(GPT, precision=BF16), STATES),
     "activations-full-recompute": on_host(make_plan(GPT, recompute="full"), ACTIVATIONS),
     "activations-selective-recompute": on_host(make_plan(LLAMA, recompute=("norm1", "attention", "norm2")), ACTIVATIONS),
+    "dp2-states-of-every-rank-alone": held_by(on_host(make_plan(LLAMA, dp=2, zero=(3,)), STATES), 1),
     "dp2-some-blocks": on_host(make_plan(LLAMA, dp=2, zero=(0, 1, 2, 3)), STATES, ACTIVATIONS, only=("block-0", "block-1", "block-3")),
     "tp2-sp-both": on_host(make_plan(GPT, tp=2, sp=True), STATES, ACTIVATIONS),
     "pp2-both-tied": on_host(make_plan(GPT, pp=2), STATES, ACTIVATIONS),

@@ -9,8 +9,17 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from costmodels.mesh import Mesh
-from planner.plan import LayerPlan, Objective, Plan, RunnerUp, Status
-from planner.report.names import attention_text, blocks_by_plan, found_text, graph_of, pipeline_phrases, recompute_names, recompute_text
+from planner.plan import Objective, Plan, RunnerUp, Status
+from planner.report.names import (
+    attention_text,
+    blocks_by_plan,
+    found_text,
+    graph_of,
+    pipeline_phrases,
+    recompute_names,
+    recompute_text,
+    zero_text,
+)
 from planner.report.stages import fullest, print_stages
 from planner.report.text import LABEL_WIDTH, aligned, band_text, gib_text, joined, labelled, percent, say, seconds_text
 from profiles.provenance import Kind
@@ -118,18 +127,11 @@ def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
         yield "front", found_text(plan.search), place if front.complete else f"{place}; the front is incomplete"
 
 
-def zero_phrase(layer_plan: LayerPlan) -> str:
-    """`ZeRO 3`, and what of it is not as usual: `ZeRO 3 over 8 ranks, states on the host`."""
-    ranks = f" over {layer_plan.zero_ranks} ranks" if layer_plan.zero_ranks else ""
-    host = f", {' and '.join(layer_plan.offload)} on the host" if layer_plan.offload else ""
-    return f"ZeRO {layer_plan.zero}{ranks}{host}"
-
-
 def layers_phrases(plan: Plan) -> tuple[str, str]:
     """ZeRO stage and recompute of the blocks; with numbers of blocks where they differ."""
     names, zero, recompute = recompute_names(graph_of(plan)), Counter[str](), Counter[str]()
     for name, count in blocks_by_plan(plan).items():
-        zero[zero_phrase(plan.layer_plans[name])] += count
+        zero[f"ZeRO {zero_text(plan.layer_plans[name])}"] += count
         recompute[recompute_text(plan.layer_plans[name], names)] += count
     sequence = ", sequence parallel" if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ""
     return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}"
