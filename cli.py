@@ -17,6 +17,7 @@ import click
 from cli_options import (
     AIM,
     BASELINES,
+    OFFLOAD,
     OUTPUT,
     RECOMPUTE,
     SCHEDULES,
@@ -309,12 +310,15 @@ _MEASURED = "Measured steps"
 @option(_LAYOUT, "--schedule", type=click.Choice(SCHEDULES), help="[default: 1f1b, interleaved with --virtual-stages above 1]")
 @option(_LAYOUT, "--virtual-stages", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Chunks per pipeline rank.")
 @option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
+@option(_LAYOUT, "--zero-ranks", type=click.IntRange(2), metavar="N", help="Neighbours that hold one copy of the states. [default: all]")
+@option(_LAYOUT, "--offload", type=List(click.Choice(OFFLOAD)), metavar="WHAT,..", help="To the host: states, activations.")
 @option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
 @option(_LAYOUT, "--sequence-parallel", is_flag=True, help="Split norms and dropouts along the sequence.")
 @option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), help="Also write the plan file; - for stdout.")
 @as_json
 def estimate(**options: Any) -> None:
     """Price one layout by hand: the same breakdown and the same plan file, without a search."""
+    from costmodels.offload import Offload
     from costmodels.recompute import Recompute
     from planner.estimate import estimate_plan
     from planner.options import frame, question_of, require_writable
@@ -326,7 +330,7 @@ def estimate(**options: Any) -> None:
     question = question_of(options)
     plan = estimate_plan(
         question.model, question.cluster, question.training, frame(question, options), zero=options["zero"],
-        recompute=Recompute(options["recompute"]))
+        recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=tuple(map(Offload, options["offload"] or ())))
     _deliver(plan, Context(assumed=question.assumed), output, as_json=options["as_json"])
 
 

@@ -8,6 +8,7 @@ from cli_style import List, option, together
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
 RECOMPUTE = ("none", "selective", "full")
+OFFLOAD = ("states", "activations")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"
@@ -40,6 +41,8 @@ searching = together(
     option(PINS, "--virtual-stages", type=List(click.IntRange(1)), metavar="N,..", help="Model chunks per pipeline rank."),
     option(PINS, "--schedule", type=List(click.Choice(SCHEDULES)), metavar="NAME,..", help=f"Of {', '.join(SCHEDULES)}."),
     option(PINS, "--zero", type=List(click.IntRange(0, 3)), metavar="0..3,..", help="ZeRO stages allowed."),
+    option(PINS, "--zero-ranks", type=click.IntRange(2), metavar="N",
+           help="Neighbours that hold one copy of sharded states, where N divides dp. [default: all]"),
     option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
     option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),

@@ -19,11 +19,12 @@ from costmodels.layer import (
 )
 from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, step_copy_bytes, zero_buffer_bytes
 from costmodels.mesh import Axis, Mesh, place
+from costmodels.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
 from costmodels.recompute import Again, Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
 from profiles.measured import Machine
 from profiles.model import LayerKind, ModelGraph
-from profiles.provenance import Seconds
+from profiles.provenance import ZERO, Seconds
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.transformer import build_graph
 
@@ -32,30 +33,44 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationBytes:
-    """Bytes of one layer and one micro-batch on one rank: kept for the backward pass, ideally kept, and temporary."""
+    """Bytes of one layer and one micro-batch on one rank: kept for the backward pass, ideally kept, temporary, kept by the host."""
 
     saved: int
     ideal_saved: float
     workspace: int
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStates:
-    """Bytes of the states of one layer on one rank, without redundancy, ZeRO's buffers, and fp32 copies for the optimizer's step."""
+    """Bytes of the states of one layer on one rank, without redundancy, ZeRO's buffers, and fp32 copies for the optimizer's step.
+
+    host: what the host keeps of them for this rank; `states`, and `ideal`, are the device's then
+    """
 
     states: StateBytes
     ideal: tuple[float, float, float]
     zero_buffer: int
     step_copies: int
+    host: int = 0
 
 
 class PriceBook:
-    """Prices of the layers of `model` trained as `training` on `machine`; the head's recompute is always none."""
+    """Prices of the layers of `model` trained as `training` on `machine`; the head's recompute is always none.
 
-    def __init__(self, model: ModelSpec, training: TrainingSpec, machine: Machine) -> None:
+    zero_ranks: neighbours that hold one copy of sharded states together, on meshes whose dp it divides; None for all of dp
+    offload: what the host keeps, states of every layer and activations of blocks
+    """
+
+    def __init__(
+        self, model: ModelSpec, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None,
+        offload: tuple[Offload, ...] = (),
+    ) -> None:
         self.model = model
         self.training = training
         self.machine = machine
+        self.zero_ranks = zero_ranks
+        self.offload = offload
         self._known: dict[Hashable, Any] = {}
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -70,6 +85,18 @@ class PriceBook:
     @property
     def tied(self) -> bool:
         return has_tied_head(self.graph(1).head)
+
+    def shards(self, mesh: Mesh) -> int:
+        """How many data-parallel ranks hold one copy of sharded states together."""
+        return self.zero_ranks if self.zero_ranks and mesh.dp % self.zero_ranks == 0 else mesh.dp
+
+    @property
+    def offloads_states(self) -> bool:
+        return Offload.STATES in self.offload
+
+    def offloads_activations(self, kind: LayerKind) -> bool:
+        """Only those of blocks: the head's largest, the logits, are used up at once."""
+        return kind is LayerKind.BLOCK and Offload.ACTIVATIONS in self.offload
 
     def recompute_operators(self, kind: LayerKind, level: Again) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
@@ -93,9 +120,10 @@ class PriceBook:
         def make() -> ActivationBytes:
             layer, again = self.graph(micro_batch_size).layer_class(kind), self.recompute_operators(kind, level)
             stack = self.training.stack
-            return ActivationBytes(
-                saved=saved_bytes(layer, sharding, again, stack), ideal_saved=ideal_saved_bytes(layer, sharding.tp, again),
-                workspace=workspace_bytes(layer, sharding, again, stack))
+            saved, workspace = saved_bytes(layer, sharding, again, stack), workspace_bytes(layer, sharding, again, stack)
+            if self.offloads_activations(kind):
+                return ActivationBytes(saved=0, ideal_saved=0.0, workspace=workspace + saved, host=saved)
+            return ActivationBytes(saved=saved, ideal_saved=ideal_saved_bytes(layer, sharding.tp, again), workspace=workspace)
 
         return self._once(("activations", kind, micro_batch_size, sharding, level), make)
 
@@ -105,9 +133,18 @@ class PriceBook:
         def make() -> DataParallelTime:
             return data_parallel_time(
                 self.graph(micro_batch_size).layer_class(kind), self.layer_time(kind, micro_batch_size, sharding),
-                mesh=mesh, sharding=sharding, zero=zero, machine=self.machine, training=self.training, with_tied=mesh.pp > 1)
+                mesh=mesh, sharding=sharding, zero=zero, machine=self.machine, training=self.training, with_tied=mesh.pp > 1,
+                shards=self.shards(mesh), offloaded=self.offloads_states)
 
         return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
+
+    def host_copy(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again) -> Seconds:
+        """What the activations of one layer and micro-batch that the host keeps take to get there, and as long to come back.
+
+        Nothing hides it: save_on_cpu copies in the order of the kernels.
+        """
+        host = self.activations(kind, micro_batch_size, sharding, level).host
+        return copy_time(host, self.machine.cluster) if host else ZERO
 
     def hidden_data_parallel(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
         """The same under endless compute, which hides all that the stack can hide: no layer of `kind` pays less."""
@@ -115,7 +152,7 @@ class PriceBook:
         def make() -> DataParallelTime:
             return data_parallel_time(
                 self.graph(1).layer_class(kind), ENDLESS, mesh=mesh, sharding=sharding, zero=zero, machine=self.machine,
-                training=self.training, with_tied=mesh.pp > 1)
+                training=self.training, with_tied=mesh.pp > 1, shards=self.shards(mesh), offloaded=self.offloads_states)
 
         return self._once(("hidden dp", kind, mesh, sharding, zero), make)
 
@@ -123,14 +160,17 @@ class PriceBook:
         """State bytes of one layer of `kind`; a tied head holds its own copy only when stages are apart."""
 
         def make() -> LayerStates:
-            layer, with_tied = self.graph(1).layer_class(kind), mesh.pp > 1
+            layer, with_tied, shards = self.graph(1).layer_class(kind), mesh.pp > 1, self.shards(mesh)
+            offloaded = self.offloads_states
+            owned = owned_parameters(layer, sharding, shards if zero else 1, with_tied=with_tied)
             local = owned_parameters(layer, sharding, with_tied=with_tied)
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
-                states=layer_states(layer, sharding, zero, mesh.dp, self.training, with_tied=with_tied),
-                ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
-                zero_buffer=zero_buffer_bytes(local, zero, mesh.dp, self.training),
-                step_copies=step_copy_bytes(layer, sharding, zero, mesh.dp, self.training, with_tied=with_tied))
+                states=layer_states(layer, sharding, zero, shards, self.training, with_tied=with_tied, offloaded=offloaded),
+                ideal=(0.0, 0.0, 0.0) if offloaded else ideal_states(whole, mesh.ranks_per_stage, self.training),
+                zero_buffer=zero_buffer_bytes(local, zero, max(mesh.dp, 1 + offloaded), self.training) + COPIED_BYTES * owned * offloaded,
+                step_copies=step_copy_bytes(layer, sharding, zero, shards, self.training, with_tied=with_tied),
+                host=HOST_STATE_BYTES * owned * offloaded)
 
         return self._once(("states", kind, mesh, sharding, zero), make)
 

@@ -10,7 +10,8 @@ from costmodels.collectives import Collective, collective_time
 from costmodels.compute import FP32_BYTES, FREE, OperatorTime, operator_time, optimizer_time
 from costmodels.edges import Edge, edges_of, leaves
 from costmodels.memory import owned_parameters
-from costmodels.mesh import Axis, Mesh, place
+from costmodels.mesh import Axis, Mesh, place, place_axis
+from costmodels.offload import ADAM_BYTES, ADDED_BYTES, COPIED_BYTES, copy_time, host_time
 from costmodels.redistribution import redistribute
 from costmodels.sharding import PARTIAL, Place, Sharding
 from profiles.measured import Machine
@@ -229,39 +230,49 @@ def under(communication: Seconds, window_s: float) -> Seconds:
 
 def data_parallel_time(
     layer: LayerClass, time: LayerTime, *, mesh: Mesh, sharding: Sharding, zero: int, machine: Machine, training: TrainingSpec,
-    with_tied: bool = True,
+    with_tied: bool = True, shards: int | None = None, offloaded: bool = False,
 ) -> DataParallelTime:
     """Reductions, gathers and the optimizer step of one layer at ZeRO stage `zero` (EQUATIONS M2, T).
 
     ZeRO 0 reduces gradients once a step by all-reduce, ZeRO 1 by reduce-scatter and gathers the updated parameters;
     ZeRO 2 reduce-scatters after every micro-batch; ZeRO 3 also gathers in every forward and every backward pass. A
-    reduction hides under the backward pass of its own layer, a gather under the forward pass (one-layer prefetch).
+    reduction hides under the backward pass of its own layer, a gather under the forward pass (one-layer prefetch). Where
+    `shards` ranks, fewer than dp, hold one copy together, the copies' shards are all-reduced once a step, at its end.
+    offloaded: the host keeps the states; a gather then starts with a copy to the device, and a reduction ends with one back.
     """
-    placement = place(mesh, Axis.DP, machine.cluster.gpus_per_node)
     parameters = owned_parameters(layer, sharding, with_tied=with_tied)
-    owned = owned_parameters(layer, sharding, mesh.dp, with_tied=with_tied) if zero else parameters
-    optimizer = optimizer_time(owned, machine, training)
-    inside = summed_inside(layer, sharding, mesh.dp if zero else 1, machine, training)
-    if mesh.dp == 1 or not parameters:
+    shards = (shards or mesh.dp) if zero else 1
+    owned = owned_parameters(layer, sharding, shards, with_tied=with_tied) if zero else parameters
+    optimizer = host_time(ADAM_BYTES * owned, machine.cluster) if offloaded else optimizer_time(owned, machine, training)
+    inside = summed_inside(layer, sharding, shards, machine, training)
+    copied = copy_time(COPIED_BYTES * owned, machine.cluster) if offloaded else ZERO
+    if not parameters or (mesh.dp == 1 and not offloaded):
         return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
-    gradient_bytes = training.gradient_precision.num_bytes * parameters
-
-    def exposed(communication: Seconds, window_s: float) -> Seconds:
-        return _exposed(communication, window_s, training)
-
-    if zero == 0:
-        reduce = collective_time(Collective.ALL_REDUCE, gradient_bytes, placement, machine)
-        step = exposed(reduce, time.backward_s) + inside
+    gather, reduce, over_copies = _over_data(parameters, owned, mesh, shards, machine, training)
+    gathered, reduced = (_exposed(gather + copied, time.forward_s, training), _exposed(reduce + copied, time.backward_s, training))
+    if zero < 2:
+        step = gathered + _exposed(reduce + over_copies + copied, time.backward_s, training) + inside
         return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
-    gather = collective_time(Collective.ALL_GATHER, training.precision.num_bytes * parameters, placement, machine)
-    scatter = collective_time(Collective.REDUCE_SCATTER, gradient_bytes, placement, machine)
-    if zero == 3:
-        return DataParallelTime(
-            forward=exposed(gather, time.forward_s), backward=exposed(gather + scatter, time.backward_s), step=inside, optimizer=optimizer)
-    gathered, scattered = exposed(gather, time.forward_s), exposed(scatter, time.backward_s)
+    added = host_time(ADDED_BYTES * owned, machine.cluster) if offloaded else ZERO
     if zero == 2:
-        return DataParallelTime(forward=ZERO, backward=scattered, step=gathered + inside, optimizer=optimizer)
-    return DataParallelTime(forward=ZERO, backward=ZERO, step=scattered + gathered + inside, optimizer=optimizer)
+        return DataParallelTime(forward=ZERO, backward=reduced + added, step=gathered + over_copies + inside, optimizer=optimizer)
+    backward = _exposed(gather + reduce + copied + copied, time.backward_s, training) + added
+    return DataParallelTime(forward=gathered, backward=backward, step=over_copies + inside, optimizer=optimizer)
+
+
+def _over_data(
+    parameters: int, owned: int, mesh: Mesh, shards: int, machine: Machine, training: TrainingSpec,
+) -> tuple[Seconds, Seconds, Seconds]:
+    """Of one layer: the gather of its parameters and the reduce-scatter of its gradients over the `shards` neighbours that
+    hold one copy, and the all-reduce of the `owned` shard over the copies."""
+    gpus_per_node, stride = machine.cluster.gpus_per_node, mesh.stride(Axis.DP)
+    neighbours = place_axis(shards, stride, mesh.num_ranks, gpus_per_node)
+    copies = place_axis(mesh.dp // shards, stride * shards, mesh.num_ranks, gpus_per_node)
+    width = training.gradient_precision.num_bytes
+    return (
+        collective_time(Collective.ALL_GATHER, training.precision.num_bytes * parameters, neighbours, machine),
+        collective_time(Collective.REDUCE_SCATTER, width * parameters, neighbours, machine),
+        collective_time(Collective.ALL_REDUCE, width * owned, copies, machine))
 
 
 def summed_inside(layer: LayerClass, sharding: Sharding, shards: int, machine: Machine, training: TrainingSpec) -> Seconds:

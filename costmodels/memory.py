@@ -67,6 +67,13 @@ def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> S
     return StateBytes(training.precision.num_bytes * gathered, gradients, (MASTER_BYTES + MOMENTS_BYTES) * own)
 
 
+def offloaded_states(elements: int, zero: int, training: TrainingSpec) -> StateBytes:
+    """What stays on the device of `elements` parameters whose states the host keeps: gathered copies, unreduced gradients."""
+    return StateBytes(
+        parameters=training.precision.num_bytes * elements if zero < 3 else 0,
+        gradients=training.gradient_precision.num_bytes * elements if zero < 2 else 0)
+
+
 def gradient_copy_bytes(dp: int, training: TrainingSpec) -> int:
     """Bytes per parameter of gradients that the stack holds a second time, whole on every rank.
 
@@ -79,23 +86,32 @@ def gradient_copy_bytes(dp: int, training: TrainingSpec) -> int:
 
 def layer_states(
     layer: LayerClass, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, dp_rank: int = 0, with_tied: bool = True,
+    offloaded: bool = False,
 ) -> StateBytes:
-    """States of one `layer` on data-parallel rank `dp_rank`; `with_tied` counts the head's copy of a tied embedding."""
+    """States of one `layer` on data-parallel rank `dp_rank` of the `dp` that hold one copy together.
+
+    with_tied: count the head's copy of a tied embedding; offloaded: the host keeps them, what is on the device is left
+    """
     total = StateBytes()
     for operator in layer.operators:
-        total += operator_states(operator, sharding, zero, dp, training, dp_rank=dp_rank, with_tied=with_tied)
+        total += operator_states(operator, sharding, zero, dp, training, dp_rank=dp_rank, with_tied=with_tied, offloaded=offloaded)
     return total
 
 
 def operator_states(
     operator: Operator, sharding: Sharding, zero: int, dp: int, training: TrainingSpec, *, dp_rank: int = 0, with_tied: bool = True,
+    offloaded: bool = False,
 ) -> StateBytes:
-    """States of one operator's parameters on data-parallel rank `dp_rank`."""
-    total, copies, stage = StateBytes(), gradient_copy_bytes(dp, training), zero if dp > 1 else 0
+    """States of one operator's parameters on data-parallel rank `dp_rank`, as `layer_states`."""
+    total, copies, stage = StateBytes(), gradient_copy_bytes(dp, training), zero if dp > 1 or offloaded else 0
     for parameter in operator.parameters:
         if with_tied or not parameter.tied:
             shape = sharding.parameter_shape(operator, parameter)
-            total += states_of(math.prod(shape), chunk_elements(shape, dp, dp_rank), stage, training)
+            elements = math.prod(shape)
+            if offloaded:
+                total += offloaded_states(elements, stage, training)
+            else:
+                total += states_of(elements, chunk_elements(shape, dp, dp_rank), stage, training)
             total += StateBytes(gradients=copies * math.prod(shape))
     return total
 

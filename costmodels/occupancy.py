@@ -19,6 +19,7 @@ class RankMemory:
     allocator_reserve   what the caching allocator holds beyond the tensors of the fullest moment
     communicators       buffers of the collective library
     context             the device context, with the code of the kernels
+    host                what the host holds for the device, no part of the other sums
     """
 
     states: StateBytes
@@ -27,6 +28,7 @@ class RankMemory:
     allocator_reserve: float
     communicators: float
     context: float
+    host: float = 0.0
 
     @property
     def allocated(self) -> float:
@@ -105,7 +107,8 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     spare = book.training.stack.allocator_share * (states.total + activations + temporaries)
     return RankMemory(
         states=states, activations=activations, temporaries=temporaries, allocator_reserve=spare + sum(layer.step_copies for layer in held),
-        communicators=communicator_bytes(frame.mesh, book), context=book.machine.cluster.device.context_bytes)
+        communicators=communicator_bytes(frame.mesh, book), context=book.machine.cluster.device.context_bytes,
+        host=sum(layer.host for layer in held) + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}))
 
 
 def _workspace_bytes(chunks: tuple[tuple[LayerChoice, ...], ...], kept: dict[LayerChoice, ActivationBytes]) -> float:

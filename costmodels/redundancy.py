@@ -73,12 +73,13 @@ def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: Pric
 
     def of(operator: Operator) -> RedundantBytes:
         with_tied = frame.mesh.pp > 1
-        states = operator_states(operator, sharding, choice.zero, frame.mesh.dp, book.training, with_tied=with_tied)
+        states = operator_states(
+            operator, sharding, choice.zero, book.shards(frame.mesh), book.training, with_tied=with_tied, offloaded=book.offloads_states)
         whole = sum(p.num_elements for p in operator.parameters if not p.tied)
-        least = ideal_states(whole, frame.mesh.ranks_per_stage, book.training)
+        least = (0.0, 0.0, 0.0) if book.offloads_states else ideal_states(whole, frame.mesh.ranks_per_stage, book.training)
         return RedundantBytes(
             parameters=states.parameters - least[0], gradients=states.gradients - least[1], optimizer=states.optimizer - least[2],
-            activations=held * (kept[operator.name] - ideal[operator.name]),
+            activations=0.0 if book.offloads_activations(choice.kind) else held * (kept[operator.name] - ideal[operator.name]),
             temporaries=float(gradient_bytes(operator, sharding, stack)))
 
     return {operator.name: of(operator) for operator in layer.operators}

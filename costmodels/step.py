@@ -136,8 +136,9 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
     for choice in chunk:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
-        forward_s += time.forward_s + data.forward.value_s
-        backward_s += time.backward_s + data.backward.value_s
+        moved_s = book.host_copy(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).value_s
+        forward_s += time.forward_s + data.forward.value_s + moved_s
+        backward_s += time.backward_s + data.backward.value_s + moved_s
         recompute_s += time.recompute_s
         stash_bytes += book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).saved
     receive_forward, receive_backward = receive_times(stage, frame, book)
@@ -169,7 +170,8 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
         compute += time.forward + time.backward
         recompute += time.recompute
         tp_comm += time.tp_forward + time.tp_backward + time.tp_recompute
-        per_micro_batch += data.forward + data.backward
+        moved = book.host_copy(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+        per_micro_batch += data.forward + data.backward + moved + moved
         per_step += data.step
         optimizer += data.optimizer
     transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from costmodels.memory import StateBytes, chunk_elements, states_of
+from costmodels.offload import Offload
 from executor.divisions import local_shape
-from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers
+from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
 from executor.tensors import local
 from planner.plan import Plan
 from profiles.model import LayerKind, Parameter
@@ -43,10 +44,12 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
 
 
 def _parameter_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
-    dp, zero = plan.mesh.dp, effective_zero(layer, plan.mesh)
+    shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh)
     entries = layer.plan.operators[operator].parameters.get(parameter.name, ()) if plan.mesh.tp > 1 else ()
     shape = local_shape(parameter.shape, entries, plan.mesh.tp)
-    return states_of(math.prod(shape), chunk_elements(shape, dp, dp_rank), zero, plan.training)
+    if not zero and Offload.STATES in layer.plan.offload:  # the whole is held as one shard, which is gathered
+        return states_of(math.prod(shape), math.prod(shape), 1, plan.training)
+    return states_of(math.prod(shape), chunk_elements(shape, shards, dp_rank % shards), zero, plan.training)
 
 
 class Meter:

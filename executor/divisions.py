@@ -15,11 +15,12 @@ Activations are [batch, sequence, feature].
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from planner.plan import OperatorPlacement, Plan
-from profiles.errors import ConfigError
 from profiles.model import LayerKind, Operator, OperatorKind
 from profiles.transformer import build_graph
 
@@ -44,25 +45,76 @@ def local_shape(shape: Sequence[int], entries: Entries, tp: int) -> tuple[int, .
     return tuple(size // tp if i == divided else size for i, size in enumerate(shape))
 
 
-def validate_divisions(plan: Plan) -> None:
-    """Raises ConfigError for an operator whose placements the executor cannot run, or would run to wrong gradients."""
-    if plan.mesh.tp == 1:
-        return
-    graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
-    for name, layer_plan in plan.layer_plans.items():
-        for operator in graph.layer_class(layer_plan.layer).operators:
-            where = f"layer_plans.{name}: operator {operator.name}"
-            if operator.name not in layer_plan.operators:
-                raise ConfigError(f"{where} has no placement", hint="make the plan again")
-            placement = layer_plan.operators[operator.name]
-            for problem in _problems(plan, operator, layer_plan.layer, placement):
-                raise ConfigError(f"{where}: {problem}", hint="divide it along another dim, or not")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misplaced:
+    """An operator whose placements the executor cannot run, or would run to wrong gradients."""
+
+    layer_plan: str
+    layer: LayerKind
+    operator: Operator
+    problem: str
 
 
-def _problems(plan: Plan, operator: Operator, layer: LayerKind, placement: OperatorPlacement) -> Iterator[str]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undivided:
+    """A dim of `size` units that the tensor-parallel ranks do not divide; `what` names it."""
+
+    layer_plan: str
+    operator: str
+    what: str
+    size: int
+
+
+def misplaced(plan: Plan) -> Iterator[Misplaced]:
+    """Every operator whose placements do not fit its kind, whatever the degree of tensor parallelism."""
+    for name, layer, operator in _operators(plan):
+        placement = plan.layer_plans[name].operators.get(operator.name)
+        if placement is None:
+            yield Misplaced(layer_plan=name, layer=layer, operator=operator, problem="it has no placement")
+            continue
+        for problem in _problems(operator, layer, placement):
+            yield Misplaced(layer_plan=name, layer=layer, operator=operator, problem=problem)
+            break
+
+
+def undivided(plan: Plan) -> Iterator[Undivided]:
+    """Every dim that an operator's placements divide unevenly."""
+    for name, _, operator in _operators(plan):
+        placement = plan.layer_plans[name].operators.get(operator.name, OperatorPlacement())
+        for what, size in _divided_sizes(plan, operator, placement):
+            if size % plan.mesh.tp:
+                yield Undivided(layer_plan=name, operator=operator.name, what=what, size=size)
+
+
+def nearest_placement(plan: Plan, found: Misplaced) -> OperatorPlacement:
+    """The legal placement that differs from what was found in the fewest entries and, of those, divides the most."""
+    operator = found.operator
+    had = plan.layer_plans[found.layer_plan].operators.get(operator.name, OperatorPlacement())
+    names = [parameter.name for parameter in operator.parameters]
+    legal = []
+    for read, gives, *held in itertools.product((FEATURES, SEQUENCE, BATCH, WHOLE), repeat=2 + len(names)):
+        placement = OperatorPlacement(parameters=dict(zip(names, held, strict=True)), input=read, output=gives)
+        if not any(_problems(operator, found.layer, placement)):
+            legal.append(placement)
+
+    def changes(placement: OperatorPlacement) -> int:
+        sides = (placement.input != had.input, placement.output != had.output)
+        return sum(sides) + sum(entries != had.parameters.get(name, WHOLE) for name, entries in placement.parameters.items())
+
+    return min(legal, key=changes)
+
+
+def _operators(plan: Plan) -> Iterator[tuple[str, LayerKind, Operator]]:
+    if plan.mesh.tp > 1:
+        graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
+        for name, layer_plan in plan.layer_plans.items():
+            for operator in graph.layer_class(layer_plan.layer).operators:
+                yield name, layer_plan.layer, operator
+
+
+def _problems(operator: Operator, layer: LayerKind, placement: OperatorPlacement) -> Iterator[str]:
     yield from _entries(operator, placement)
     yield from _rule(operator, layer, placement)
-    yield from _sizes(plan, operator, placement)
 
 
 def _entries(operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
@@ -138,13 +190,12 @@ def _vocabulary_rule(operator: Operator, placement: OperatorPlacement) -> Iterat
         yield f"it must read {_text(ends[0])} and give {_text(ends[1])}, divided over the vocabulary"
 
 
-def _sizes(plan: Plan, operator: Operator, placement: OperatorPlacement) -> Iterator[str]:
-    """Extents that tp does not divide."""
-    tp = plan.mesh.tp
+def _divided_sizes(plan: Plan, operator: Operator, placement: OperatorPlacement) -> Iterator[tuple[str, int]]:
+    """The extents that the placement divides, with their names."""
     for parameter in operator.parameters:
         dim = shard_dim(placement.parameters.get(parameter.name, ()))
-        if dim is not None and parameter.shape[dim] % tp:
-            yield f"tp {tp} does not divide {operator.name}.{parameter.name} of shape {parameter.shape}"
+        if dim is not None:
+            yield f"{operator.name}.{parameter.name} of shape {parameter.shape}", parameter.shape[dim]
     sizes = (plan.pipeline.micro_batch_size, plan.training.seq_length)
     names = ("micro_batch_size", "seq_length")
     for tensors, entries in ((operator.inputs, placement.input), (operator.outputs, placement.output)):
@@ -154,8 +205,7 @@ def _sizes(plan: Plan, operator: Operator, placement: OperatorPlacement) -> Iter
         size, name = (tensors[0].dims[2].size, "features") if dim == 2 else (sizes[dim], names[dim])
         if dim == 2 and operator.parallel_dim == "heads" and operator.kind is not OperatorKind.MATMUL:
             size, name = plan.model.num_kv_heads, "num_kv_heads"
-        if size % tp:
-            yield f"tp {tp} does not divide {name} {size}"
+        yield f"{name} {size}", size
 
 
 def _text(entries: Entries) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -51,22 +51,45 @@ class _Again:
     wrapped: Callable[[Tensor], Tensor]
 
 
-Kept = Tensor | _Again
+
+
+@dataclass(frozen=True, slots=True)
+class _OnHost:
+    """What save_on_cpu made of this rank's part of a tensor, and the tensor's wrapping."""
+
+    hooks: save_on_cpu
+    packed: Any
+    wrapped: Callable[[Tensor], Tensor]
+
+
+Kept = Tensor | _Again | _OnHost
+
+
+def _to_host(tensor: Tensor) -> _OnHost:
+    part = local(tensor.detach())
+    hooks = save_on_cpu(pin_memory=part.device.type == "cuda")
+    return _OnHost(hooks, hooks.pack_hook(part), _wrapping(tensor))
 
 
 class Recipes:
-    """The recipes of one layer. A tensor is known by its memory for as long as that lives."""
+    """The recipes of one layer. A tensor is known by its memory for as long as that lives.
 
-    def __init__(self) -> None:
+    on_host: what is kept is kept on the host, but for parameters
+    """
+
+    def __init__(self, *, on_host: bool = False) -> None:
+        self.on_host = on_host
+        self._parameters: set[int] = set()
         self._made: dict[int, tuple[StorageWeakRef, _Recipe, int]] = {}
         self._watching = False
 
     def watch(self, layer: nn.Module) -> None:
         """From now on the forward pass of `layer` keeps recipes where it has them."""
-        layer.forward = partial(self._run, layer.forward)
+        layer.forward = partial(self._run, layer, layer.forward)
 
-    def _run(self, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    def _run(self, layer: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         self._watching = True
+        self._parameters = {_address(parameter) for parameter in layer.parameters()} if self.on_host else set()
         try:
             with saved_tensors_hooks(self.keep, again):
                 return forward(*inputs)
@@ -88,7 +111,7 @@ class Recipes:
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether `tensor` has a recipe."""
-        return isinstance(self.keep(tensor), _Again)
+        return self._again(tensor) is not None
 
     def rerun(self, forward: Callable[..., Tensor], *inputs: Tensor, output_too: bool, random: bool) -> Tensor:
         """`forward(*inputs)` that keeps nothing but its inputs: what it saves is made by running it again as a whole.
@@ -113,10 +136,16 @@ class Recipes:
         return output
 
     def keep(self, tensor: Tensor) -> Kept:
-        """What to keep of `tensor`: itself, or the recipe of the tensor it is a view of."""
+        """What to keep of `tensor`: itself, here or on the host, or the recipe of the tensor it is a view of."""
+        found = self._again(tensor)
+        if found is not None:
+            return found
+        return _to_host(tensor) if self.on_host and _address(tensor) not in self._parameters else tensor.detach()
+
+    def _again(self, tensor: Tensor) -> _Again | None:
         reference, recipe, index = self._made.get(_address(tensor), (None, None, 0))
         if reference is None or recipe is None or reference.expired():  # memory that is gone left its address to another tensor
-            return tensor.detach()
+            return None
         return _view(recipe, index, tensor)
 
     def _enter(self, tensor: Tensor, recipe: _Recipe, index: int) -> None:
@@ -125,6 +154,8 @@ class Recipes:
 
 def again(kept: Kept) -> Tensor:
     """The tensor of what was kept."""
+    if isinstance(kept, _OnHost):
+        return kept.wrapped(kept.hooks.unpack_hook(kept.packed))
     if not isinstance(kept, _Again):
         return kept
     made = kept.recipe.tensor(kept.index)

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from costmodels.schedules import Schedule
 from executor.layout import local_stages, stage_layers
+from executor.sharded import all_reduce
 from executor.stages import Ranks, Stage, border_example, build_stages
 from executor.tensors import local
 from planner.plan import Plan
@@ -67,7 +68,7 @@ class Pipeline:
             return
         for stage in self.stages:
             if (weight := stage.tied_weight()) is not None:
-                dist.all_reduce(local(weight.grad), group=self.tied_group)
+                all_reduce([local(weight.grad)], self.tied_group)
 
 
 def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: AfterBackward) -> Pipeline:

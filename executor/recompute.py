@@ -34,7 +34,10 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
     if unknown:
         raise ConfigError(f"{where}: recompute names {unknown[0]}, the layer has {', '.join(names)}", hint="make the plan again")
     if operators and set(operators) == set(names):
-        return checkpoint_wrapper(layer)
+        layer = checkpoint_wrapper(layer)
+        if recipes is not None and recipes.on_host:
+            recipes.watch(layer)  # its input is all that it keeps
+        return layer
     discarded = [name for name in operators if name != ATTENTION]
     _check_random(layer, discarded, where)
     if not operators and recipes is None:

@@ -9,6 +9,9 @@ stage | parameters during the step | gradients of a micro-batch
 Gradients that are this rank's summands over the tensor-parallel axis too (`executor.place`) are added over it after that,
 at the end of the step and as they are held then: with ZeRO the shards.
 
+Where fewer ranks than dp hold one copy of a layer's states together (hybrid sharding), the shards' gradients are added
+over the copies at the end of the step too, once: FSDP2's own hybrid mesh would do so after every micro-batch.
+
 bf16 runs on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is torch's `replicate`. Every
 reduction is a sum: the loss is already this rank's share of the mean over the global batch.
 """
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from executor.place import parameters_summed_over_tp
@@ -41,23 +44,26 @@ class Unit:
 
     layers: tuple[nn.Module, ...]
     zero: int
+    copies: DeviceMesh | None = None  # the ranks that hold the same shards of other copies
+    offloaded: bool = False  # the host keeps the shards, their gradients and the optimizer's states
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.BF16 else torch.float32
 
 
-def shard_unit(unit: Unit, dp_mesh: DeviceMesh, precision: Precision) -> None:
-    """Apply the unit's ZeRO stage over `dp_mesh`; fp32 at stage 0 needs nothing."""
+def shard_unit(unit: Unit, mesh: DeviceMesh, precision: Precision) -> None:
+    """Apply the unit's ZeRO stage over `mesh`; fp32 at stage 0 needs nothing."""
     if precision is Precision.FP32:
         policy = MixedPrecisionPolicy()
     else:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if unit.offloaded else OffloadPolicy()
     modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
     if unit.zero:
-        fully_shard(modules, mesh=dp_mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy)
-    elif precision is not Precision.FP32:
-        replicate(modules, mesh=dp_mesh, mp_policy=policy)
+        fully_shard(modules, mesh=mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy, offload_policy=offload)
+    elif precision is not Precision.FP32 or unit.offloaded:
+        replicate(modules, mesh=mesh, mp_policy=policy, offload_policy=offload)
     for module in _fsdp_modules(unit):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -95,9 +101,12 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh
     plain = [parameter for unit in units if not _fsdp_modules(unit) for parameter in _parameters(unit)]
     _settle(plain)
     if dp_mesh is not None:
-        _all_reduce([local(parameter.grad) for parameter in plain], dp_mesh.get_group())
+        all_reduce([local(parameter.grad) for parameter in plain], dp_mesh.get_group())
+    for copies in dict.fromkeys(unit.copies for unit in units if unit.copies is not None):
+        held = [parameter for unit in units if unit.copies == copies for parameter in _parameters(unit)]
+        all_reduce([local(parameter.grad) for parameter in held], copies.get_group())
     if tp_mesh is not None:
-        _all_reduce([local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group())
+        all_reduce([local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group())
 
 
 def _summed_over_tp(units: Sequence[Unit]) -> list[nn.Parameter]:
@@ -121,20 +130,26 @@ def _settle(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def _all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum every tensor over `group`, in buckets."""
-    for bucket in _buckets(tensors):
-        flat = _flatten_dense_tensors(bucket)
+def all_reduce(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum every tensor over `group`, in buckets of one device; what the host keeps goes to the device of `group` for it."""
+    by_device = sorted(tensors, key=lambda tensor: tensor.device.type)
+    for bucket in _buckets(by_device):
+        flat = _flatten_dense_tensors(bucket).to(_device(group))
         dist.all_reduce(flat, group=group)
         for tensor, reduced in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
             tensor.copy_(reduced)
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    on_gpus = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     buckets: list[list[Tensor]] = []
     room = 0
     for tensor in tensors:
-        if not buckets or tensor.nbytes > room:
+        if not buckets or tensor.nbytes > room or tensor.device != buckets[-1][0].device:
             buckets.append([])
             room = BUCKET_BYTES
         buckets[-1].append(tensor)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from costmodels.offload import Offload
 from executor.divisions import local_shape
 from executor.kept import Recipes
-from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers
+from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
 from executor.models import build_layer
 from executor.place import parse_placement, place_layer
 from executor.recompute import recomputed
@@ -26,10 +27,14 @@ from profiles.spec import Positions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Where this process sits: its device, the (pp, dp, tp) mesh of all processes, and its coordinates in it."""
+    """Where this process sits: its device, the (pp, dp, tp) mesh of all processes, and its coordinates in it.
+
+    `sharded` has by number of ranks that hold one copy of states the same mesh with dp as (copies, shards).
+    """
 
     device: torch.device
     mesh: DeviceMesh
+    sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
 
     def coordinate(self, axis: str) -> int:
         return int(self.mesh.get_local_rank(axis))
@@ -45,6 +50,14 @@ class Ranks:
     @property
     def dp_mesh(self) -> DeviceMesh:
         return self.mesh["dp"]
+
+    def shard_mesh(self, num_ranks: int) -> DeviceMesh:
+        """The data-parallel ranks that hold one copy of a layer's states with this one, `num_ranks` together."""
+        return self.sharded[num_ranks]["shards"] if num_ranks in self.sharded else self.dp_mesh
+
+    def copies_mesh(self, num_ranks: int) -> DeviceMesh | None:
+        """The ranks that hold the same shard of other copies, if there are several."""
+        return self.sharded[num_ranks]["copies"] if num_ranks in self.sharded else None
 
 
 class Body(nn.Module):
@@ -103,13 +116,15 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     for group in _unit_layers(plan, placed):
-        recipes = {layer.name: Recipes() if ranks.tp_mesh is not None else None for layer in group}
+        recipes = {layer.name: _recipes(layer, ranks) for layer in group}
         built = {layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name]) for layer in group}
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
         whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
-        unit = Unit(layers=tuple(whole.values()), zero=effective_zero(group[0], plan.mesh))
-        shard_unit(unit, ranks.dp_mesh, plan.training.precision)
+        zero, held_by = effective_zero(group[0], plan.mesh), zero_ranks(group[0], plan.mesh)
+        copies, offloaded = ranks.copies_mesh(held_by) if zero else None, Offload.STATES in group[0].plan.offload
+        unit = Unit(layers=tuple(whole.values()), zero=zero, copies=copies, offloaded=offloaded)
+        shard_unit(unit, ranks.shard_mesh(held_by) if zero else ranks.dp_mesh, plan.training.precision)
         units.append(unit)
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
@@ -132,6 +147,12 @@ def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer
         if placed.kind is LayerKind.HEAD:
             layer.loss.group = ranks.tp_mesh.get_group()
     return layer
+
+
+def _recipes(placed: PlacedLayer, ranks: Ranks) -> Recipes | None:
+    """Where a layer has more to do with what autograd keeps than to keep it: gathered inputs, or the host."""
+    on_host = Offload.ACTIVATIONS in placed.plan.offload
+    return Recipes(on_host=on_host) if on_host or ranks.tp_mesh is not None else None
 
 
 def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from executor.check import Meter, Row, predicted_state_bytes
 from executor.data import Batches, from_file, synthetic
 from executor.pipeline import Pipeline, build_pipeline
 from executor.stages import Ranks
+from executor.tensors import local
 from planner.plan import Plan
 
 METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time
@@ -82,7 +83,7 @@ class Trainer:
 def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
-    ranks = Ranks(device=device, mesh=mesh)
+    ranks = Ranks(device=device, mesh=mesh, sharded=_sharded(plan, mesh))
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
@@ -95,9 +96,16 @@ def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer
     return Trainer(plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=optimizer, batches=batches, meter=meter)
 
 
+def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
+    """The mesh with dp as (copies, shards) for every number of ranks that hold one copy of some layer; collective."""
+    held_by = sorted({found.zero_ranks or plan.mesh.dp for found in plan.layer_plans.values() if found.zero} - {plan.mesh.dp})
+    return {n: mesh._unflatten("dp", (plan.mesh.dp // n, n), ("copies", "shards")) for n in held_by}
+
+
 def _by_mesh(parameters: list[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:
-    """Parameter groups of one device mesh each: the optimizer's fused loops cannot mix meshes."""
+    """Parameter groups of one device mesh and one device each: the optimizer's fused loops cannot mix them."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((mesh, local(parameter.detach()).device), []).append(parameter)
     return [{"params": group} for group in groups.values()]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from costmodels.book import PriceBook
+from costmodels.offload import Offload
 from costmodels.redundancy import RedundantBytes, added, operator_redundancy
 from costmodels.sharding import placements
 from costmodels.step import StepPrice, model_flops_utilization
@@ -50,8 +51,12 @@ def _gib(n_bytes: float) -> float:
 def _layer_plan(choice: LayerChoice, frame: Frame, book: PriceBook) -> LayerPlan:
     layer = book.graph(1).layer_class(choice.kind)
     placed = {op.name: placements(op, frame.sharding_of(choice)) for op in layer.operators} if frame.mesh.tp > 1 else {}
+    shards = book.shards(frame.mesh)
+    zero = choice.zero if frame.mesh.dp > 1 or book.offloads_states else 0
     return LayerPlan(
-        layer=choice.kind, sequence_parallel=frame.sequence_parallel, zero=choice.zero if frame.mesh.dp > 1 else 0,
+        layer=choice.kind, sequence_parallel=frame.sequence_parallel, zero=zero,
+        zero_ranks=shards if zero and shards < frame.mesh.dp else None,
+        offload=tuple(kept for kept in book.offload if kept is Offload.STATES or book.offloads_activations(choice.kind)),
         recompute=book.recompute_operators(choice.kind, choice.recompute),
         operators={name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()})
 
@@ -128,7 +133,8 @@ def _memory(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
         StageMemory(
             stage=rank, parameters=_gib(memory.states.parameters), gradients=_gib(memory.states.gradients),
             optimizer=_gib(memory.states.optimizer), activations=_gib(memory.activations), temporaries=_gib(memory.temporaries),
-            reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes), kind=Kind.ANALYTIC)
+            reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes), host=_gib(memory.host),
+            kind=Kind.ANALYTIC)
         for rank, memory in enumerate(price.memory))
 
 

@@ -61,8 +61,8 @@ class MixTable:
         self._blocks: dict[tuple[Mesh, int, Sharding], dict[int, _PerBlock]] = {}
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
-        """The ZeRO stages to choose from: without data parallelism there is nothing to shard."""
-        return self._zero_stages if mesh.dp > 1 else (0,)
+        """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
+        return self._zero_stages if mesh.dp > 1 or self.book.offloads_states else (0,)
 
     def options(self, frame: Frame) -> tuple[LayerOption, ...]:
         return self.catalogue.options(frame.micro_batch_size, frame.sharding)

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodels.book import PriceBook
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
-from costmodels.step import price_step
+from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble
 from planner.columns import MixTable, RankColumns, block_counts, to_strategy
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints
 from planner.space import illegal_frame, illegal_tensor_parallel
-from profiles.errors import ConfigError
+from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.units import gib
 
 
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
@@ -51,6 +53,21 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
             hint="change the number of blocks of a rank")
 
 
+def _check_holders(frame: Frame, zero: int, zero_ranks: int | None) -> None:
+    if zero_ranks and (zero == 0 or frame.mesh.dp % zero_ranks):
+        reason = "nothing is sharded at --zero 0" if zero == 0 else f"it does not divide dp {frame.mesh.dp}"
+        raise ConfigError(f"--zero-ranks is {zero_ranks}: {reason}", hint="leave it out, or use a divisor of dp with --zero 1 or more")
+
+
+def _require_host(price: StepPrice, cluster: Cluster) -> None:
+    """Raises InfeasibleError where the host of a node cannot hold what its devices offload; a node's ranks are taken for the fullest."""
+    needed = max(memory.host for memory in price.memory) * cluster.gpus_per_node
+    if needed > cluster.host_memory_bytes:
+        raise InfeasibleError(
+            f"the hosts need {gib(needed):,.1f} GiB a node for what is offloaded, they have {gib(cluster.host_memory_bytes):,.1f}",
+            hint="offload less, or shard more: --zero 1 or higher")
+
+
 def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recompute: Recompute, book: PriceBook) -> Strategy:
     """`blocks[s]` blocks on rank s, all at the same recompute level and ZeRO stage."""
     table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True))
@@ -59,18 +76,24 @@ def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recomput
 
 def estimate_plan(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, frame: Frame, *, zero: int = 0, recompute: Recompute = Recompute.NONE,
-    blocks: Sequence[int] | None = None,
+    blocks: Sequence[int] | None = None, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
 ) -> Plan:
     """The plan of one configuration: every block at the same recompute level and ZeRO stage, `blocks[s]` on rank s.
 
-    `blocks` defaults to an even split. A plan that does not fit is priced all the same: see `Plan.predicted.memory_gib`.
+    blocks: an even split by default; zero_ranks: neighbours that hold one copy of sharded states, all of dp by default
+    offload: what the host keeps, states of every layer and activations of the blocks
+
+    A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`), one that does not fit their
+    hosts is an InfeasibleError.
     Raises ConfigError when the configuration cannot run.
     """
     blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)
     _check(frame, blocks, model, cluster, training)
-    book = PriceBook(model, training, machine_for(cluster))
+    _check_holders(frame, zero, zero_ranks)
+    book = PriceBook(model, training, machine_for(cluster), zero_ranks=zero_ranks, offload=offload)
     strategy = uniform_strategy(frame, blocks, zero=zero, recompute=recompute, book=book)
     price = price_step(strategy, book)
+    _require_host(price, cluster)
     record = SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.closed_form_s, 6), bound=0.0, gap=1.0,
         fastest_step_time_s=round(price.closed_form_s, 6),

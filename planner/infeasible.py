@@ -118,7 +118,7 @@ def _thirst(frame: Frame) -> tuple[int, bool, int, bool]:
 
 
 def _leanest(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> _Leanest | None:
-    table = MixTable(PriceBook(model, training, machine_for(cluster)), pins.resolved())
+    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved())
     found = (_leanest_of(frame, table) for frame in _least_memory_frames(model, cluster, training, pins))
     return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
 
@@ -146,7 +146,7 @@ def smallest_cluster(
         larger = replace(cluster, nodes=nodes)
         if sum(ideal_states(num_parameters, larger.num_gpus, training)) > limit:
             continue
-        table = MixTable(PriceBook(model, training, machine_for(larger)), pins.resolved())
+        table = MixTable(PriceBook(model, training, machine_for(larger), zero_ranks=pins.zero_ranks), pins.resolved())
         if any(_fits(frame, table, limit) for frame in _least_memory_frames(model, larger, training, pins)):
             return larger.num_gpus
     return None
@@ -157,7 +157,7 @@ def shortfall(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: 
     limit = limit_bytes(cluster, training.stack, options)
     lean = _leanest(model, cluster, training, pins)
     assert lean is not None, "there are legal frames"
-    need, book = lean.column.memory_bytes, PriceBook(model, training, machine_for(cluster))
+    need, book = lean.column.memory_bytes, PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
     margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
     return Shortfall(need_bytes=need, limit_bytes=limit, text=(
         f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.frame.mesh}, "

@@ -130,7 +130,7 @@ def question_of(options: Options) -> Question:
 def constraints(options: Options) -> Constraints:
     """The pinned and the forbidden choices."""
     sequence_parallel = options["sequence_parallel"]
-    alike = ("pp", "dp", "tp", "micro_batch_size", "virtual_stages", "zero", "tp_across_nodes", "megatron_sharding")
+    alike = ("pp", "dp", "tp", "micro_batch_size", "virtual_stages", "zero", "zero_ranks", "tp_across_nodes", "megatron_sharding")
     return Constraints(
         **{name: options[name] for name in alike},
         schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),

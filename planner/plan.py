@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from profiles.catalog import cluster_document, cluster_from_document
 from profiles.errors import ConfigError, unknown_name_error
@@ -72,6 +73,8 @@ class LayerPlan:
     """How one layer is run: `recompute` names the operators that run again in the backward pass (all: full recompute).
 
     zero: 0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3 parameters too (EQUATIONS M2).
+    zero_ranks: how many neighbouring data-parallel ranks hold one copy of the states together; None for all of dp
+    offload: what the host keeps: `states` (fp32 parameters, their gradients, the optimizer's), `activations`
     """
 
     __pydantic_config__ = _FORBID
@@ -79,12 +82,16 @@ class LayerPlan:
     layer: LayerKind
     sequence_parallel: bool
     zero: int
+    zero_ranks: int | None = None
+    offload: tuple[Offload, ...] = ()
     recompute: tuple[str, ...] = ()
     operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"zero is {self.zero}, it must be 0, 1, 2 or 3")
+        if self.zero_ranks is not None and self.zero_ranks < 1:
+            raise ConfigError(f"zero_ranks is {self.zero_ranks}, it must be at least 1", hint="leave it out for all of dp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +141,7 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Peak GiB per device of one pipeline rank by class; `capacity` is what the device has."""
+    """Peak GiB per device of one pipeline rank by class; `capacity` is what the device has, `host` what its host holds for it."""
 
     __pydantic_config__ = _FORBID
 
@@ -147,6 +154,7 @@ class StageMemory:
     reserve: float
     total: float
     capacity: float
+    host: float = 0.0
     kind: Kind
 
 

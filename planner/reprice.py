@@ -33,6 +33,18 @@ def frame_of(plan: Plan) -> Frame:
         num_micro_batches=pipeline.num_micro_batches, sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()))
 
 
+def book_of(plan: Plan) -> PriceBook:
+    """The prices for a plan. Raises ConfigError where its layers differ in what the prices know only of all of them."""
+    sharded = {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values() if layer_plan.zero}
+    offload = {layer_plan.offload for layer_plan in plan.layer_plans.values() if layer_plan.layer is LayerKind.BLOCK}
+    if len(sharded) > 1 or len(offload) > 1:
+        raise ConfigError(
+            f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload {sorted(map(list, offload))} differ between layers, "
+            "they can be run so but are priced alike for all", hint="give all layers one zero_ranks and one offload")
+    return PriceBook(
+        plan.model, plan.training, machine_for(plan.cluster), zero_ranks=next(iter(sharded), None), offload=next(iter(offload), ()))
+
+
 def _choice(name: str, layer_plan: LayerPlan, plan: Plan, book: PriceBook) -> LayerChoice:
     """The choice that a layer plan was made of; its sharding where that is not the frame's."""
     frame = frame_of(plan)
@@ -79,7 +91,7 @@ def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
 
 def reprice(plan: Plan) -> Repriced:
     """The plan with every prediction made again; its record of the search stays. Raises ConfigError, as `strategy_of` does."""
-    book = PriceBook(plan.model, plan.training, machine_for(plan.cluster))
+    book = book_of(plan)
     strategy = strategy_of(plan, book)
     price = price_step(strategy, book)
     return Repriced(assemble(strategy, price, plan.search, book), strategy, price, book)

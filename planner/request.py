@@ -26,6 +26,7 @@ class Constraints:
     """Pinned choices; None leaves a choice to the search. Tuples list what is allowed, `forbid` what is not.
 
     recompute           levels; None also allows any list of operators
+    zero_ranks          neighbours that hold one copy of sharded states together, on meshes whose dp it divides
     megatron_sharding   tensor parallelism divides every operator as Megatron does
     """
 
@@ -38,6 +39,7 @@ class Constraints:
     sequence_parallel: tuple[bool, ...] | None = None
     recompute: tuple[Recompute, ...] | None = None
     zero: tuple[int, ...] | None = None
+    zero_ranks: int | None = None
     tp_across_nodes: bool = False
     megatron_sharding: bool = False
     forbid: tuple[Ban, ...] = ()

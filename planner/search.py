@@ -89,7 +89,7 @@ class Prices:
         self.space = enumerate_space(model, cluster, training, pins)
         if not self.space.frames:
             raise _no_frame_error(self.space, cluster)
-        self.book = PriceBook(model, training, machine_for(cluster))
+        self.book = PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
         self.table = MixTable(self.book, pins.resolved())
         self._bounds: dict[Frame, TimeBound] = {}
         self._raised: dict[Frame, tuple[float, float]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -158,3 +159,22 @@ def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:
 def gradient_error(found: Tensor, expected: Tensor) -> float:
     """max |found - expected| over the largest expected entry, at least 1e-4: some gradients are exactly zero."""
     return float((found - expected).abs().max() / max(float(expected.abs().max()), 1e-4))
+
+
+def attempt(plan: Plan, limit_s: float = 20.0) -> Outcome | str:
+    """Run `plan` in a world of its own, whatever comes of it: what it gives, or the traceback of an error, or "hangs"."""
+    world = plan.mesh.num_ranks
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.start_processes(_rank, args=(world, [plan], folder), nprocs=world, start_method="fork", join=False)
+        deadline = time.monotonic() + limit_s
+        try:
+            while not ranks.join(max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    return "hangs"
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            return str(error)
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+        return _joined([torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False)[0] for rank in range(world)])

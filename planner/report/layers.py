@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from planner.plan import LayerPlan, OperatorPlacement, Plan
-from planner.report.names import graph_of, recompute_names, recompute_text
+from planner.report.names import graph_of, recompute_names, recompute_text, zero_text
 from planner.report.text import print_table, say
 from profiles.model import LayerKind
 
@@ -16,7 +16,7 @@ def print_layers(plan: Plan, out: Console) -> None:
     rows = []
     for name, layer_plan in plan.layer_plans.items():
         recompute = recompute_text(layer_plan, names) if layer_plan.layer is LayerKind.BLOCK else "none"
-        rows.append((name, str(layer_plan.zero), recompute, _where(plan, name)))
+        rows.append((name, zero_text(layer_plan), recompute, _where(plan, name)))
     say(out)
     print_table(out, ("layer plan", "ZeRO", "recompute", "runs"), rows, left=("layer plan", "recompute", "runs"))
     if plan.mesh.tp > 1:

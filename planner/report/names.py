@@ -71,3 +71,10 @@ def found_text(search: SearchRecord) -> str:
     if front and front.memory_limit_gib is not None:
         return f"fastest within {gib_text(front.memory_limit_gib)} GiB"
     return "leanest" if lean else FASTEST
+
+
+def zero_text(layer_plan: LayerPlan) -> str:
+    """`3`, and what of it is not as usual: `3 over 8 ranks, states on the host`."""
+    ranks = f" over {layer_plan.zero_ranks} ranks" if layer_plan.zero_ranks else ""
+    host = f", {' and '.join(layer_plan.offload)} on the host" if layer_plan.offload else ""
+    return f"{layer_plan.zero}{ranks}{host}"

@@ -10,11 +10,20 @@ from rich.console import Console
 
 from costmodels.mesh import Mesh
 from planner.plan import Objective, Plan, RunnerUp, Status
-from planner.report.names import attention_text, blocks_by_plan, found_text, graph_of, pipeline_phrases, recompute_names, recompute_text
+from planner.report.names import (
+    attention_text,
+    blocks_by_plan,
+    found_text,
+    graph_of,
+    pipeline_phrases,
+    recompute_names,
+    recompute_text,
+    zero_text,
+)
 from planner.report.stages import fullest, print_stages
 from planner.report.text import LABEL_WIDTH, aligned, band_text, gib_text, joined, labelled, percent, say, seconds_text
 from profiles.provenance import Kind
-from profiles.units import format_count
+from profiles.units import format_count, gib
 
 RUNNERS_UP = 3  # of the short form
 NOTHING = 1e-9  # share of the step below which a time is rounding
@@ -108,6 +117,9 @@ def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
     place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
     room = f"{gib_text(free)} GiB free" if free >= 0 else f"does not fit: {gib_text(-free)} GiB more than the device has"
     yield "memory", f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}", place + room
+    if host := max(memory.host for memory in plan.predicted.memory_gib):
+        node = f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of {gib(plan.cluster.host_memory_bytes):,.0f}"
+        yield "host", f"{gib_text(host)} GiB for a GPU", node
     yield _proof(plan, context)
     front = plan.search.front
     if front:
@@ -119,7 +131,7 @@ def layers_phrases(plan: Plan) -> tuple[str, str]:
     """ZeRO stage and recompute of the blocks; with numbers of blocks where they differ."""
     names, zero, recompute = recompute_names(graph_of(plan)), Counter[str](), Counter[str]()
     for name, count in blocks_by_plan(plan).items():
-        zero[f"ZeRO {plan.layer_plans[name].zero}"] += count
+        zero[f"ZeRO {zero_text(plan.layer_plans[name])}"] += count
         recompute[recompute_text(plan.layer_plans[name], names)] += count
     sequence = ", sequence parallel" if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ""
     return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}"

@@ -1,0 +1,208 @@
+"""Where states and activations are held: by some of the data-parallel ranks together, or by the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.tensor import DTensor
+
+from costmodels.book import PriceBook
+from costmodels.mesh import Mesh
+from costmodels.offload import Offload
+from costmodels.sharding import Sharding
+from executor import kept
+from executor.kept import Recipes
+from executor.models import build_layer
+from executor.recompute import recomputed
+from executor.rules import validate
+from executor.train import build_trainer
+from planner.plan import Plan
+from profiles.measured import machine_for
+from profiles.model import LayerKind
+from profiles.spec import Precision, TrainingSpec
+from tests.executor_plans import CLUSTER, GPT, LLAMA, make_plan
+from tests.executor_world import (
+    BF16_GRADIENT_TOLERANCE,
+    BF16_LOSS_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    OPTIONS,
+    Outcome,
+    reference_layers,
+    run_plans,
+    run_reference,
+    worst_gradient,
+)
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
+]
+
+BF16 = Precision.BF16
+STATES, ACTIVATIONS = Offload.STATES, Offload.ACTIVATIONS
+
+
+def held_by(plan: Plan, ranks: int | Mapping[str, int]) -> Plan:
+    """`plan` with `zero_ranks` on every layer plan, or on those that are named."""
+    layer_plans = {
+        name: dataclasses.replace(found, zero_ranks=ranks if isinstance(ranks, int) else ranks.get(name))
+        for name, found in plan.layer_plans.items()}
+    return dataclasses.replace(plan, layer_plans=layer_plans)
+
+
+def on_host(plan: Plan, *what: Offload, only: tuple[str, ...] = ()) -> Plan:
+    """`plan` with `what` on the host for every layer plan, or for those that are named."""
+    layer_plans = {
+        name: dataclasses.replace(found, offload=what) if not only or name in only else found for name, found in plan.layer_plans.items()}
+    return dataclasses.replace(plan, layer_plans=layer_plans)
+
+
+PLANS: dict[str, Plan] = {
+    **{f"dp4-zero{zero}-over-2": held_by(make_plan(LLAMA, dp=4, zero=(zero,)), 2) for zero in (1, 2, 3)},
+    "dp4-every-block-otherwise": held_by(make_plan(LLAMA, dp=4, zero=(3, 2, 1, 0)), {"block-3": 2, "block-1": 1, "embedding-3": 2}),
+    "dp4-bf16-tied-zero3-over-2": held_by(make_plan(GPT, dp=4, zero=(3,), precision=BF16), 2),
+    "pp2-dp4-tied-zero2-over-2": held_by(make_plan(GPT, pp=2, dp=4, zero=(2,), num_micro_batches=2), 2),
+    "dp4-tp2-sp-zero3-over-2": held_by(make_plan(LLAMA, dp=4, tp=2, sp=True, zero=(3,)), 2),
+    "states": on_host(make_plan(GPT), STATES),
+    "states-zero3-one-rank": on_host(make_plan(GPT, zero=(3,)), STATES),
+    "states-bf16": on_host(make_plan(GPT, precision=BF16), STATES),
+    "activations-full-recompute": on_host(make_plan(GPT, recompute="full"), ACTIVATIONS),
+    "activations-selective-recompute": on_host(make_plan(LLAMA, recompute=("norm1", "attention", "norm2")), ACTIVATIONS),
+    "dp2-states-of-every-rank-alone": held_by(on_host(make_plan(LLAMA, dp=2, zero=(3,)), STATES), 1),
+    "dp2-some-blocks": on_host(make_plan(LLAMA, dp=2, zero=(0, 1, 2, 3)), STATES, ACTIVATIONS, only=("block-0", "block-1", "block-3")),
+    "tp2-sp-both": on_host(make_plan(GPT, tp=2, sp=True), STATES, ACTIVATIONS),
+    "pp2-both-tied": on_host(make_plan(GPT, pp=2), STATES, ACTIVATIONS),
+}
+
+
+@cache
+def outcomes(world: int) -> dict[str, Outcome]:
+    plans = {name: plan for name, plan in PLANS.items() if plan.mesh.num_ranks == world}
+    return dict(zip(plans, run_plans(list(plans.values())), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """A fork must not inherit a pool of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_trains_like_one_process_wherever_its_states_are(name):
+    plan = PLANS[name]
+    validate(plan)
+    found, expected = outcomes(plan.mesh.num_ranks)[name], run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
+    exact = plan.training.precision is Precision.FP32
+
+    error, parameter = worst_gradient(found, expected)
+
+    assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), parameter
+    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_rank_holds_exactly_the_predicted_bytes_on_device_and_host(name):
+    plan = PLANS[name]
+
+    states = outcomes(plan.mesh.num_ranks)[name].states
+
+    assert {rank: measured for rank, (_, measured) in states.items()} == {rank: predicted for rank, (predicted, _) in states.items()}
+
+
+@pytest.mark.parametrize(("zero", "gathers", "reduce_scatters"), [(1, 6, 6), (2, 6, 12), (3, 24, 12)])
+def test_copies_of_the_shards_are_added_up_once_a_step(zero, gathers, reduce_scatters):
+    found = outcomes(4)[f"dp4-zero{zero}-over-2"].collectives
+
+    assert found["_allgather_base_"] == gathers
+    assert found["_reduce_scatter_base_"] == reduce_scatters
+    assert found["allreduce_"] == 1 + 1  # one bucket, and the loss
+
+
+@pytest.mark.parametrize("operators", [pytest.param((), id="none"), pytest.param(("norm1", "activation"), id="some"), "full"])
+# torch has a fused RMS norm on GPUs only; the one on CPUs keeps more
+@pytest.mark.parametrize("model", [GPT, dataclasses.replace(LLAMA, norm="layer_norm")])
+def test_the_host_keeps_the_activations_that_are_priced_and_no_parameter(model, operators, monkeypatch):
+    model = dataclasses.replace(model, hidden_size=256, head_dim=256 // model.num_heads, ffn_hidden_size=1024, max_seq_length=128)
+    training = TrainingSpec(global_batch_size=4, seq_length=128, precision="fp32")
+    book = PriceBook(model, training, machine_for(CLUSTER), offload=(ACTIVATIONS,))
+    names = book.recompute_operators(LayerKind.BLOCK, "full" if operators == "full" else operators)
+    held: list[torch.Tensor] = []
+    monkeypatch.setattr(kept.save_on_cpu, "__init__", lambda self, pin_memory: _counting(self, held))
+    block = recomputed(build_layer(model, training, LayerKind.BLOCK, 1, 0, torch.device("cpu")), names, "block0", Recipes(on_host=True))
+
+    out = block(torch.randn(4, 128, 256, requires_grad=True))
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in held}
+    n_bytes = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}.values())
+    out.sum().backward()
+
+    priced = book.activations(LayerKind.BLOCK, 4, Sharding(), names).host
+    assert not addresses & {parameter.data_ptr() for parameter in block.parameters()}
+    left_out = 2 * 8 * 4 * 128 + 2 * 128 * model.head_dim * 4  # statistics of norms, tables of rotary positions
+    assert priced <= n_bytes <= priced + left_out
+
+
+def _counting(hooks: torch.autograd.graph.save_on_cpu, held: list[torch.Tensor]) -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)
+        return tensor
+
+    torch.autograd.graph.saved_tensors_hooks.__init__(hooks, pack, lambda tensor: tensor)
+
+
+SAME: tuple[Plan, ...] = (
+    make_plan(GPT, dp=2, zero=(3,), precision=BF16), make_plan(GPT, pp=2, precision=BF16), make_plan(GPT, tp=2, precision=BF16),
+    make_plan(GPT, dp=2, zero=(0,)), on_host(make_plan(GPT, dp=2, zero=(1,), precision=BF16), STATES))
+
+
+def test_every_mesh_starts_from_the_same_fp32_values_bit_by_bit():
+    """Whatever the precision: the masters of bf16 are fp32."""
+    expected = {name: value.detach() for name, value in reference_layers(GPT, SAME[0].training, OPTIONS.seed).named_parameters(
+        remove_duplicate=False)}
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_initial, args=(2, folder), nprocs=2, start_method="fork")
+        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
+
+    for plan in range(len(SAME)):
+        values = found[0][plan] | found[1][plan]
+        assert values.keys() == expected.keys()
+        assert all(value.dtype == torch.float32 and torch.equal(value, expected[name]) for name, value in values.items())
+
+
+def _initial(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    torch.save([_whole(plan) for plan in SAME], f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _whole(plan: Plan) -> dict[str, torch.Tensor]:
+    trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
+    named = [item for stage in trainer.pipeline.stages for item in stage.body.named_parameters(remove_duplicate=False)]
+    return {name.replace(_CHECKPOINT_PREFIX, ""): _all_of(value).detach() for name, value in named}
+
+
+def _all_of(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, BF16])
+def test_the_first_loss_is_the_same_on_any_number_of_ranks_and_at_any_zero_stage(precision):
+    plans = [make_plan(GPT, precision=precision), *(make_plan(GPT, dp=2, zero=(zero,), precision=precision) for zero in range(4))]
+
+    one, *two = [outcome.losses[0] for outcome in (*run_plans(plans[:1]), *run_plans(plans[1:]))]
+
+    assert two == [two[0]] * 4
+    assert two[0] == pytest.approx(one, rel=2**-23)  # the micro-batches are the same, their losses are added in another order

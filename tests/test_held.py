@@ -1,0 +1,182 @@
+"""Prices of states that some of the data-parallel ranks hold together, and of what the host holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from costmodels.book import PriceBook
+from costmodels.collectives import Collective, collective_time
+from costmodels.memory import layer_states, owned_parameters
+from costmodels.mesh import Mesh, Placement
+from costmodels.occupancy import rank_layers
+from costmodels.offload import HOST_BYTES_PER_S, Offload
+from costmodels.recompute import Recompute
+from costmodels.redundancy import added, operator_redundancy
+from costmodels.sharding import Sharding
+from costmodels.step import price_step
+from planner.estimate import estimate_plan
+from planner.plan import read, write
+from planner.reprice import reprice
+from planner.request import Constraints
+from planner.search import find_plan
+from profiles.catalog import load_model, with_gpus
+from profiles.errors import ConfigError, InfeasibleError
+from profiles.measured import machine_for
+from profiles.model import LayerKind
+from profiles.spec import TrainingSpec
+from tests.uniform import A100, TINY, frame_of, uniform
+
+A100_16 = with_gpus(A100, 16)
+EXPOSED = TrainingSpec(global_batch_size=64, seq_length=128, overlap_grad_reduce=False)
+MESH = Mesh(pp=1, dp=16, tp=1)
+STATES, ACTIVATIONS = Offload.STATES, Offload.ACTIVATIONS
+
+
+def book_of(training=EXPOSED, cluster=A100_16, **how):
+    return PriceBook(TINY, training, machine_for(cluster), **how)
+
+
+def block(book, zero, mesh=MESH):
+    return book.data_parallel(LayerKind.BLOCK, 1, mesh, Sharding(), zero)
+
+
+def test_gathers_stay_inside_the_group_and_the_copies_are_reduced_once_across_the_nodes():
+    """Two nodes of eight, one copy a node: the collectives by hand, on the places that they really span."""
+    machine, parameters = machine_for(A100_16), book_of().graph(1).block.num_parameters
+    node = Placement(nodes=1, ranks_per_node=8, groups_per_node=1)
+    across = Placement(nodes=2, ranks_per_node=1, groups_per_node=8)
+    gather = collective_time(Collective.ALL_GATHER, 2 * parameters, node, machine).value_s
+    scatter = collective_time(Collective.REDUCE_SCATTER, 4 * parameters, node, machine).value_s
+    owned = owned_parameters(book_of().graph(1).block, Sharding(), 8)
+    reduce = collective_time(Collective.ALL_REDUCE, 4 * owned, across, machine).value_s
+
+    one, two, three = (block(book_of(zero_ranks=8), zero) for zero in (1, 2, 3))
+
+    assert one.step.value_s == pytest.approx(gather + scatter + reduce, rel=1e-12)
+    assert (two.backward.value_s, two.step.value_s) == pytest.approx((scatter, gather + reduce), rel=1e-12)
+    assert (three.forward.value_s, three.backward.value_s) == pytest.approx((gather, gather + scatter), rel=1e-12)
+    assert three.step.value_s == pytest.approx(reduce, rel=1e-12)
+    assert three.forward.value_s < block(book_of(), 3).forward.value_s
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_group_holds_what_as_many_ranks_hold_alone(zero):
+    held = book_of(zero_ranks=8).states(LayerKind.BLOCK, MESH, Sharding(), zero)
+
+    assert held.states == layer_states(book_of().graph(1).block, Sharding(), zero, 8, EXPOSED)
+    assert held.ideal == book_of().states(LayerKind.BLOCK, MESH, Sharding(), zero).ideal  # one copy over all ranks is still the least
+
+
+@pytest.mark.parametrize("zero_ranks", [16, 3])
+def test_all_of_dp_and_numbers_that_do_not_divide_it_change_nothing(zero_ranks):
+    for zero in range(4):
+        assert block(book_of(zero_ranks=zero_ranks), zero) == block(book_of(), zero)
+        assert book_of(zero_ranks=zero_ranks).states(LayerKind.BLOCK, MESH, Sharding(), zero) == book_of().states(
+            LayerKind.BLOCK, MESH, Sharding(), zero)
+
+
+@pytest.mark.parametrize("how", [
+    pytest.param({"zero_ranks": 8}, id="groups"), pytest.param({"offload": (STATES,)}, id="states"),
+    pytest.param({"offload": (STATES, ACTIVATIONS)}, id="both"), pytest.param({"offload": (ACTIVATIONS,)}, id="activations"),
+])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_redundancy_by_operator_adds_up_to_that_of_the_rank(how, zero):
+    book, strategy = book_of(**how), uniform(frame_of(dp=16), 8, zero=zero)
+    redundant = price_step(strategy, book).redundant[0]
+    total = added(found for choice in rank_layers(strategy, 0) for found in operator_redundancy(choice, 0, strategy.frame, book).values())
+
+    for name in ("parameters", "gradients", "optimizer", "activations"):
+        assert getattr(total, name) == pytest.approx(getattr(redundant, name), rel=1e-9, abs=64)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("dp", [1, 4])
+def test_device_and_host_share_the_bytes_of_the_states_as_fsdp2_does(dp, zero):
+    mesh, layer = Mesh(pp=1, dp=dp, tp=1), book_of().graph(1).block
+    whole, owned = layer.num_parameters, owned_parameters(layer, Sharding(), dp if zero else 1)
+
+    held = book_of(offload=(STATES,)).states(LayerKind.BLOCK, mesh, Sharding(), zero)
+
+    assert held.host == 16 * owned
+    assert (held.states.parameters, held.states.gradients, held.states.optimizer) == (2 * whole * (zero < 3), 4 * whole * (zero < 2), 0)
+
+
+@pytest.mark.parametrize(("zero", "to_device", "to_host"), [(0, 1, 1), (1, 1, 1), (2, 1, 8), (3, 16, 8)])
+def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
+    """Eight micro-batches on one GPU, so that copies are all that data parallelism has: 4 bytes a parameter each time."""
+    mesh, book = Mesh(pp=1, dp=1, tp=1), book_of(offload=(STATES,))
+    parameters = book.graph(1).block.num_parameters
+    added_s = 8 * 12 * parameters * 8 / HOST_BYTES_PER_S if zero >= 2 else 0.0  # eight ranks of the node at once
+
+    found = block(book, zero, mesh)
+
+    copies_s = (to_device + to_host) * 4 * parameters / A100.pcie_bytes_per_s
+    assert 8 * found.per_micro_batch_s + found.step.value_s == pytest.approx(copies_s + added_s, rel=1e-12)
+    assert found.optimizer.value_s == pytest.approx(28 * parameters * 8 / HOST_BYTES_PER_S, rel=1e-12)
+
+
+def test_offload_trades_device_bytes_for_host_bytes_and_time():
+    frame = frame_of(dp=16, m=4)
+    plain, states, both = (
+        price_step(uniform(frame, 8, zero=3), book_of(offload=offload)) for offload in ((), (STATES,), (STATES, ACTIVATIONS)))
+
+    assert plain.memory[0].host == 0 < states.memory[0].host < both.memory[0].host
+    assert plain.memory[0].states.total > states.memory[0].states.total == 0
+    assert states.memory[0].activations > both.memory[0].activations
+    assert plain.step_s < states.step_s < both.step_s
+
+
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_offloaded_activations_cross_pcie_twice(recompute):
+    frame, names = frame_of(dp=16, m=4), (ACTIVATIONS,)
+    plain, moved = (price_step(uniform(frame, 8, recompute=recompute), book_of(offload=how)) for how in ((), names))
+    kept = book_of().activations(LayerKind.BLOCK, 1, Sharding(), recompute).saved
+
+    assert moved.step_s - plain.step_s == pytest.approx(2 * 4 * 8 * kept / A100.pcie_bytes_per_s, rel=1e-9)
+    assert moved.memory[0].host == 8 * kept
+
+
+def test_the_estimate_says_where_everything_is_and_its_file_gives_the_same_price_again(tmp_path):
+    plan = estimate_plan(
+        TINY, A100_16, EXPOSED, frame_of(dp=16, m=4), zero=3, recompute=Recompute.SELECTIVE, zero_ranks=8, offload=(STATES, ACTIVATIONS))
+    write(plan, tmp_path / "plan.yaml")
+
+    assert {found.zero_ranks for found in plan.layer_plans.values()} == {8}
+    assert {name: found.offload for name, found in plan.layer_plans.items()} == {
+        "embedding": (STATES,), "A": (STATES, ACTIVATIONS), "head": (STATES,)}
+    assert plan.predicted.memory_gib[0].host > 0
+    assert reprice(read(tmp_path / "plan.yaml")).plan == plan
+
+
+@pytest.mark.parametrize(("how", "message"), [
+    ({"zero_ranks": 3, "zero": 1}, "it does not divide dp 16"), ({"zero_ranks": 8}, "nothing is sharded at --zero 0")])
+def test_groups_that_cannot_be_are_refused(how, message):
+    with pytest.raises(ConfigError, match=message):
+        estimate_plan(TINY, A100_16, EXPOSED, frame_of(dp=16, m=4), **how)
+
+
+def test_a_host_that_is_too_small_is_refused():
+    small = replace(A100_16, host_memory_bytes=2**20)
+
+    with pytest.raises(InfeasibleError, match=r"the hosts need .* GiB a node for what is offloaded, they have 0\.0"):
+        estimate_plan(TINY, small, EXPOSED, frame_of(dp=16, m=4), offload=(STATES,))
+
+
+def test_layers_that_differ_in_it_run_but_are_not_priced():
+    plan = estimate_plan(TINY, A100_16, EXPOSED, frame_of(dp=16, m=4), zero=3)
+    mixed = replace(plan, layer_plans={**plan.layer_plans, "head": replace(plan.layer_plans["head"], zero_ranks=8)})
+
+    with pytest.raises(ConfigError, match="differ between layers"):
+        reprice(mixed)
+
+
+def test_a_search_keeps_to_the_pinned_groups():
+    entry = load_model("gpt-2.5b")
+    training = TrainingSpec(global_batch_size=64, seq_length=entry.seq_length)
+
+    plan = find_plan(entry.spec, A100_16, training, constraints=Constraints(zero_ranks=8, dp=(16,), zero=(3,)))
+
+    assert {found.zero_ranks for found in plan.layer_plans.values()} == {8}
+    assert reprice(plan).plan == plan
