@@ -124,12 +124,16 @@ class PriceBook:
 
         def make() -> LayerStates:
             layer, with_tied = self.graph(1).layer_class(kind), mesh.pp > 1
-            local = owned_parameters(layer, sharding, with_tied=with_tied)
+            local = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=False)
+            of_experts = owned_parameters(layer, sharding, of_experts=True)
+            buffer = zero_buffer_bytes(local, zero, mesh.dp, self.training)
+            if of_experts:
+                buffer += zero_buffer_bytes(of_experts, zero, mesh.expert_dp, self.training)
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
                 states=layer_states(layer, sharding, zero, mesh.dp, self.training, with_tied=with_tied),
                 ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
-                zero_buffer=zero_buffer_bytes(local, zero, mesh.dp, self.training),
+                zero_buffer=buffer,
                 step_copies=step_copy_bytes(layer, sharding, zero, mesh.dp, self.training, with_tied=with_tied))
 
         return self._once(("states", kind, mesh, sharding, zero), make)

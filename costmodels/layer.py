@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from costmodels.collectives import Collective, collective_time
 from costmodels.compute import FP32_BYTES, FREE, OperatorTime, operator_time, optimizer_time
 from costmodels.edges import Edge, edges_of, leaves
-from costmodels.memory import owned_parameters
-from costmodels.mesh import Axis, Mesh, place
+from costmodels.memory import holders, owned_parameters
+from costmodels.mesh import Axis, Mesh, place, place_axis, place_expert_copies
 from costmodels.redistribution import redistribute
 from costmodels.sharding import PARTIAL, Place, Sharding
 from profiles.measured import Machine
-from profiles.model import LayerClass, LayerKind, Operator, OperatorKind, Tensor
+from profiles.model import PRODUCTS, LayerClass, LayerKind, Operator, OperatorKind, Tensor
 from profiles.provenance import ZERO, Kind, Seconds
 from profiles.spec import TrainingSpec
 from profiles.stack import Stack
@@ -159,15 +159,29 @@ def leaving_time(layer: LayerClass, sharding: Sharding, inside: Inside) -> Opera
 
 
 def _communication(layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: Inside) -> dict[str, OperatorTime]:
-    """By operator, the collectives before and after it over the axes inside the stage."""
+    """By operator, the collectives before and after it over the axes inside the stage, and the exchanges of experts' tokens."""
+    exchanges = {op.name: _exchange_time(op, sharding, inside) for op in layer.operators}
     if sharding.tp == 1:
-        return dict.fromkeys(compute, FREE)
+        return exchanges
     found = {operator.name: ending_time(operator, sharding, compute[operator.name], inside) for operator in layer.operators}
     for (reader, _), edge in edges_of(layer, sharding).items():
         found[reader] = found[reader].plus(edge_time(edge, compute[reader], inside))
     last = layer.operators[-1].name
     found[last] = found[last].plus(leaving_time(layer, sharding, inside))
-    return found
+    return {name: time.plus(exchanges[name]) for name, time in found.items()}
+
+
+def _exchange_time(operator: Operator, sharding: Sharding, inside: Inside) -> OperatorTime:
+    """The all-to-all that brings copies of tokens to their experts' ranks, or back, and its reverse in the backward pass (C3).
+
+    Balanced: every rank sends one ep-th of its copies to each rank of its group. Nothing is hidden under it.
+    """
+    if sharding.ep == 1 or operator.kind not in (OperatorKind.DISPATCH, OperatorKind.COMBINE):
+        return FREE
+    copies = operator.outputs[0] if operator.kind is OperatorKind.DISPATCH else operator.inputs[0]
+    where = place_axis(sharding.ep, sharding.tp, sharding.ep * sharding.tp, inside.machine.cluster.gpus_per_node)
+    once = collective_time(Collective.ALL_TO_ALL, sharding.tensor_bytes(operator, copies), where, inside.machine)
+    return OperatorTime(once, once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +203,7 @@ class LayerOperators:
         repeated, tp_repeated = self._forward(again)
         backward = _sum(time.backward for time in self.compute.values())
         tp_backward = _sum(time.backward for time in self.tensor_parallel.values())
-        products = sum(op.kind is OperatorKind.MATMUL for op in self.layer.operators)
+        products = sum(op.kind in PRODUCTS for op in self.layer.operators)
         collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
         return LayerTime(
             forward=forward, backward=self._launched(backward, tp_backward, len(self.compute) + products + collectives), recompute=repeated,
@@ -237,24 +251,29 @@ def data_parallel_time(
     ZeRO 2 reduce-scatters after every micro-batch; ZeRO 3 also gathers in every forward and every backward pass. A
     reduction hides under the backward pass of its own layer, a gather under the forward pass (one-layer prefetch).
     """
-    placement = place(mesh, Axis.DP, machine.cluster.gpus_per_node)
     parameters = owned_parameters(layer, sharding, with_tied=with_tied)
     owned = owned_parameters(layer, sharding, mesh.dp, with_tied=with_tied) if zero else parameters
     optimizer = optimizer_time(owned, machine, training)
     inside = summed_inside(layer, sharding, mesh.dp if zero else 1, machine, training)
     if mesh.dp == 1 or not parameters:
         return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
-    gradient_bytes = training.gradient_precision.num_bytes * parameters
+    gradients, weights = training.gradient_precision.num_bytes, training.precision.num_bytes
+    of_experts = owned_parameters(layer, sharding, of_experts=True)
+    groups = ((parameters - of_experts, place(mesh, Axis.DP, machine.cluster.gpus_per_node)),)
+    if of_experts:
+        groups += ((of_experts, place_expert_copies(mesh, machine.cluster.gpus_per_node)),)
+
+    def collective(kind: Collective, element_bytes: int) -> Seconds:
+        return _sum(collective_time(kind, element_bytes * count, placement, machine) for count, placement in groups)
 
     def exposed(communication: Seconds, window_s: float) -> Seconds:
         return _exposed(communication, window_s, training)
 
     if zero == 0:
-        reduce = collective_time(Collective.ALL_REDUCE, gradient_bytes, placement, machine)
+        reduce = collective(Collective.ALL_REDUCE, gradients)
         step = exposed(reduce, time.backward_s) + inside
         return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
-    gather = collective_time(Collective.ALL_GATHER, training.precision.num_bytes * parameters, placement, machine)
-    scatter = collective_time(Collective.REDUCE_SCATTER, gradient_bytes, placement, machine)
+    gather, scatter = collective(Collective.ALL_GATHER, weights), collective(Collective.REDUCE_SCATTER, gradients)
     if zero == 3:
         return DataParallelTime(
             forward=exposed(gather, time.forward_s), backward=exposed(gather + scatter, time.backward_s), step=inside, optimizer=optimizer)
@@ -271,11 +290,12 @@ def summed_inside(layer: LayerClass, sharding: Sharding, shards: int, machine: M
     runs them. Left out: the vectors of norms and biases, a few kilobytes.
     """
     total, degrees = ZERO, sharding.degrees
-    for operator in layer.operators if sharding.own else ():
-        for parameter in operator.parameters if operator.kind is OperatorKind.MATMUL else ():
+    divided = sharding.own or any(operator.kind is OperatorKind.EXPERTS for operator in layer.operators)
+    for operator in layer.operators if divided else ():
+        for parameter in operator.parameters if operator.kind in PRODUCTS else ():
             axes = sharding.summed_axes(operator, parameter) if len(parameter.dims) > 1 else ()
             if axes:
-                held = -(-math.prod(sharding.parameter_shape(operator, parameter)) // shards) * FP32_BYTES
+                held = -(-math.prod(sharding.parameter_shape(operator, parameter)) // holders(parameter, sharding, shards)) * FP32_BYTES
                 partial = tuple(PARTIAL if axis in axes else None for axis in range(len(degrees)))
                 total += redistribute(held, partial, (None,) * len(degrees), degrees, machine).time
     return total
