@@ -259,9 +259,9 @@ def data_parallel_time(
         return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
     gradients, weights = training.gradient_precision.num_bytes, training.precision.num_bytes
     of_experts = owned_parameters(layer, sharding, of_experts=True)
-    groups = ((parameters - of_experts, place(mesh, Axis.DP, machine.cluster.gpus_per_node)),)
+    groups = [(parameters - of_experts, place(mesh, Axis.DP, machine.cluster.gpus_per_node))]
     if of_experts:
-        groups += ((of_experts, place_expert_copies(mesh, machine.cluster.gpus_per_node)),)
+        groups.append((of_experts, place_expert_copies(mesh, machine.cluster.gpus_per_node)))
 
     def collective(kind: Collective, element_bytes: int) -> Seconds:
         return _sum(collective_time(kind, element_bytes * count, placement, machine) for count, placement in groups)

@@ -51,13 +51,9 @@ class StateBytes:
 
 
 def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
-    """Elements of part `index` when torch.chunk cuts `shape` into `parts` along its first dim; part 0 is the largest.
-
-    The matrices of several experts lie one under the other: their rows are cut.
-    """
-    whole = math.prod(shape[:-1]) if len(shape) > 2 else shape[0]
-    rows = -(-whole // parts)
-    return max(0, min(rows, whole - index * rows)) * math.prod(shape) // max(1, whole)
+    """Elements of part `index` when torch.chunk cuts `shape` into `parts` along its first dim; part 0 is the largest."""
+    rows = -(-shape[0] // parts)
+    return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
 
 
 def holders(parameter: Parameter, sharding: Sharding, dp: int) -> int:

@@ -100,8 +100,9 @@ class Sharding:
         return self.local_bytes(tensor, self.place(operator, tensor))
 
     def parameter_shape(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
-        """The shape of a parameter on one rank."""
-        return tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
+        """The shape of a parameter on one rank; the matrices of its experts lie one under the other."""
+        shape = tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
+        return (shape[0] * shape[1], *shape[2:]) if parameter.of_experts else shape
 
     def parameter_elements(self, operator: Operator) -> int:
         """Elements of the operator's parameters on one rank."""

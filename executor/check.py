@@ -43,10 +43,20 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
 
 
 def _parameter_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
+    if parameter.of_experts:
+        return _expert_states(plan, layer, operator, parameter, dp_rank)
     dp, zero = plan.mesh.dp, effective_zero(layer, plan.mesh)
     entries = layer.plan.operators[operator].parameters.get(parameter.name, ()) if plan.mesh.tp > 1 else ()
     shape = local_shape(parameter.shape, entries, plan.mesh.tp)
     return states_of(math.prod(shape), chunk_elements(shape, dp, dp_rank), zero, plan.training)
+
+
+def _expert_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
+    """Of the matrices of a rank's experts, which its neighbours in the expert-parallel group do not hold."""
+    experts, features, contracted = parameter.shape
+    shape, same = (experts // plan.mesh.ep * features, contracted), plan.mesh.expert_dp
+    zero = layer.plan.zero if same > 1 else 0
+    return states_of(math.prod(shape), chunk_elements(shape, same, dp_rank // plan.mesh.ep), zero, plan.training)
 
 
 class Meter:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from executor.divisions import validate_divisions
+from executor.expert_rules import validate_experts
 from planner.plan import LayerPlan, LayerRun, Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
@@ -70,6 +71,7 @@ def validate(plan: Plan) -> None:
     _validate_batch(plan)
     _validate_precision(plan)
     validate_divisions(plan)
+    validate_experts(plan)
     _validate_tied(plan)
 
 

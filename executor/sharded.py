@@ -37,10 +37,16 @@ BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default bucket_cap_mb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Layers that are gathered and reduced together: one layer, or embedding and head when they share a Parameter."""
+    """Layers that are gathered and reduced together: one layer, or embedding and head when they share a Parameter.
+
+    apart: modules inside that are units of their own
+    mesh: the data-parallel ranks that hold the same, where those are not all
+    """
 
     layers: tuple[nn.Module, ...]
     zero: int
+    apart: tuple[nn.Module, ...] = ()
+    mesh: DeviceMesh | None = None
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -54,10 +60,11 @@ def shard_unit(unit: Unit, dp_mesh: DeviceMesh, precision: Precision) -> None:
     else:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=torch.float32)
     modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
+    others = {parameter for module in unit.apart for parameter in module.parameters()}
     if unit.zero:
-        fully_shard(modules, mesh=dp_mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy)
+        fully_shard(modules, mesh=dp_mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy, ignored_params=others)
     elif precision is not Precision.FP32:
-        replicate(modules, mesh=dp_mesh, mp_policy=policy)
+        replicate(modules, mesh=dp_mesh, mp_policy=policy, ignored_params=others)
     for module in _fsdp_modules(unit):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -70,7 +77,7 @@ def shard_root(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh) -> N
         return
     fully_shard(body, mesh=dp_mesh, ignored_params={p for unit in units if unit not in managed for p in _parameters(unit)})
     # the first layer has none before it; by default it would gather the last layer of another micro-batch
-    for module in _fsdp_modules(managed[0]):
+    for module in (inside for layer in managed[0].layers for inside in layer.modules() if isinstance(inside, FSDPModule)):
         module.set_modules_to_backward_prefetch([module])
 
 
@@ -92,10 +99,12 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh
         body.set_is_last_backward(True)
         # as torch.distributed.pipelining ends a step (PipelineStage.perform_reduce_grad)
         body._get_fsdp_state()._root_post_backward_final_callback()
-    plain = [parameter for unit in units if not _fsdp_modules(unit) for parameter in _parameters(unit)]
-    _settle(plain)
-    if dp_mesh is not None:
-        _all_reduce([local(parameter.grad) for parameter in plain], dp_mesh.get_group())
+    plain = [unit for unit in units if not _fsdp_modules(unit)]
+    for mesh in dict.fromkeys((dp_mesh, *(unit.mesh for unit in plain if unit.mesh is not None))):
+        own = [parameter for unit in plain if (unit.mesh or dp_mesh) is mesh for parameter in _parameters(unit)]
+        _settle(own)
+        if mesh is not None and mesh.size() > 1:
+            _all_reduce([local(parameter.grad) for parameter in own], mesh.get_group())
     if tp_mesh is not None:
         _all_reduce([local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group())
 
@@ -110,7 +119,8 @@ def _fsdp_modules(unit: Unit) -> list[FSDPModule]:
 
 
 def _parameters(unit: Unit) -> list[nn.Parameter]:
-    return list(dict.fromkeys(parameter for layer in unit.layers for parameter in layer.parameters()))
+    others = {parameter for module in unit.apart for parameter in module.parameters()}
+    return [p for p in dict.fromkeys(parameter for layer in unit.layers for parameter in layer.parameters()) if p not in others]
 
 
 def _settle(parameters: Iterable[nn.Parameter]) -> None:

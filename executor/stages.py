@@ -15,6 +15,7 @@ from executor.divisions import local_shape
 from executor.kept import Recipes
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers
 from executor.models import build_layer
+from executor.moe import experts_of
 from executor.place import parse_placement, place_layer
 from executor.recompute import recomputed
 from executor.sharded import Unit, begin_step, compute_dtype, reduce_gradients, shard_root, shard_unit
@@ -30,6 +31,7 @@ class Ranks:
 
     device: torch.device
     mesh: DeviceMesh
+    expert_mesh: DeviceMesh | None = None  # the same ranks where experts are divided, dp as (copies, ep)
 
     def coordinate(self, axis: str) -> int:
         return int(self.mesh.get_local_rank(axis))
@@ -40,7 +42,11 @@ class Ranks:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return tuple(self.mesh.get_all_groups())
+        return (*self.mesh.get_all_groups(), *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()))
+
+    @property
+    def ep_mesh(self) -> DeviceMesh | None:
+        return self.expert_mesh["ep"] if self.expert_mesh is not None else None
 
     @property
     def dp_mesh(self) -> DeviceMesh:
@@ -108,13 +114,25 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
         whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
-        unit = Unit(layers=tuple(whole.values()), zero=effective_zero(group[0], plan.mesh))
+        own = _expert_units(plan, ranks, group[0], whole)
+        unit = Unit(layers=tuple(whole.values()), zero=effective_zero(group[0], plan.mesh), apart=tuple(e.layers[0] for e in own))
+        for expert_unit in own:
+            shard_unit(expert_unit, expert_unit.mesh, plan.training.precision)
         shard_unit(unit, ranks.dp_mesh, plan.training.precision)
-        units.append(unit)
+        units += (unit, *own)
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
     shard_root(body, units, ranks.dp_mesh)
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), placed[-1].kind is LayerKind.HEAD)
+
+
+def _expert_units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: dict[str, nn.Module]) -> tuple[Unit, ...]:
+    """The experts of a layer where not every data-parallel rank holds them: sharded and reduced over those that do."""
+    if ranks.expert_mesh is None:
+        return ()
+    copies = ranks.expert_mesh["copies"]
+    zero = placed.plan.zero if copies.size() > 1 else 0
+    return tuple(Unit(layers=(experts,), zero=zero, mesh=copies) for layer in layers.values() for experts in experts_of(layer))
 
 
 def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[PlacedLayer, ...]]:
@@ -126,7 +144,7 @@ def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[Plac
 
 
 def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
-    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device)
+    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh)
     if ranks.tp_mesh is not None:
         place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes)
         if placed.kind is LayerKind.HEAD:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from executor.check import Meter, Row, predicted_state_bytes
@@ -82,7 +82,7 @@ class Trainer:
 def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
-    ranks = Ranks(device=device, mesh=mesh)
+    ranks = Ranks(device=device, mesh=mesh, expert_mesh=_expert_mesh(plan, device))
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
@@ -93,6 +93,14 @@ def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer
     batches = from_file(plan, dp_rank, tokens, options.data_dtype) if tokens else synthetic(plan, dp_rank, options.seed)
     optimizer = torch.optim.AdamW(_by_mesh(pipeline.parameters), lr=options.learning_rate)
     return Trainer(plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=optimizer, batches=batches, meter=meter)
+
+
+def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """The ranks with the data-parallel ones as (those that hold the same experts, those that divide them), neighbours dividing."""
+    mesh = plan.mesh
+    if mesh.ep == 1:
+        return None
+    return init_device_mesh(device.type, (mesh.pp, mesh.expert_dp, mesh.ep, mesh.tp), mesh_dim_names=("pp", "copies", "ep", "tp"))
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:
