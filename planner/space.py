@@ -58,6 +58,11 @@ def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, acro
     return None
 
 
+def expert_degrees(dp: int, model: ModelSpec) -> tuple[int, ...]:
+    """The expert parallel degrees of `dp` data-parallel ranks, ascending; of a dense model 1."""
+    return divisors(gcd(dp, model.num_experts)) if model.num_experts else (1,)
+
+
 def illegal_expert_parallel(mesh: Mesh, model: ModelSpec) -> str | None:
     """Why the experts of this model cannot be divided over the `ep` of a mesh, or None."""
     if mesh.ep > 1 and not model.num_experts:
@@ -96,7 +101,7 @@ def _meshes(model: ModelSpec, cluster: Cluster, pins: Constraints) -> Iterator[M
         reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
         for pp in divisors(gpus // tp):
             dp = gpus // tp // pp
-            for ep in divisors(gcd(dp, model.num_experts)) if model.num_experts else (1,):
+            for ep in expert_degrees(dp, model):
                 mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=ep)
                 excluded = _excluded_mesh(mesh, model, pins) or reason
                 yield Pruned(str(mesh), excluded) if excluded else mesh
