@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from executor.expert_rules import MIXTURE
 from executor.tensors import local
 from planner.plan import OperatorPlacement
 from profiles.spec import ModelSpec
@@ -71,7 +72,7 @@ class MixtureOfExperts(nn.Module):
     """
 
     on_shards = True
-    operators = ("router", "choice", "dispatch", "fc1", "activation", "fc2", "combine")
+    operators = MIXTURE
     group: dist.ProcessGroup | None = None
 
     def __init__(self, model: ModelSpec, router: nn.Module, experts: Experts) -> None:
@@ -85,16 +86,16 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)
         chosen, weights = self._choose(tokens)
         by_expert = chosen.flatten().argsort(stable=True)
-        copies = tokens[by_expert // self.experts_per_token]
+        rows = tokens[by_expert // self.experts_per_token]
         sizes = chosen.flatten().bincount(minlength=self.num_experts)
         if self.group is None:
-            copies = self.experts(copies, sizes.tolist())
+            rows = self.experts(rows, sizes.tolist())
         else:
             exchange = self._exchange(sizes, self.group)
-            arrived = all_to_all_single_autograd(copies, exchange.received, exchange.sent, self.group)
-            arrived = self.experts(arrived[exchange.by_expert], exchange.counts)[exchange.by_expert.argsort()]
-            copies = all_to_all_single_autograd(arrived, exchange.sent, exchange.received, self.group)
-        mine = copies[by_expert.argsort()].unflatten(0, (-1, self.experts_per_token))
+            rows = all_to_all_single_autograd(rows, exchange.received, exchange.sent, self.group)
+            rows = self.experts(rows[exchange.by_expert], exchange.counts)[exchange.by_expert.argsort()]
+            rows = all_to_all_single_autograd(rows, exchange.sent, exchange.received, self.group)
+        mine = rows[by_expert.argsort()].unflatten(0, (-1, self.experts_per_token))
         return torch.bmm(weights.to(mine.dtype).unsqueeze(1), mine).view(x.shape)
 
     def _choose(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
