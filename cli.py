@@ -306,6 +306,7 @@ _MEASURED = "Measured steps"
 @option(_LAYOUT, "--pp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Pipeline stages.")
 @option(_LAYOUT, "--dp", type=click.IntRange(1), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")
 @option(_LAYOUT, "--tp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Tensor parallel degree.")
+@option(_LAYOUT, "--ep", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Expert parallel degree, divides dp.")
 @option(_LAYOUT, "--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences in one.")
 @option(_LAYOUT, "--schedule", type=click.Choice(SCHEDULES), help="[default: 1f1b, interleaved with --virtual-stages above 1]")
 @option(_LAYOUT, "--virtual-stages", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Chunks per pipeline rank.")

@@ -37,6 +37,7 @@ searching = together(
     option(PINS, "--pp", type=List(click.IntRange(1)), metavar="N,..", help="Pipeline stages allowed."),
     option(PINS, "--dp", type=List(click.IntRange(1)), metavar="N,..", help="Data parallel degrees allowed."),
     option(PINS, "--tp", type=List(click.IntRange(1)), metavar="N,..", help="Tensor parallel degrees allowed."),
+    option(PINS, "--ep", type=List(click.IntRange(1)), metavar="N,..", help="Expert parallel degrees allowed, divisors of dp."),
     option(PINS, "--micro-batch-size", type=List(click.IntRange(1)), metavar="N,..", help="Sequences in a micro-batch."),
     option(PINS, "--virtual-stages", type=List(click.IntRange(1)), metavar="N,..", help="Model chunks per pipeline rank."),
     option(PINS, "--schedule", type=List(click.Choice(SCHEDULES)), metavar="NAME,..", help=f"Of {', '.join(SCHEDULES)}."),

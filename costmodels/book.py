@@ -163,12 +163,16 @@ class PriceBook:
             layer, with_tied, shards = self.graph(1).layer_class(kind), mesh.pp > 1, self.shards(mesh)
             offloaded = self.offloads_states
             owned = owned_parameters(layer, sharding, shards if zero else 1, with_tied=with_tied)
-            local = owned_parameters(layer, sharding, with_tied=with_tied)
+            local = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=False)
+            of_experts = owned_parameters(layer, sharding, of_experts=True)
+            buffer = zero_buffer_bytes(local, zero, max(mesh.dp, 1 + offloaded), self.training) + COPIED_BYTES * owned * offloaded
+            if of_experts:
+                buffer += zero_buffer_bytes(of_experts, zero, mesh.expert_dp, self.training)
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
                 states=layer_states(layer, sharding, zero, shards, self.training, with_tied=with_tied, offloaded=offloaded),
                 ideal=(0.0, 0.0, 0.0) if offloaded else ideal_states(whole, mesh.ranks_per_stage, self.training),
-                zero_buffer=zero_buffer_bytes(local, zero, max(mesh.dp, 1 + offloaded), self.training) + COPIED_BYTES * owned * offloaded,
+                zero_buffer=buffer,
                 step_copies=step_copy_bytes(layer, sharding, zero, shards, self.training, with_tied=with_tied),
                 host=HOST_STATE_BYTES * owned * offloaded)
 

@@ -99,6 +99,31 @@ def _matmul_time(operator: Operator, sharding: Sharding, machine: Machine, train
     return OperatorTime(forward, dx + dw + bias)
 
 
+def _experts_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
+    """One grouped product for all experts of a rank, forward and for both gradients (K1).
+
+    Balanced: each of them has an equal part of as many copies of tokens as the rank sent. Grouped products were not measured: the
+    curve is that of single ones with the tiles of all experts in the same waves. In 16 bits also under fp8.
+    """
+    chip, compute = chip_of(machine, training.precision), machine.profile.compute
+    element = training.precision.num_bytes
+    *token_dims, features, contracted = operator.dims
+    experts = operator.parameters[0].dims[0].size // sharding.ep
+    m = -(-math.prod(sharding.dim_size(operator, dim.name) for dim in token_dims) // experts)
+    n, k = features.size, contracted.size
+    gradient_bytes, fused = training.gradient_precision.num_bytes, training.stack.fused_accumulation
+    moved = 2 * FP32_BYTES if fused and gradient_bytes == FP32_BYTES else element
+    products = (
+        (Product(m=m, n=n, k=k, batch=experts, operand_bytes=element, result_bytes=element), compute.forward),
+        (Product(m=m, n=k, k=n, batch=experts, operand_bytes=element, result_bytes=element), compute.input_gradient),
+        (Product(m=k, n=n, k=m, batch=experts, operand_bytes=element, result_bytes=moved), compute.weight_gradient),
+    )
+    forward, dx, dw = (Seconds(matmul_s(product, curve, chip), Kind.ANALYTIC) for product, curve in products)
+    if not fused:
+        dw += _memory((element + 2 * gradient_bytes) * experts * n * k, compute.elementwise.backward, machine)
+    return OperatorTime(forward, dx + dw)
+
+
 def misaligned(row_bytes: int) -> float:
     """How many times as long a product takes whose matrices have rows of `row_bytes`."""
     return MISALIGNED[max(2, math.gcd(row_bytes, ALIGNED_BYTES))]
@@ -176,6 +201,17 @@ def _streaming_time(operator: Operator, sharding: Sharding, machine: Machine, tr
     return OperatorTime(forward, _memory(written + kept + read, passes.backward, machine))
 
 
+def _permuting_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
+    """Copies of the tokens written in the order of their experts, or read in it and added up by weight.
+
+    The larger side is read and written once before and once after the exchange, in both passes.
+    """
+    chip_of(machine, training.precision)
+    passes = machine.profile.compute.elementwise
+    n_bytes = 4 * max(sharding.tensor_bytes(operator, tensor) for tensor in (*operator.inputs, *operator.outputs))
+    return OperatorTime(_memory(n_bytes, passes.forward, machine), _memory(n_bytes, passes.backward, machine))
+
+
 def _stream_bytes(operator: Operator, sharding: Sharding) -> tuple[int, int, int, int]:
     """Bytes on one rank of the inputs, the outputs, the saved tensors, and the masks among those."""
     kept = tuple((tensor.element_bytes, sharding.tensor_bytes(operator, tensor)) for tensor in operator.saved)
@@ -226,6 +262,9 @@ _PRICES = {
     OperatorKind.ELEMENTWISE: _streaming_time,
     OperatorKind.EMBEDDING: _embedding_time,
     OperatorKind.CROSS_ENTROPY: _cross_entropy_time,
+    OperatorKind.EXPERTS: _experts_time,
+    OperatorKind.DISPATCH: _permuting_time,
+    OperatorKind.COMBINE: _permuting_time,
 }
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from costmodels.collectives import Collective, collective_time
 from costmodels.compute import FP32_BYTES, FREE, OperatorTime, operator_time, optimizer_time
 from costmodels.edges import Edge, edges_of, leaves
-from costmodels.memory import owned_parameters
-from costmodels.mesh import Axis, Mesh, place, place_axis
+from costmodels.memory import holders, owned_parameters
+from costmodels.mesh import Axis, Mesh, place, place_axis, place_expert_copies
 from costmodels.offload import ADAM_BYTES, ADDED_BYTES, COPIED_BYTES, copy_time, host_time
 from costmodels.redistribution import redistribute
 from costmodels.sharding import PARTIAL, Place, Sharding
 from profiles.measured import Machine
-from profiles.model import LayerClass, LayerKind, Operator, OperatorKind, Tensor
+from profiles.model import PRODUCTS, LayerClass, LayerKind, Operator, OperatorKind, Tensor
 from profiles.provenance import ZERO, Kind, Seconds
 from profiles.spec import TrainingSpec
 from profiles.stack import Stack
@@ -160,15 +160,29 @@ def leaving_time(layer: LayerClass, sharding: Sharding, inside: Inside) -> Opera
 
 
 def _communication(layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: Inside) -> dict[str, OperatorTime]:
-    """By operator, the collectives before and after it over the axes inside the stage."""
+    """By operator, the collectives before and after it over the axes inside the stage, and the exchanges of experts' tokens."""
+    exchanges = {op.name: _exchange_time(op, sharding, inside) for op in layer.operators}
     if sharding.tp == 1:
-        return dict.fromkeys(compute, FREE)
+        return exchanges
     found = {operator.name: ending_time(operator, sharding, compute[operator.name], inside) for operator in layer.operators}
     for (reader, _), edge in edges_of(layer, sharding).items():
         found[reader] = found[reader].plus(edge_time(edge, compute[reader], inside))
     last = layer.operators[-1].name
     found[last] = found[last].plus(leaving_time(layer, sharding, inside))
-    return found
+    return {name: time.plus(exchanges[name]) for name, time in found.items()}
+
+
+def _exchange_time(operator: Operator, sharding: Sharding, inside: Inside) -> OperatorTime:
+    """The all-to-all that brings copies of tokens to their experts' ranks, or back, and its reverse in the backward pass (C3).
+
+    Balanced: every rank sends one ep-th of its copies to each rank of its group. Nothing is hidden under it.
+    """
+    if sharding.ep == 1 or operator.kind not in (OperatorKind.DISPATCH, OperatorKind.COMBINE):
+        return FREE
+    copies = operator.outputs[0] if operator.kind is OperatorKind.DISPATCH else operator.inputs[0]
+    where = place_axis(sharding.ep, sharding.tp, sharding.ep * sharding.tp, inside.machine.cluster.gpus_per_node)
+    once = collective_time(Collective.ALL_TO_ALL, sharding.tensor_bytes(operator, copies), where, inside.machine)
+    return OperatorTime(once, once)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +204,7 @@ class LayerOperators:
         repeated, tp_repeated = self._forward(again)
         backward = _sum(time.backward for time in self.compute.values())
         tp_backward = _sum(time.backward for time in self.tensor_parallel.values())
-        products = sum(op.kind is OperatorKind.MATMUL for op in self.layer.operators)
+        products = sum(op.kind in PRODUCTS for op in self.layer.operators)
         collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
         return LayerTime(
             forward=forward, backward=self._launched(backward, tp_backward, len(self.compute) + products + collectives), recompute=repeated,
@@ -248,7 +262,7 @@ def data_parallel_time(
     copied = copy_time(COPIED_BYTES * owned, machine.cluster) if offloaded else ZERO
     if not parameters or (mesh.dp == 1 and not offloaded):
         return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
-    gather, reduce, over_copies = _over_data(parameters, owned, mesh, shards, machine, training)
+    gather, reduce, over_copies = _over_data(layer, sharding, mesh, shards, machine, training, with_tied)
     gathered, reduced = (_exposed(gather + copied, time.forward_s, training), _exposed(reduce + copied, time.backward_s, training))
     if zero < 2:
         step = gathered + _exposed(reduce + over_copies + copied, time.backward_s, training) + inside
@@ -261,18 +275,24 @@ def data_parallel_time(
 
 
 def _over_data(
-    parameters: int, owned: int, mesh: Mesh, shards: int, machine: Machine, training: TrainingSpec,
+    layer: LayerClass, sharding: Sharding, mesh: Mesh, shards: int, machine: Machine, training: TrainingSpec, with_tied: bool,
 ) -> tuple[Seconds, Seconds, Seconds]:
     """Of one layer: the gather of its parameters and the reduce-scatter of its gradients over the `shards` neighbours that
-    hold one copy, and the all-reduce of the `owned` shard over the copies."""
+    hold one copy, and the all-reduce of the shard over the copies. Of an expert, one rank in ep holds a copy."""
     gpus_per_node, stride = machine.cluster.gpus_per_node, mesh.stride(Axis.DP)
-    neighbours = place_axis(shards, stride, mesh.num_ranks, gpus_per_node)
-    copies = place_axis(mesh.dp // shards, stride * shards, mesh.num_ranks, gpus_per_node)
-    width = training.gradient_precision.num_bytes
-    return (
-        collective_time(Collective.ALL_GATHER, training.precision.num_bytes * parameters, neighbours, machine),
-        collective_time(Collective.REDUCE_SCATTER, width * parameters, neighbours, machine),
-        collective_time(Collective.ALL_REDUCE, width * owned, copies, machine))
+    groups = [(False, place_axis(shards, stride, mesh.num_ranks, gpus_per_node),
+               place_axis(mesh.dp // shards, stride * shards, mesh.num_ranks, gpus_per_node))]
+    if owned_parameters(layer, sharding, of_experts=True):
+        alone, copies = place_axis(1, 1, mesh.num_ranks, gpus_per_node), place_expert_copies(mesh, gpus_per_node)
+        groups.append((True, copies, alone) if shards > 1 else (True, alone, copies))
+    gather = reduce = over_copies = ZERO
+    for of_experts, neighbours, copies in groups:
+        whole, owned = (owned_parameters(layer, sharding, n, with_tied=with_tied, of_experts=of_experts) for n in (1, shards))
+        width = training.gradient_precision.num_bytes
+        gather += collective_time(Collective.ALL_GATHER, training.precision.num_bytes * whole, neighbours, machine)
+        reduce += collective_time(Collective.REDUCE_SCATTER, width * whole, neighbours, machine)
+        over_copies += collective_time(Collective.ALL_REDUCE, width * owned, copies, machine)
+    return gather, reduce, over_copies
 
 
 def summed_inside(layer: LayerClass, sharding: Sharding, shards: int, machine: Machine, training: TrainingSpec) -> Seconds:
@@ -282,11 +302,12 @@ def summed_inside(layer: LayerClass, sharding: Sharding, shards: int, machine: M
     runs them. Left out: the vectors of norms and biases, a few kilobytes.
     """
     total, degrees = ZERO, sharding.degrees
-    for operator in layer.operators if sharding.own else ():
-        for parameter in operator.parameters if operator.kind is OperatorKind.MATMUL else ():
+    divided = sharding.own or any(operator.kind is OperatorKind.EXPERTS for operator in layer.operators)
+    for operator in layer.operators if divided else ():
+        for parameter in operator.parameters if operator.kind in PRODUCTS else ():
             axes = sharding.summed_axes(operator, parameter) if len(parameter.dims) > 1 else ()
             if axes:
-                held = -(-math.prod(sharding.parameter_shape(operator, parameter)) // shards) * FP32_BYTES
+                held = -(-math.prod(sharding.parameter_shape(operator, parameter)) // holders(parameter, sharding, shards)) * FP32_BYTES
                 partial = tuple(PARTIAL if axis in axes else None for axis in range(len(degrees)))
                 total += redistribute(held, partial, (None,) * len(degrees), degrees, machine).time
     return total

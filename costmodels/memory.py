@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass
 
 from costmodels.sharding import Sharding
-from profiles.model import LayerClass, Operator
+from profiles.model import LayerClass, Operator, Parameter
 from profiles.spec import Precision, TrainingSpec
 
 MASTER_BYTES = 4
@@ -54,6 +54,11 @@ def chunk_elements(shape: tuple[int, ...], parts: int, index: int = 0) -> int:
     """Elements of part `index` when torch.chunk cuts `shape` into `parts` along its first dim; part 0 is the largest."""
     rows = -(-shape[0] // parts)
     return max(0, min(rows, shape[0] - index * rows)) * math.prod(shape[1:])
+
+
+def holders(parameter: Parameter, sharding: Sharding, dp: int) -> int:
+    """Of `dp` data-parallel ranks those that hold the same part of `parameter`: of an expert's one in ep."""
+    return max(1, dp // sharding.ep) if parameter.of_experts else dp
 
 
 def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> StateBytes:
@@ -103,16 +108,17 @@ def operator_states(
     offloaded: bool = False,
 ) -> StateBytes:
     """States of one operator's parameters on data-parallel rank `dp_rank`, as `layer_states`."""
-    total, copies, stage = StateBytes(), gradient_copy_bytes(dp, training), zero if dp > 1 or offloaded else 0
+    total = StateBytes()
     for parameter in operator.parameters:
         if with_tied or not parameter.tied:
-            shape = sharding.parameter_shape(operator, parameter)
-            elements = math.prod(shape)
+            shape, same = sharding.parameter_shape(operator, parameter), holders(parameter, sharding, dp)
+            elements, stage = math.prod(shape), zero if same > 1 or offloaded else 0
             if offloaded:
                 total += offloaded_states(elements, stage, training)
             else:
-                total += states_of(elements, chunk_elements(shape, dp, dp_rank), stage, training)
-            total += StateBytes(gradients=copies * math.prod(shape))
+                index = dp_rank * same // dp  # neighbours hold different experts
+                total += states_of(elements, chunk_elements(shape, same, index), stage, training)
+            total += StateBytes(gradients=gradient_copy_bytes(same, training) * elements)
     return total
 
 
@@ -123,11 +129,17 @@ def step_copy_bytes(layer: LayerClass, sharding: Sharding, zero: int, dp: int, t
     return training.stack.step_copy_bytes * owned_parameters(layer, sharding, dp if zero else 1, with_tied=with_tied)
 
 
-def owned_parameters(layer: LayerClass, sharding: Sharding, shards: int = 1, *, with_tied: bool = True) -> int:
-    """Parameters of `layer` on one tensor-parallel rank, or the largest of `shards` data-parallel shards of them."""
+def owned_parameters(
+    layer: LayerClass, sharding: Sharding, shards: int = 1, *, with_tied: bool = True, of_experts: bool | None = None,
+) -> int:
+    """Parameters of `layer` on one tensor-parallel rank, or the largest of `shards` data-parallel shards of them.
+
+    of_experts: only those of the experts, or only the others
+    """
     return sum(
-        chunk_elements(sharding.parameter_shape(operator, parameter), shards)
-        for operator in layer.operators for parameter in operator.parameters if with_tied or not parameter.tied
+        chunk_elements(sharding.parameter_shape(operator, parameter), holders(parameter, sharding, shards))
+        for operator in layer.operators for parameter in operator.parameters
+        if (with_tied or not parameter.tied) and of_experts in (None, parameter.of_experts)
     )
 
 

@@ -21,26 +21,39 @@ class Axis(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """Degrees of pipeline, data and tensor parallelism. rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+    """Degrees of pipeline, data and tensor parallelism. rank = (pp_rank * dp + dp_rank) * tp + tp_rank.
+
+    ep: over how many of the dp ranks, neighbours, the experts of a block are divided; dp / ep ranks hold the same experts
+    """
 
     __pydantic_config__ = _FORBID
 
     pp: int
     dp: int
     tp: int
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for axis in Axis:
             if self.degree(axis) < 1:
                 raise ConfigError(f"mesh: {axis} is {self.degree(axis)}, it must be at least 1")
+        if self.ep < 1 or self.dp % self.ep:
+            raise ConfigError(
+                f"mesh: ep {self.ep} does not divide dp {self.dp}, over whose ranks the experts are divided",
+                hint=f"use a divisor of {self.dp}")
 
     def __str__(self) -> str:
-        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}"
+        return f"pp {self.pp} x dp {self.dp} x tp {self.tp}" + (f" (ep {self.ep})" if self.ep > 1 else "")
 
     @property
     def ranks_per_stage(self) -> int:
         """The devices that share one pipeline stage."""
         return self.dp * self.tp
+
+    @property
+    def expert_dp(self) -> int:
+        """The data-parallel ranks that hold the same experts."""
+        return self.dp // self.ep
 
     @property
     def num_ranks(self) -> int:
@@ -79,6 +92,11 @@ class Placement:
 def place(mesh: Mesh, axis: Axis, gpus_per_node: int) -> Placement:
     """The placement of `axis` when ranks fill the nodes in order."""
     return place_axis(mesh.degree(axis), mesh.stride(axis), mesh.num_ranks, gpus_per_node)
+
+
+def place_expert_copies(mesh: Mesh, gpus_per_node: int) -> Placement:
+    """The placement of the data-parallel ranks that hold the same experts: every ep-th of them."""
+    return place_axis(mesh.expert_dp, mesh.ep * mesh.stride(Axis.DP), mesh.num_ranks, gpus_per_node)
 
 
 def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> Placement:

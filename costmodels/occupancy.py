@@ -53,7 +53,7 @@ class RankMemory:
 
 def communicator_bytes(mesh: Mesh, book: PriceBook) -> float:
     """Bytes of the communicators of all parallel axes; none where there is no device context."""
-    axes = sum(mesh.degree(axis) > 1 for axis in Axis)
+    axes = sum(mesh.degree(axis) > 1 for axis in Axis) + (mesh.ep > 1) + (1 < mesh.expert_dp < mesh.dp)
     return axes * book.training.stack.nccl_bytes if book.machine.cluster.device.context_bytes else 0.0
 
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from costmodels.edges import Edges, edges_of
 from costmodels.sharding import Sharding
-from profiles.model import LayerClass, Operator, OperatorKind, Tensor
+from profiles.model import PRODUCTS, LayerClass, Operator, OperatorKind, Tensor
 from profiles.stack import NEUTRAL, Stack
 
 
@@ -37,7 +37,7 @@ def recompute_operators(layer: LayerClass, level: Again) -> tuple[str, ...]:
     unfused = tuple(operator.name for operator in layer.operators if _stores_scores(operator))
     if unfused:
         return unfused
-    kept_by_matmul = {t.name for op in layer.operators if op.kind is OperatorKind.MATMUL for t in op.saved}
+    kept_by_matmul = {t.name for op in layer.operators if op.kind in PRODUCTS for t in op.saved}
     cheap = (OperatorKind.NORM, OperatorKind.ELEMENTWISE)
     return tuple(op.name for op in layer.operators if op.kind in cheap and any(t.name in kept_by_matmul for t in op.outputs))
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from profiles.model import Operator, OperatorKind, Parameter, Tensor
+from profiles.model import EXPERTS_DIM, Operator, OperatorKind, Parameter, Tensor
 
 PARTIAL = "partial"  # a placement: every rank holds a summand
 SCATTERED = ("batch", "sequence")  # what the reduce-scatter of partial sums may divide: the executor runs these
@@ -44,12 +44,14 @@ class Sharding:
 
     own    the operators that are divided otherwise than in Megatron's way
     axes   the degrees of the axes that `tp` is made of; empty for one axis
+    ep     over how many data-parallel ranks the experts are divided
     """
 
     tp: int = 1
     sequence_parallel: bool = False
     own: tuple[tuple[str, Splits], ...] = ()
     axes: tuple[int, ...] = ()
+    ep: int = 1
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -69,6 +71,8 @@ class Sharding:
 
     def parts(self, operator: Operator, dim_name: str) -> int:
         """Into how many parts the operator's dim of that name is divided."""
+        if dim_name == EXPERTS_DIM:
+            return self.ep
         return math.prod(p for p, split in zip(self.degrees, self.splits(operator), strict=True) if split.dim == dim_name)
 
     def dim_size(self, operator: Operator, dim_name: str) -> int:
@@ -96,8 +100,9 @@ class Sharding:
         return self.local_bytes(tensor, self.place(operator, tensor))
 
     def parameter_shape(self, operator: Operator, parameter: Parameter) -> tuple[int, ...]:
-        """The shape of a parameter on one rank."""
-        return tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
+        """The shape of a parameter on one rank; the matrices of its experts lie one under the other."""
+        shape = tuple(-(-dim.size // self.parts(operator, dim.name)) for dim in parameter.dims)
+        return (shape[0] * shape[1], *shape[2:]) if parameter.of_experts else shape
 
     def parameter_elements(self, operator: Operator) -> int:
         """Elements of the operator's parameters on one rank."""

@@ -37,7 +37,7 @@ class Frame:
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding(self.mesh.tp, self.sequence_parallel)
+        return Sharding(self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep)
 
     def sharding_of(self, choice: LayerChoice) -> Sharding:
         """How a layer of this frame is divided."""

@@ -44,12 +44,22 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
 
 
 def _parameter_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
+    if parameter.of_experts:
+        return _expert_states(plan, layer, operator, parameter, dp_rank)
     shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh)
     entries = layer.plan.operators[operator].parameters.get(parameter.name, ()) if plan.mesh.tp > 1 else ()
     shape = local_shape(parameter.shape, entries, plan.mesh.tp)
     if not zero and Offload.STATES in layer.plan.offload:  # the whole is held as one shard, which is gathered
         return states_of(math.prod(shape), math.prod(shape), 1, plan.training)
     return states_of(math.prod(shape), chunk_elements(shape, shards, dp_rank % shards), zero, plan.training)
+
+
+def _expert_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
+    """Of the matrices of a rank's experts, which its neighbours in the expert-parallel group do not hold."""
+    experts, features, contracted = parameter.shape
+    shape, same = (experts // plan.mesh.ep * features, contracted), plan.mesh.expert_dp
+    zero = layer.plan.zero if same > 1 else 0
+    return states_of(math.prod(shape), chunk_elements(shape, same, dp_rank // plan.mesh.ep), zero, plan.training)
 
 
 class Meter:

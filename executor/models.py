@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from executor.loss import Loss
+from executor.moe import Experts, Grouped, MixtureOfExperts, divide_experts, held_experts
 from executor.tensors import local
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Norm, Positions, TrainingSpec
@@ -214,9 +216,9 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block; of a mixture it holds the `experts` given."""
 
-    def __init__(self, model: ModelSpec, training: TrainingSpec) -> None:
+    def __init__(self, model: ModelSpec, training: TrainingSpec, experts: range = range(0)) -> None:
         super().__init__()
         hidden, ffn = model.hidden_size, model.ffn_hidden_size
         self.parallel_residual = model.parallel_residual
@@ -229,9 +231,13 @@ class Block(nn.Module):
         if not model.parallel_residual:
             self.residual1 = Residual(model)
         self.norm2 = _norm(model)
-        self.fc1 = Linear(hidden, ffn * (2 if model.gated_ffn else 1), bias=model.linear_bias)
-        self.activation = Activation(model)
-        self.fc2 = Linear(ffn, hidden, bias=model.linear_bias)
+        if model.num_experts:
+            router = Linear(hidden, model.num_experts, bias=False)
+            self.mixture = MixtureOfExperts(model, router, Experts(model, experts, Activation(model)))
+        else:
+            self.fc1 = Linear(hidden, ffn * (2 if model.gated_ffn else 1), bias=model.linear_bias)
+            self.activation = Activation(model)
+            self.fc2 = Linear(ffn, hidden, bias=model.linear_bias)
         self.residual2 = Residual(model)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -245,7 +251,8 @@ class Block(nn.Module):
         return self.residual2(middle, self._feed_forward(middle))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.activation(self.fc1(self.norm2(x))))
+        normed = self.norm2(x)
+        return self.mixture(normed) if hasattr(self, "mixture") else self.fc2(self.activation(self.fc1(normed)))
 
 
 class Head(nn.Module):
@@ -266,26 +273,38 @@ def _norm(model: ModelSpec) -> nn.Module:
     return kind(model.hidden_size, eps=model.norm_epsilon)
 
 
-def build_layer(model: ModelSpec, training: TrainingSpec, kind: LayerKind, index: int, seed: int, device: torch.device) -> nn.Module:
+def build_layer(
+    model: ModelSpec, training: TrainingSpec, kind: LayerKind, index: int, seed: int, device: torch.device,
+    ep_mesh: DeviceMesh | None = None,
+) -> nn.Module:
     """A whole fp32 layer on `device`, its values a function of `seed`, the layer's index and the parameter alone.
 
-    Every mesh therefore starts from the same model: each rank makes the layer and keeps its shard.
+    Every mesh therefore starts from the same model: each rank makes the layer and keeps its shard. Over `ep_mesh` a rank makes
+    only its own experts, each of which has its own values.
     """
+    experts = held_experts(model, ep_mesh)
     with torch.device("meta"):
         layer = {
             LayerKind.EMBEDDING: lambda: Embedding(model),
-            LayerKind.BLOCK: lambda: Block(model, training),
+            LayerKind.BLOCK: lambda: Block(model, training, experts),
             LayerKind.HEAD: lambda: Head(model),
         }[kind]()
     layer.to_empty(device=device)
+    grouped = {f"{name}.weight": module.weight for name, module in layer.named_modules() if isinstance(module, Grouped)}
     for name, parameter in layer.named_parameters():
         tied = model.tied_embeddings and name == "lm_head.weight"
-        _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
+        if name not in grouped:
+            _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
+    for name, weight in grouped.items():
+        for expert, matrix in zip(experts, weight.chunk(len(experts)), strict=True):
+            _init(matrix, f"{seed}/{index}/{name}/{expert}")
+    if ep_mesh is not None:
+        divide_experts(layer, ep_mesh)
     return layer
 
 
 @torch.no_grad()
-def _init(parameter: nn.Parameter, key: str) -> None:
+def _init(parameter: Tensor, key: str) -> None:
     """Matrices and tables are normal, norm weights one, biases zero."""
     if parameter.ndim == 1:
         parameter.fill_(0.0 if key.endswith("bias") else 1.0)

@@ -43,7 +43,6 @@ class Pipeline:
 
     stages: tuple[Stage, ...]
     run: Run
-    dp_mesh: DeviceMesh | None
     tp_mesh: DeviceMesh | None
     tied_group: dist.ProcessGroup | None
 
@@ -58,7 +57,7 @@ class Pipeline:
             stage.begin_step()
         loss = self.run(ids, targets)
         for stage in self.stages:
-            stage.reduce_gradients(self.dp_mesh, self.tp_mesh)
+            stage.reduce_gradients(self.tp_mesh)
         self._sum_tied_gradients()
         return loss
 
@@ -79,7 +78,7 @@ def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: After
     else:
         run = partial(_scheduled, _schedule(plan, ranks, stages, after_backward), ranks, stages[-1].ends_model)
     return Pipeline(
-        stages=stages, run=run, dp_mesh=ranks.dp_mesh if plan.mesh.dp > 1 else None, tp_mesh=ranks.tp_mesh,
+        stages=stages, run=run, tp_mesh=ranks.tp_mesh,
         tied_group=_tied_group(plan, ranks))
 
 

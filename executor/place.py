@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from executor.kept import Recipes
 from executor.models import Linear
+from executor.moe import MixtureOfExperts
 from executor.tensors import as_dtensor, local
 from planner.plan import OperatorPlacement
 from profiles.errors import ConfigError
@@ -50,7 +51,8 @@ def place_layer(
     operator reads it, unless it is made again: then what brought it there runs again too.
     """
     for name, module in layer.named_children():
-        _place_operator(module, operators[name], mesh, f"{where}.operators.{name}", recipes or Recipes())
+        placement = module.placement(operators) if isinstance(module, MixtureOfExperts) else operators[name]
+        _place_operator(module, placement, mesh, f"{where}.operators.{name}", recipes or Recipes())
 
 
 def parameters_summed_over_tp(module: nn.Module) -> tuple[nn.Parameter, ...]:
@@ -66,6 +68,8 @@ def _place_operator(module: nn.Module, placement: OperatorPlacement, mesh: Devic
         return
     if output in ((Shard(0),), (Shard(1),)):
         module.summed_over_tp = tuple(name for name, over in weights.items() if over == (Replicate(),))
+        if isinstance(module, MixtureOfExperts):
+            module.sum_over_tensor_parallel()
     rows = isinstance(module, Linear) and weights["weight"] == (Shard(0),)
     columns = isinstance(module, Linear) and weights["weight"] == (Shard(1),)
     gradients = (Partial(),) if rows and inputs == (Replicate(),) else inputs

@@ -29,7 +29,7 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
 
     `recipes` are those of the layer's gathered inputs; without a full recompute they are followed as well.
     """
-    names = [name for name, _ in layer.named_children()]
+    names = [name for child, module in layer.named_children() for name in getattr(module, "operators", (child,))]
     unknown = [name for name in operators if name not in names]
     if unknown:
         raise ConfigError(f"{where}: recompute names {unknown[0]}, the layer has {', '.join(names)}", hint="make the plan again")
@@ -56,10 +56,15 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
 
 def _check_random(layer: nn.Module, operators: list[str], where: str) -> None:
     """An output that is made again must be the same: an operator that draws a dropout mask would draw another."""
-    random = [name for name in operators if getattr(layer.get_submodule(name), "dropout", 0.0)]
+    random = [name for name in operators if getattr(_operator(layer, name), "dropout", 0.0)]
     if random:
         raise ConfigError(
             f"{where}: {random[0]} draws a dropout mask, it cannot be recomputed by itself", hint="recompute the whole layer, or not this")
+
+
+def _operator(layer: nn.Module, name: str) -> nn.Module:
+    """The module of an operator: of the layer, or of its experts."""
+    return getattr(layer, name) if hasattr(layer, name) else layer.mixture.experts.get_submodule(name)
 
 
 def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -> None:
@@ -69,7 +74,7 @@ def _discard_outputs(layer: nn.Module, operators: list[str], recipes: Recipes) -
         recipes.remember((output,), lambda *tensors: (local(module(*tensors)),), *inputs)
 
     for name in operators:
-        layer.get_submodule(name).register_forward_hook(remember)
+        _operator(layer, name).register_forward_hook(remember)
 
 
 def _follow_copies(attention: Attention, recipes: Recipes) -> None:

@@ -16,8 +16,10 @@ from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from executor.divisions import misplaced, nearest_placement, undivided
+from executor.expert_rules import mixture_problems
 from executor.layout import PlacedLayer, effective_zero, layer_operators, stage_layers, zero_ranks
 from planner.plan import LayerPlan, LayerRun, Pipeline, Plan, StagePlan
+from planner.space import illegal_expert_parallel
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import Positions, Precision
@@ -342,3 +344,18 @@ def _without(plan: Plan, name: str, operators: list[str], problem: str) -> Refus
     return Refusal(
         found=f"layer_plans.{name}: recompute: {problem}", action=f"set recompute to {list(left)}",
         nearest=_with_layer_plan(plan, name, recompute=left))
+
+
+@_rule(why="equal groups of neighbouring data-parallel ranks divide the experts", action="use another ep")
+def _expert_parallel(plan: Plan) -> Iterator[Refusal]:
+    reason = illegal_expert_parallel(plan.mesh, plan.model)
+    if reason:
+        fits = max(n for n in range(1, plan.mesh.ep + 1) if plan.mesh.dp % n == 0 and (plan.model.num_experts or 1) % n == 0)
+        yield Refusal(found=f"mesh: {reason}", action=f"set ep to {fits}", nearest=replace(plan, mesh=replace(plan.mesh, ep=fits)))
+
+
+@_rule(why="a mixture of experts is one module, whose experts are a unit of their own", action="treat its operators alike")
+def _mixture(plan: Plan) -> Iterator[Refusal]:
+    for name, (found, action, layer_plan) in mixture_problems(plan):
+        nearest = replace(plan, layer_plans={**plan.layer_plans, name: layer_plan})
+        yield Refusal(found=f"layer_plans.{name}: {found}", action=f"{action} on layer plan {name}", nearest=nearest)

@@ -40,30 +40,40 @@ BUCKET_BYTES = 25 * MIB  # DistributedDataParallel's default bucket_cap_mb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Layers that are gathered and reduced together: one layer, or embedding and head when they share a Parameter."""
+    """Layers that are gathered and reduced together: one layer, or embedding and head when they share a Parameter.
+
+    mesh: the ranks that hold one copy together, or with ZeRO 0 the same
+    apart: modules inside that are units of their own
+    copies: the ranks that hold the same shards of other copies, if there are any
+    offloaded: the host keeps the shards, their gradients and the optimizer's states
+    """
 
     layers: tuple[nn.Module, ...]
     zero: int
-    copies: DeviceMesh | None = None  # the ranks that hold the same shards of other copies
-    offloaded: bool = False  # the host keeps the shards, their gradients and the optimizer's states
+    mesh: DeviceMesh
+    apart: tuple[nn.Module, ...] = ()
+    copies: DeviceMesh | None = None
+    offloaded: bool = False
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision is Precision.BF16 else torch.float32
 
 
-def shard_unit(unit: Unit, mesh: DeviceMesh, precision: Precision) -> None:
-    """Apply the unit's ZeRO stage over `mesh`; fp32 at stage 0 needs nothing."""
+def shard_unit(unit: Unit, precision: Precision) -> None:
+    """Apply the unit's ZeRO stage; fp32 at stage 0 needs nothing."""
     if precision is Precision.FP32:
         policy = MixedPrecisionPolicy()
     else:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if unit.offloaded else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=unit.mesh.device_type == "cuda") if unit.offloaded else OffloadPolicy()
     modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
+    others = {parameter for module in unit.apart for parameter in module.parameters()}
     if unit.zero:
-        fully_shard(modules, mesh=mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy, offload_policy=offload)
+        fully_shard(
+            modules, mesh=unit.mesh, reshard_after_forward=unit.zero == 3, mp_policy=policy, offload_policy=offload, ignored_params=others)
     elif precision is not Precision.FP32 or unit.offloaded:
-        replicate(modules, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        replicate(modules, mesh=unit.mesh, mp_policy=policy, offload_policy=offload, ignored_params=others)
     for module in _fsdp_modules(unit):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -76,7 +86,7 @@ def shard_root(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh) -> N
         return
     fully_shard(body, mesh=dp_mesh, ignored_params={p for unit in units if unit not in managed for p in _parameters(unit)})
     # the first layer has none before it; by default it would gather the last layer of another micro-batch
-    for module in _fsdp_modules(managed[0]):
+    for module in (inside for layer in managed[0].layers for inside in layer.modules() if isinstance(inside, FSDPModule)):
         module.set_modules_to_backward_prefetch([module])
 
 
@@ -90,7 +100,7 @@ def begin_step(body: nn.Module, units: Sequence[Unit]) -> None:
         body.set_is_last_backward(False)
 
 
-def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
+def reduce_gradients(body: nn.Module, units: Sequence[Unit], tp_mesh: DeviceMesh | None) -> None:
     """End the step's backward passes: reduce what accumulated whole, free the gathered parameters."""
     if isinstance(body, FSDPModule):
         body.set_requires_gradient_sync(True)
@@ -98,15 +108,23 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh
         body.set_is_last_backward(True)
         # as torch.distributed.pipelining ends a step (PipelineStage.perform_reduce_grad)
         body._get_fsdp_state()._root_post_backward_final_callback()
-    plain = [parameter for unit in units if not _fsdp_modules(unit) for parameter in _parameters(unit)]
-    _settle(plain)
-    if dp_mesh is not None:
-        all_reduce([local(parameter.grad) for parameter in plain], dp_mesh.get_group())
-    for copies in dict.fromkeys(unit.copies for unit in units if unit.copies is not None):
-        held = [parameter for unit in units if unit.copies == copies for parameter in _parameters(unit)]
-        all_reduce([local(parameter.grad) for parameter in held], copies.get_group())
+    for unit in units:
+        if not _fsdp_modules(unit):
+            _settle(_parameters(unit))
+    for mesh, summed in _summed_after(units).items():
+        all_reduce([local(parameter.grad) for parameter in summed], mesh.get_group())
     if tp_mesh is not None:
         all_reduce([local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group())
+
+
+def _summed_after(units: Sequence[Unit]) -> dict[DeviceMesh, list[nn.Parameter]]:
+    """What is added up at the end of the step, by mesh: what no FSDP reduces, and the shards of several copies."""
+    found: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for unit in units:
+        mesh = unit.copies if _fsdp_modules(unit) else unit.mesh
+        if mesh is not None and mesh.size() > 1:
+            found.setdefault(mesh, []).extend(_parameters(unit))
+    return found
 
 
 def _summed_over_tp(units: Sequence[Unit]) -> list[nn.Parameter]:
@@ -119,7 +137,8 @@ def _fsdp_modules(unit: Unit) -> list[FSDPModule]:
 
 
 def _parameters(unit: Unit) -> list[nn.Parameter]:
-    return list(dict.fromkeys(parameter for layer in unit.layers for parameter in layer.parameters()))
+    others = {parameter for module in unit.apart for parameter in module.parameters()}
+    return [p for p in dict.fromkeys(parameter for layer in unit.layers for parameter in layer.parameters()) if p not in others]
 
 
 def _settle(parameters: Iterable[nn.Parameter]) -> None:

@@ -16,6 +16,7 @@ from executor.divisions import local_shape
 from executor.kept import Recipes
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
 from executor.models import build_layer
+from executor.moe import experts_of
 from executor.place import parse_placement, place_layer
 from executor.recompute import recomputed
 from executor.sharded import Unit, begin_step, compute_dtype, reduce_gradients, shard_root, shard_unit
@@ -35,6 +36,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
+    expert_mesh: DeviceMesh | None = None  # the same ranks where experts are divided, dp as (copies, ep)
 
     def coordinate(self, axis: str) -> int:
         return int(self.mesh.get_local_rank(axis))
@@ -45,7 +47,11 @@ class Ranks:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return tuple(self.mesh.get_all_groups())
+        return (*self.mesh.get_all_groups(), *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()))
+
+    @property
+    def ep_mesh(self) -> DeviceMesh | None:
+        return self.expert_mesh["ep"] if self.expert_mesh is not None else None
 
     @property
     def dp_mesh(self) -> DeviceMesh:
@@ -94,8 +100,8 @@ class Stage(nn.Module):
     def begin_step(self) -> None:
         begin_step(self.body, self.units)
 
-    def reduce_gradients(self, dp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
-        reduce_gradients(self.body, self.units, dp_mesh, tp_mesh)
+    def reduce_gradients(self, tp_mesh: DeviceMesh | None) -> None:
+        reduce_gradients(self.body, self.units, tp_mesh)
 
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of the token embedding, if it holds one."""
@@ -121,15 +127,32 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
         whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
-        zero, held_by = effective_zero(group[0], plan.mesh), zero_ranks(group[0], plan.mesh)
-        copies, offloaded = ranks.copies_mesh(held_by) if zero else None, Offload.STATES in group[0].plan.offload
-        unit = Unit(layers=tuple(whole.values()), zero=zero, copies=copies, offloaded=offloaded)
-        shard_unit(unit, ranks.shard_mesh(held_by) if zero else ranks.dp_mesh, plan.training.precision)
-        units.append(unit)
+        units += _units(plan, ranks, group[0], tuple(whole.values()))
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
     shard_root(body, units, ranks.dp_mesh)
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), placed[-1].kind is LayerKind.HEAD)
+
+
+def _units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
+    """The sharded unit of `layers`, and one for the experts where not every data-parallel rank holds them."""
+    experts = _expert_units(plan, ranks, placed, layers)
+    zero, held_by = effective_zero(placed, plan.mesh), zero_ranks(placed, plan.mesh)
+    unit = Unit(
+        layers=layers, zero=zero, mesh=ranks.shard_mesh(held_by) if zero else ranks.dp_mesh, apart=tuple(e.layers[0] for e in experts),
+        copies=ranks.copies_mesh(held_by) if zero else None, offloaded=Offload.STATES in placed.plan.offload)
+    for each in (*experts, unit):
+        shard_unit(each, plan.training.precision)
+    return unit, *experts
+
+
+def _expert_units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
+    """The experts of a layer are sharded and reduced over the ranks that hold the same."""
+    if ranks.expert_mesh is None:
+        return ()
+    copies = ranks.expert_mesh["copies"]
+    zero = placed.plan.zero if copies.size() > 1 else 0
+    return tuple(Unit(layers=(experts,), zero=zero, mesh=copies) for layer in layers for experts in experts_of(layer))
 
 
 def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[PlacedLayer, ...]]:
@@ -141,7 +164,7 @@ def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[Plac
 
 
 def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
-    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device)
+    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh)
     if ranks.tp_mesh is not None:
         place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes)
         if placed.kind is LayerKind.HEAD:

@@ -83,7 +83,7 @@ class Trainer:
 def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
-    ranks = Ranks(device=device, mesh=mesh, sharded=_sharded(plan, mesh))
+    ranks = Ranks(device=device, mesh=mesh, sharded=_sharded(plan, mesh), expert_mesh=_expert_mesh(plan, device))
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
@@ -100,6 +100,14 @@ def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
     """The mesh with dp as (copies, shards) for every number of ranks that hold one copy of some layer; collective."""
     held_by = sorted({found.zero_ranks or plan.mesh.dp for found in plan.layer_plans.values() if found.zero} - {plan.mesh.dp})
     return {n: mesh._unflatten("dp", (plan.mesh.dp // n, n), ("copies", "shards")) for n in held_by}
+
+
+def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """The ranks with the data-parallel ones as (those that hold the same experts, those that divide them), neighbours dividing."""
+    mesh = plan.mesh
+    if mesh.ep == 1:
+        return None
+    return init_device_mesh(device.type, (mesh.pp, mesh.expert_dp, mesh.ep, mesh.tp), mesh_dim_names=("pp", "copies", "ep", "tp"))
 
 
 def _by_mesh(parameters: list[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:

@@ -13,7 +13,7 @@ from planner.assemble import assemble
 from planner.columns import MixTable, RankColumns, block_counts, to_strategy
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints
-from planner.space import illegal_frame, illegal_tensor_parallel
+from planner.space import illegal_expert_parallel, illegal_frame, illegal_tensor_parallel
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
@@ -39,7 +39,9 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
         raise ConfigError(
             f"{mesh} is {mesh.num_ranks} GPUs, the cluster has {cluster.num_gpus}",
             hint="change a degree or --gpus")
-    reason = illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True) or illegal_frame(frame, model, training)
+    reason = (
+        illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True) or illegal_expert_parallel(mesh, model)
+        or illegal_frame(frame, model, training))
     if reason:
         raise ConfigError(reason, hint="change that option")
     if len(blocks) != mesh.pp or sum(blocks) != model.num_layers or min(blocks) < 1:

@@ -101,8 +101,9 @@ class Catalogue:
         self.book = book
         self.problem = problem or (lambda b, sharding: layer_problem(book.graph(b).block, sharding, book.machine, book.training))
         self.levels = tuple(level for level in Recompute if recompute is None or level in recompute)
-        self.by_operator = recompute is None
-        self.free = not megatron_sharding
+        experts = book.model.num_experts > 0  # such blocks have Megatron's division and the three levels of recompute
+        self.by_operator = recompute is None and not experts
+        self.free = not megatron_sharding and not experts
         self._options: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._operators = {operator.name: operator for operator in book.graph(1).block.operators}
         self._fastest_s: dict[tuple[int, Sharding], dict[Layout, float]] = {}

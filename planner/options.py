@@ -23,7 +23,7 @@ from planner.band import margin_text, memory_margin
 from planner.forbid import parse_bans
 from planner.plan import Objective
 from planner.request import Constraints, SearchOptions, SolverName
-from planner.space import illegal_tensor_parallel
+from planner.space import illegal_expert_parallel, illegal_tensor_parallel
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
@@ -130,7 +130,7 @@ def question_of(options: Options) -> Question:
 def constraints(options: Options) -> Constraints:
     """The pinned and the forbidden choices."""
     sequence_parallel = options["sequence_parallel"]
-    alike = ("pp", "dp", "tp", "micro_batch_size", "virtual_stages", "zero", "zero_ranks", "tp_across_nodes", "megatron_sharding")
+    alike = ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages", "zero", "zero_ranks", "tp_across_nodes", "megatron_sharding")
     return Constraints(
         **{name: options[name] for name in alike},
         schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),
@@ -165,7 +165,7 @@ def frame(question: Question, options: Options) -> Frame:
     dp = options["dp"] or max(1, question.cluster.num_gpus // (pp * tp))
     schedule = options["schedule"] or (Schedule.INTERLEAVED if options["virtual_stages"] > 1 else Schedule.ONE_F_ONE_B)
     return Frame(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule(schedule), virtual_stages=options["virtual_stages"],
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=options["ep"]), schedule=Schedule(schedule), virtual_stages=options["virtual_stages"],
         micro_batch_size=micro_batch_size, num_micro_batches=max(1, question.training.global_batch_size // (micro_batch_size * dp)),
         sequence_parallel=options["sequence_parallel"])
 
@@ -186,6 +186,7 @@ def require_possible(question: Question, pins: Constraints) -> None:
     """Raises ConfigError for pins that exclude every mesh, with the one that does it: clearer than a count of candidates."""
     num_gpus, batch = question.cluster.num_gpus, question.training.global_batch_size
     _require_tensor_parallel(question, pins)
+    _require_expert_parallel(question, pins)
     _require_divisor({"tp": pins.tp}, num_gpus, "GPUs")
     _require_divisor({"pp": pins.pp}, num_gpus, "GPUs")
     _require_divisor({"dp": pins.dp}, num_gpus, "GPUs")
@@ -199,6 +200,13 @@ def _require_tensor_parallel(question: Question, pins: Constraints) -> None:
         illegal_tensor_parallel(tp, question.model, question.cluster, across_nodes=pins.tp_across_nodes) for tp in pins.tp or ()]
     if reasons and all(reasons):
         raise ConfigError(f"--tp is pinned: {reasons[0]}", hint="pin another --tp, or leave it to the search")
+
+
+def _require_expert_parallel(question: Question, pins: Constraints) -> None:
+    reasons = [illegal_expert_parallel(Mesh(pp=1, dp=ep, tp=1, ep=ep), question.model) for ep in pins.ep or ()]
+    if reasons and all(reasons):
+        raise ConfigError(f"--ep is pinned: {reasons[0]}", hint="pin another --ep, or leave it to the search")
+    _require_divisor({"ep": pins.ep}, question.cluster.num_gpus, "GPUs")
 
 
 def _require_divisor(pins: Mapping[str, tuple[int, ...] | None], whole: int, what: str) -> None:

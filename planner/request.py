@@ -33,6 +33,7 @@ class Constraints:
     pp: tuple[int, ...] | None = None
     dp: tuple[int, ...] | None = None
     tp: tuple[int, ...] | None = None
+    ep: tuple[int, ...] | None = None
     micro_batch_size: tuple[int, ...] | None = None
     virtual_stages: tuple[int, ...] | None = None
     schedule: tuple[Schedule, ...] | None = None
@@ -45,7 +46,7 @@ class Constraints:
     forbid: tuple[Ban, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "tp", "micro_batch_size", "virtual_stages"):
+        for name in ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages"):
             for value in getattr(self, name) or ():
                 if value < 1:
                     raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from math import gcd
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule, legal
@@ -57,6 +58,20 @@ def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, acro
     return None
 
 
+def expert_degrees(dp: int, model: ModelSpec) -> tuple[int, ...]:
+    """The expert parallel degrees of `dp` data-parallel ranks, ascending; of a dense model 1."""
+    return divisors(gcd(dp, model.num_experts)) if model.num_experts else (1,)
+
+
+def illegal_expert_parallel(mesh: Mesh, model: ModelSpec) -> str | None:
+    """Why the experts of this model cannot be divided over the `ep` of a mesh, or None."""
+    if mesh.ep > 1 and not model.num_experts:
+        return f"ep {mesh.ep} divides experts, {model.name} has none"
+    if model.num_experts % mesh.ep:
+        return f"ep {mesh.ep} does not divide the {model.num_experts} experts"
+    return None
+
+
 def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str | None:
     """Why a frame on a legal mesh cannot run, or None: batch, schedule and sequence rules."""
     mesh, batch = frame.mesh, training.global_batch_size
@@ -86,18 +101,21 @@ def _meshes(model: ModelSpec, cluster: Cluster, pins: Constraints) -> Iterator[M
         reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
         for pp in divisors(gpus // tp):
             dp = gpus // tp // pp
-            mesh = Mesh(pp=pp, dp=dp, tp=tp)
-            ban = pins.ban(pp=pp, dp=dp, tp=tp)
-            if ban:
-                yield Pruned(str(mesh), f"excluded by --forbid {ban}")
-            elif not (_allowed(pins.pp, pp) and _allowed(pins.dp, dp) and _allowed(pins.tp, tp)):
-                yield Pruned(str(mesh), "excluded by --pp, --dp or --tp")
-            elif reason:
-                yield Pruned(str(mesh), reason)
-            elif pp > model.num_layers:
-                yield Pruned(str(mesh), f"pp {pp} is more than the {model.num_layers} layers")
-            else:
-                yield mesh
+            for ep in expert_degrees(dp, model):
+                mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=ep)
+                excluded = _excluded_mesh(mesh, model, pins) or reason
+                yield Pruned(str(mesh), excluded) if excluded else mesh
+
+
+def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | None:
+    ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep)
+    if ban:
+        return f"excluded by --forbid {ban}"
+    if not (_allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)):
+        return "excluded by --pp, --dp or --tp"
+    if not _allowed(pins.ep, mesh.ep):
+        return "excluded by --ep"
+    return f"pp {mesh.pp} is more than the {model.num_layers} layers" if mesh.pp > model.num_layers else None
 
 
 def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:

@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` -> ModelEntry, for the GPT-2, GPT-NeoX, Llama, Mistral and Qwen2 families.
+"""Hugging Face `config.json` -> ModelEntry, for the GPT-2, GPT-NeoX, Llama, Mistral, Mixtral and Qwen2 families.
 
 What the file does not say follows the family's configuration class in transformers. Left out, because it changes no
 cost of the operator graph: the scaling of rotary positions, initialisation, token ids. Attention windows shorter than
@@ -22,6 +22,9 @@ DEFAULT_GLOBAL_BATCH_SIZE = 512  # sequences: 4 M tokens at 8,192 a sequence, as
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+_EXPERT_FFN = ("moe_intermediate_size", "intermediate_size")
+_NOT_EVERY_BLOCK = ("n_shared_experts", "first_k_dense_replace")  # of other families of experts
 _FFN = ("intermediate_size", "n_inner", "ffn_dim")
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
 _EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
@@ -49,6 +52,9 @@ class _Family:
     rotary_fraction: float = 1.0
     dropout: float = 0.0
     num_kv_heads: int | None = None
+    rope_theta: float = 10000.0
+    num_experts: int = 0
+    experts_per_token: int = 0
 
 
 _LLAMA = _Family(norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6)
@@ -63,6 +69,9 @@ _FAMILIES = {
     "mistral": _Family(
         norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6,
         qkv_bias=False, num_kv_heads=8),
+    "mixtral": _Family(
+        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-5,
+        qkv_bias=False, num_kv_heads=8, rope_theta=1e6, num_experts=8, experts_per_token=2),
     "qwen2": _Family(
         norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, qkv_bias=True),
 }
@@ -159,7 +168,7 @@ def _spec(reader: _Reader, family: _Family) -> ModelSpec:
         "num_heads": heads,
         "num_kv_heads": reader.integer(("num_key_value_heads",), family.num_kv_heads or heads),
         "head_dim": _head_dim(reader, hidden, heads),
-        "ffn_hidden_size": reader.integer(_FFN, None if family.gated_ffn else 4 * hidden),
+        **_feed_forward(reader, family, hidden),
         "vocab_size": reader.integer(("vocab_size",)),
         "max_seq_length": reader.integer(_CONTEXT),
         "norm": family.norm,
@@ -170,11 +179,24 @@ def _spec(reader: _Reader, family: _Family) -> ModelSpec:
         "dropout": max(reader.number((name,), family.dropout if name == "resid_pdrop" else 0.0) for name in _DROPOUT),
         "tied_embeddings": reader.flag("tie_word_embeddings", family.tied_embeddings),
         "parallel_residual": reader.flag("use_parallel_residual", family.parallel_residual),
-        "rope_theta": rotary.number(("rope_theta", "rotary_emb_base"), 10000.0),
+        "rope_theta": rotary.number(("rope_theta", "rotary_emb_base"), family.rope_theta),
         "rotary_fraction": rotary.number(("partial_rotary_factor", "rotary_pct"), family.rotary_fraction),
         "norm_epsilon": reader.number(_EPSILON, family.epsilon),
     }
     return parse(ModelSpec, fields, reader.where)
+
+
+def _feed_forward(reader: _Reader, family: _Family, hidden: int) -> dict[str, int]:
+    """The width of the feed-forward network, or number and width of the experts, which every block has."""
+    if not family.num_experts:
+        return {"ffn_hidden_size": reader.integer(_FFN, None if family.gated_ffn else 4 * hidden)}
+    for name in _NOT_EVERY_BLOCK:
+        if reader.find((name,))[1]:
+            raise reader.wrong(name, reader.values[name], "0: shared experts and dense blocks among those of experts are not supported")
+    return {
+        "num_experts": reader.integer(_EXPERTS, family.num_experts),
+        "experts_per_token": reader.integer(("num_experts_per_tok",), family.experts_per_token),
+        "expert_ffn_hidden_size": reader.integer(_EXPERT_FFN)}
 
 
 def _head_dim(reader: _Reader, hidden: int, heads: int) -> int:

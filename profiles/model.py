@@ -22,6 +22,13 @@ class OperatorKind(StrEnum):
     ELEMENTWISE = "elementwise"
     EMBEDDING = "embedding"
     CROSS_ENTROPY = "cross_entropy"
+    EXPERTS = "experts"  # a product by the matrix of each expert, of the tokens that chose it
+    DISPATCH = "dispatch"  # tokens to the ranks of their experts
+    COMBINE = "combine"  # and back, added up by weight
+
+
+PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)  # two gradients each, of the input and of the weight
+EXPERTS_DIM = "experts"  # of parameters: the dim that expert parallelism divides
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,11 @@ class Parameter:
     def tensor_dim(self, dim_name: str | None) -> int | None:
         """The position of the dim of that name in the shape, or None."""
         return next((i for i, dim in enumerate(self.dims) if dim.name == dim_name), None)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert has its own."""
+        return self.tensor_dim(EXPERTS_DIM) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +197,14 @@ class ModelGraph:
             layer.count * parameter.num_elements
             for layer in self for operator in layer.operators for parameter in operator.parameters if not parameter.tied
         )
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Those that one token passes: of the experts, the share that it chooses."""
+        idle = sum(
+            layer.count * parameter.num_elements * (1 - operator.size("chosen") / parameter.dims[0].size)
+            for layer in self for operator in layer.operators for parameter in operator.parameters if parameter.of_experts)
+        return self.num_parameters - round(idle)
 
     @cached_property
     def model_flops(self) -> int:

@@ -42,6 +42,8 @@ class Optimizer(StrEnum):
 class ModelSpec:
     """A decoder-only transformer, by its shape. `ffn_hidden_size` is the width of one of the two gated halves.
 
+    num_experts: 0 for a dense model; else every block is a mixture of so many experts of width `expert_ffn_hidden_size`,
+    `experts_per_token` of which see a token, and there is no `ffn_hidden_size`. None is shared, none has a bias
     vocab_multiple: the vocabulary is padded to a multiple of it; 128 as Megatron's --make-vocab-size-divisible-by, which makes
     every tensor parallel degree up to 128 legal; 1: not padded
     """
@@ -54,7 +56,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    ffn_hidden_size: int
+    ffn_hidden_size: int = 0
     vocab_size: int
     max_seq_length: int
     norm: Norm = Norm.LAYER_NORM
@@ -69,12 +71,16 @@ class ModelSpec:
     rotary_fraction: float = 1.0
     norm_epsilon: float = 1e-5
     vocab_multiple: int = 128
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_hidden_size: int = 0
 
     def __post_init__(self) -> None:
         choose(self, "norm", Norm)
         choose(self, "positions", Positions)
-        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size", "vocab_size", "max_seq_length",
-                 "vocab_multiple")
+        of_blocks = ("num_experts", "experts_per_token", "expert_ffn_hidden_size") if self.num_experts else ("ffn_hidden_size",)
+        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_seq_length", "vocab_multiple",
+                 *of_blocks)
         for field in sizes:
             if getattr(self, field) < 1:
                 raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, it must be at least 1")
@@ -82,6 +88,22 @@ class ModelSpec:
             raise ConfigError(f"model {self.name}: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model {self.name}: dropout is {self.dropout}, it must be in [0, 1)")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if not self.num_experts:
+            for field in ("experts_per_token", "expert_ffn_hidden_size"):
+                if getattr(self, field):
+                    raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)} without num_experts", hint="add num_experts")
+            return
+        if self.experts_per_token > self.num_experts:
+            raise ConfigError(f"model {self.name}: experts_per_token {self.experts_per_token} is more than num_experts {self.num_experts}")
+        if self.ffn_hidden_size:
+            raise ConfigError(
+                f"model {self.name}: ffn_hidden_size is {self.ffn_hidden_size}, but every block is a mixture of experts",
+                hint="give expert_ffn_hidden_size alone; models with dense and expert blocks are not supported")
+        if self.linear_bias:
+            raise ConfigError(f"model {self.name}: linear_bias is true, experts have no bias", hint="set linear_bias: false")
 
     @property
     def padded_vocab_size(self) -> int:

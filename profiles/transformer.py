@@ -1,13 +1,17 @@
-"""ModelSpec -> ModelGraph: the operators of a decoder-only transformer (GPT, NeoX, Llama, Mistral, Qwen families).
+"""ModelSpec -> ModelGraph: the operators of a decoder-only transformer (GPT, NeoX, Llama, Mistral, Mixtral, Qwen families).
 
 The saved tensors reproduce, term by term, the activation memory of Korthikanti et al. 2022, arXiv 2205.05198 (EQUATIONS
 M3) and the FLOPs of Narayanan et al. 2021, arXiv 2104.04473 (EQUATIONS K4). Left out: the statistics that a norm keeps
 (8 bytes a token), token ids, and the rotary tables.
+
+Experts: routing is taken as balanced, every rank and every expert gets the same number of tokens. The FLOPs are those of the
+experts that a token passes (*active*).
 """
 
 from __future__ import annotations
 
 from profiles.model import (
+    EXPERTS_DIM,
     Dim,
     LayerKind,
     ModelGraph,
@@ -22,7 +26,12 @@ from profiles.stack import AttentionKernel
 
 MASK_BYTES = 1  # a dropout mask is one byte an element
 FP32_BYTES = 4
+CHOICE_BYTES = 12  # of one chosen expert: its number (int64) and its weight (fp32)
 _POSITIONED = (("sequence", "positions are counted from the first token of a rank's part"),)
+_CHOICE = "the choice of a token's experts needs all of its scores"
+_WHOLE_EXPERTS = "tensor parallel ranks hold whole experts and divide their tokens"
+_EXPERTS_UNDIVIDED = (
+    *((dim, _WHOLE_EXPERTS) for dim in ("ffn", "hidden")), ("chosen", "the experts of a token are on the ranks that hold them"))
 
 
 class _Shapes:
@@ -38,9 +47,12 @@ class _Shapes:
         self.context = Dim("heads", model.q_size, model.q_size // model.num_kv_heads)
         self.heads = Dim("heads", model.num_heads, model.num_heads // model.num_kv_heads)
         self.head_dim = Dim("head_dim", model.head_dim)
-        halves = 2 if model.gated_ffn else 1
-        self.fc1 = Dim("ffn", model.ffn_hidden_size * halves, halves)
-        self.ffn = Dim("ffn", model.ffn_hidden_size)
+        halves, width = 2 if model.gated_ffn else 1, model.expert_ffn_hidden_size or model.ffn_hidden_size
+        self.fc1 = Dim("ffn", width * halves, halves)
+        self.ffn = Dim("ffn", width)
+        self.experts = Dim(EXPERTS_DIM, model.num_experts)
+        self.routes = Dim("routes", model.num_experts)
+        self.chosen = Dim("chosen", model.experts_per_token)
         self.vocab = Dim("vocab", model.padded_vocab_size)
         self.positions = Dim("positions", model.max_seq_length)
 
@@ -48,6 +60,10 @@ class _Shapes:
         """A [batch, sequence, feature] activation."""
         size = self.element_bytes if element_bytes is None else element_bytes
         return Tensor(name=name, dims=(self.batch, self.sequence, feature), element_bytes=size)
+
+    def copies(self, name: str, feature: Dim) -> Tensor:
+        """A [batch, sequence, chosen experts, feature] activation: a token once for every expert that it chose."""
+        return Tensor(name=name, dims=(self.batch, self.sequence, self.chosen, feature), element_bytes=self.element_bytes)
 
 
 def _norm(name: str, x: Tensor, out: Tensor, model: ModelSpec, shapes: _Shapes) -> Operator:
@@ -59,7 +75,9 @@ def _norm(name: str, x: Tensor, out: Tensor, model: ModelSpec, shapes: _Shapes) 
         undivided=(("hidden", "a norm is over the whole of it"),))
 
 
-def _linear(name: str, x: Tensor, out: Tensor, *, parallel_dim: str, bias: bool) -> Operator:
+def _linear(
+    name: str, x: Tensor, out: Tensor, *, parallel_dim: str | None, bias: bool, undivided: tuple[tuple[str, str], ...] = (),
+) -> Operator:
     """out[b, s, o] = x[b, s, i] weight[o, i]^T (+ bias[o]); backward is two products of the same size."""
     features, contracted = out.dims[-1], x.dims[-1]
     weight = Parameter(name="weight", dims=(features, contracted))
@@ -68,7 +86,7 @@ def _linear(name: str, x: Tensor, out: Tensor, *, parallel_dim: str, bias: bool)
     return Operator(
         name=name, kind=OperatorKind.MATMUL, dims=dims, inputs=(x,), outputs=(out,), saved=(x,),
         parameters=(weight, Parameter(name="bias", dims=(features,))) if bias else (weight,),
-        contracted=contracted.name, parallel_dim=parallel_dim, flops_forward=flops, flops_backward=2 * flops,
+        contracted=contracted.name, parallel_dim=parallel_dim, undivided=undivided, flops_forward=flops, flops_backward=2 * flops,
     )
 
 
@@ -142,9 +160,9 @@ def _block_operators(model: ModelSpec, training: TrainingSpec, shapes: _Shapes) 
     x, normed1 = shapes.tokens("block_input", hidden), shapes.tokens("norm1", hidden)
     qkv, context = shapes.tokens("qkv", shapes.qkv), shapes.tokens("context", shapes.context)
     attended, middle = shapes.tokens("attention_out", hidden), shapes.tokens("residual1", hidden)
-    normed2, fc1 = shapes.tokens("norm2", hidden), shapes.tokens("fc1", shapes.fc1)
-    activated, fc2 = shapes.tokens("activation", shapes.ffn), shapes.tokens("fc2", hidden)
-    out = shapes.tokens("block_output", hidden)
+    normed2, out = shapes.tokens("norm2", hidden), shapes.tokens("block_output", hidden)
+    feed_forward = (_expert_operators if model.num_experts else _feed_forward_operators)(normed2, model, training, shapes)
+    fed = feed_forward[-1].outputs[0]
 
     rotated = shapes.tokens("qkv_rotated", shapes.qkv)
     rotary = model.positions is Positions.ROTARY
@@ -155,18 +173,63 @@ def _block_operators(model: ModelSpec, training: TrainingSpec, shapes: _Shapes) 
         _attention(rotated if rotary else qkv, context, model, training, shapes),
         _linear("attention_out", context, attended, parallel_dim="heads", bias=model.linear_bias),
     )
-    gate = (shapes.tokens("activated_gate", shapes.ffn),) if model.gated_ffn and training.stack.keeps_activated_gate else ()
     ffn_input = x if model.parallel_residual else middle
     join = () if model.parallel_residual else (_residual("residual1", (x, attended), middle, model, shapes),)
-    summands = (x, attended, fc2) if model.parallel_residual else (middle, fc2)
+    summands = (x, attended, fed) if model.parallel_residual else (middle, fed)
     return (
         *attention, *join,
         _norm("norm2", ffn_input, normed2, model, shapes),
-        _linear("fc1", normed2, fc1, parallel_dim="ffn", bias=model.linear_bias),
-        _elementwise("activation", (fc1,), activated, (fc1, *gate), parallel_dim="ffn"),
-        _linear("fc2", activated, fc2, parallel_dim="ffn", bias=model.linear_bias),
+        *feed_forward,
         _residual("residual2", summands, out, model, shapes),
     )
+
+
+def _feed_forward_operators(x: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> tuple[Operator, ...]:
+    fc1, activated, fc2 = shapes.tokens("fc1", shapes.fc1), shapes.tokens("activation", shapes.ffn), shapes.tokens("fc2", shapes.hidden)
+    gate = (shapes.tokens("activated_gate", shapes.ffn),) if model.gated_ffn and training.stack.keeps_activated_gate else ()
+    return (
+        _linear("fc1", x, fc1, parallel_dim="ffn", bias=model.linear_bias),
+        _elementwise("activation", (fc1,), activated, (fc1, *gate), parallel_dim="ffn"),
+        _linear("fc2", activated, fc2, parallel_dim="ffn", bias=model.linear_bias),
+    )
+
+
+def _expert_operators(x: Tensor, model: ModelSpec, training: TrainingSpec, shapes: _Shapes) -> tuple[Operator, ...]:
+    """Router, choice of the experts, tokens to their ranks, the experts, and back: Mixtral, arXiv 2401.04088, section 2.1.
+
+    The copies of the tokens are counted where balanced routing brings them: as many arrive at a rank as leave it.
+    """
+    scores = shapes.tokens("router", shapes.routes)
+    probabilities = shapes.tokens("router_probabilities", shapes.routes, FP32_BYTES)
+    choice = shapes.tokens("choice", shapes.chosen, CHOICE_BYTES)
+    sent, fc1 = shapes.copies("dispatch", shapes.hidden), shapes.copies("fc1", shapes.fc1)
+    activated, fc2 = shapes.copies("activation", shapes.ffn), shapes.copies("fc2", shapes.hidden)
+    combined = shapes.tokens("combine", shapes.hidden)
+    gate = (shapes.copies("activated_gate", shapes.ffn),) if model.gated_ffn and training.stack.keeps_activated_gate else ()
+    return (
+        _linear("router", x, scores, parallel_dim=None, bias=False, undivided=(("routes", _CHOICE), ("hidden", _CHOICE))),
+        _elementwise("choice", (scores,), choice, (probabilities,), undivided=(("routes", _CHOICE), ("chosen", _CHOICE))),
+        _exchange("dispatch", OperatorKind.DISPATCH, (x, choice), sent, ()),
+        _grouped("fc1", sent, fc1, shapes.experts),
+        _elementwise("activation", (fc1,), activated, (fc1, *gate), undivided=_EXPERTS_UNDIVIDED),
+        _grouped("fc2", activated, fc2, shapes.experts),
+        _exchange("combine", OperatorKind.COMBINE, (fc2, choice), combined, (fc2, choice)),
+    )
+
+
+def _exchange(name: str, kind: OperatorKind, inputs: tuple[Tensor, ...], out: Tensor, saved: tuple[Tensor, ...]) -> Operator:
+    return Operator(
+        name=name, kind=kind, dims=out.dims, inputs=inputs, outputs=(out,), saved=saved, undivided=_EXPERTS_UNDIVIDED)
+
+
+def _grouped(name: str, x: Tensor, out: Tensor, experts: Dim) -> Operator:
+    """out[token, o] = x[token, i] weight[expert of the token, o, i]^T for every token and expert it chose."""
+    features, contracted = out.dims[-1], x.dims[-1]
+    flops = 2 * x.num_elements * features.size
+    return Operator(
+        name=name, kind=OperatorKind.EXPERTS, dims=(*out.dims, contracted), inputs=(x,), outputs=(out,), saved=(x,),
+        parameters=(Parameter(name="weight", dims=(experts, features, contracted)),), contracted=contracted.name,
+        undivided=_EXPERTS_UNDIVIDED, flops_forward=flops, flops_backward=2 * flops)
 
 
 def _head_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, ...]:

@@ -41,6 +41,8 @@ LLAMA = ModelSpec(
     name="tiny-llama", num_layers=4, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48, vocab_size=100,
     max_seq_length=SEQ_LENGTH, norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, linear_bias=False, qkv_bias=False,
     tied_embeddings=False)
+MIXTRAL = replace(
+    LLAMA, name="tiny-mixtral", num_layers=2, ffn_hidden_size=0, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24)
 
 _LINK = Link(name="link", bytes_per_s=1e9, latency_s=1e-6, source="made up")
 CLUSTER = Cluster(
@@ -56,7 +58,7 @@ def even_blocks(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def make_plan(
-    model: ModelSpec = GPT, *, pp: int = 1, dp: int = 1, tp: int = 1, sp: bool = False, zero: tuple[int, ...] = (0,),
+    model: ModelSpec = GPT, *, pp: int = 1, dp: int = 1, tp: int = 1, ep: int = 1, sp: bool = False, zero: tuple[int, ...] = (0,),
     recompute: tuple[str, ...] | str = (), recompute_ends: bool = False, schedule: Schedule = Schedule.ONE_F_ONE_B, virtual_stages: int = 1,
     blocks: tuple[int, ...] | None = None, num_micro_batches: int = 2, global_batch_size: int = 8,
     attention: AttentionKernel = AttentionKernel.FLASH, precision: Precision = Precision.FP32,
@@ -77,7 +79,8 @@ def make_plan(
             names = recompute if kind is LayerKind.BLOCK or recompute_ends else ()
             layer_plans[f"{kind}-{stage}"] = _layer_plan(model, training, kind, stage, Sharding(tp=tp, sequence_parallel=sp), names)
     return Plan(
-        plan_version=PLAN_VERSION, model=model, cluster=CLUSTER, training=training, mesh=Mesh(pp=pp, dp=dp, tp=tp), pipeline=pipeline,
+        plan_version=PLAN_VERSION, model=model, cluster=CLUSTER, training=training, pipeline=pipeline,
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep),
         layer_plans=layer_plans, stages=_stages(pp, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
         predicted=_prediction(pp), search=_search())
 

@@ -27,7 +27,8 @@ from profiles.spec import ModelEntry, ModelSpec, TrainingSpec
 
 MODELS = (
     "gpt-1.5b", "gpt-175b", "gpt-1t", "gpt-2.5b", "gpt-20b", "gpt-22b", "gpt-530b", "gpt-7.5b", "gpt-8.3b", "gpt-tiny", "llama2-13b",
-    "llama2-70b", "llama2-7b", "llama3-405b", "llama3-70b", "llama3-8b")
+    "llama2-70b", "llama2-7b", "llama3-405b", "llama3-70b", "llama3-8b", "mixtral-8x7b",
+    "mixtral-tiny")
 CLUSTERS = (
     "a100-40gb", "a100-40gb-pcie", "a100-80gb", "a100-80gb-pcie", "a10g-24gb", "a800-80gb", "b200-180gb", "cpu", "gb200-186gb",
     "gh200-96gb", "h100-80gb", "h100-96gb-hbm2e", "h200-141gb", "l4-24gb", "rtx3090-24gb", "v100-16gb", "v100-32gb")

@@ -177,7 +177,7 @@ def test_a_plan_file_is_compared_as_it_is():
 
     document = json.loads(printed("plan.yaml", "--json"))
 
-    assert document["ours"]["mesh"] == {"pp": plan.mesh.pp, "dp": plan.mesh.dp, "tp": 2}
+    assert document["ours"]["mesh"] == {"pp": plan.mesh.pp, "dp": plan.mesh.dp, "tp": 2, "ep": 1}
     assert document["ours"]["step_time_s"] == pytest.approx(plan.predicted.step_time_s.value, rel=1e-5)
     assert document["filed_step_time_s"] is None
     assert read(Path("plan.yaml")) == plan

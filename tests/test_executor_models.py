@@ -11,7 +11,7 @@ from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Positions, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
-from tests.executor_plans import GPT, LLAMA, SEQ_LENGTH
+from tests.executor_plans import GPT, LLAMA, MIXTRAL, SEQ_LENGTH
 from tests.executor_world import forward, reference_layers
 
 CPU = torch.device("cpu")
@@ -78,6 +78,7 @@ def test_a_shard_of_whole_kv_groups_attends_like_the_whole():
 
 
 HF_LLAMA = dataclasses.replace(LLAMA, vocab_size=128, rope_theta=500.0)
+HF_MIXTRAL = dataclasses.replace(MIXTRAL, vocab_size=128, rope_theta=500.0)
 HF_GPT = dataclasses.replace(GPT, vocab_size=128)
 
 
@@ -99,6 +100,22 @@ def _copy_llama(layers, theirs) -> None:
         ours.attention_out.weight.copy_(attention.o_proj.weight)
         ours.fc1.weight.copy_(torch.stack((mlp.gate_proj.weight, mlp.up_proj.weight), dim=1).flatten(0, 1))
         ours.fc2.weight.copy_(mlp.down_proj.weight)
+
+
+def _copy_mixtral(layers, theirs) -> None:
+    layers["embedding"].tokens.weight.copy_(theirs.model.embed_tokens.weight)
+    layers["head"].norm.weight.copy_(theirs.model.norm.weight)
+    layers["head"].lm_head.weight.copy_(theirs.lm_head.weight)
+    for i, block in enumerate(theirs.model.layers):
+        ours, attention, experts = layers[f"block{i}"], block.self_attn, block.mlp.experts
+        ours.norm1.weight.copy_(block.input_layernorm.weight)
+        ours.norm2.weight.copy_(block.post_attention_layernorm.weight)
+        ours.qkv.weight.copy_(_grouped(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight, HF_MIXTRAL))
+        ours.attention_out.weight.copy_(attention.o_proj.weight)
+        ours.mixture.router.weight.copy_(block.mlp.gate.weight)
+        gate_up = experts.gate_up_proj.unflatten(1, (2, -1)).transpose(1, 2)  # [expert, ffn, gate and up, hidden]
+        ours.mixture.experts.fc1.weight.copy_(gate_up.flatten(0, 2))
+        ours.mixture.experts.fc2.weight.copy_(experts.down_proj.flatten(0, 1))
 
 
 def _copy_gpt(layers, theirs) -> None:
@@ -123,6 +140,15 @@ def _llama():
         max_position_embeddings=SEQ_LENGTH, rope_theta=500.0, rms_norm_eps=HF_LLAMA.norm_epsilon, tie_word_embeddings=False))
 
 
+def _mixtral():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=SEQ_LENGTH, rope_theta=500.0,
+        rms_norm_eps=HF_MIXTRAL.norm_epsilon, tie_word_embeddings=False)
+    return transformers.MixtralForCausalLM._from_config(config, experts_implementation="eager")
+
+
 def _gpt():
     transformers = pytest.importorskip("transformers")
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -133,6 +159,7 @@ def _gpt():
 @pytest.mark.parametrize(("model", "build", "copy"), [
     pytest.param(HF_LLAMA, _llama, _copy_llama, id="llama"),
     pytest.param(HF_GPT, _gpt, _copy_gpt, id="gpt2"),
+    pytest.param(HF_MIXTRAL, _mixtral, _copy_mixtral, id="mixtral"),
 ])
 def test_the_model_computes_what_hugging_face_computes_with_the_same_weights(model, build, copy):
     torch.manual_seed(0)

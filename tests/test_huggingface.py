@@ -16,6 +16,7 @@ from profiles.transformer import build_graph
 SHAPE = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 160, "vocab_size": 384,
          "max_position_embeddings": 64}
 GROUPED = {**SHAPE, "num_key_value_heads": 2}
+ONLY_EXPERTS = "it must be 0: shared experts and dense blocks among those of experts are not supported"
 GPT2 = {"n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 384, "n_positions": 64}
 
 
@@ -57,6 +58,8 @@ def graph_parameters(spec):
     pytest.param("LlamaConfig", {**GROUPED, "attention_bias": True, "mlp_bias": True}, id="llama-biases"),
     pytest.param("MistralConfig", GROUPED, id="mistral"),
     pytest.param("MistralConfig", {**GROUPED, "head_dim": 24}, id="mistral-own-head-dim"),
+    pytest.param("MixtralConfig", GROUPED, id="mixtral"),
+    pytest.param("MixtralConfig", {**GROUPED, "num_local_experts": 5, "num_experts_per_tok": 3}, id="mixtral-own-experts"),
     pytest.param("Qwen2Config", GROUPED, id="qwen2"),
     pytest.param("Qwen2Config", {**GROUPED, "tie_word_embeddings": True}, id="qwen2-tied"),
 ])
@@ -66,6 +69,26 @@ def test_the_parameter_count_is_exactly_that_of_the_torch_model(class_name, keys
     spec = entry_from_config(config.to_dict(), "config.json").spec
 
     assert graph_parameters(spec) == torch_parameters(config)
+
+
+def test_the_flops_of_experts_are_those_that_run_in_transformers():
+    keys = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}
+    spec = entry_from_config(config_of("MixtralConfig", keys).to_dict(), "config.json").spec
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        from torch.utils.flop_counter import FlopCounterMode
+        from transformers import MixtralForCausalLM
+
+        theirs = MixtralForCausalLM._from_config(
+            config_of("MixtralConfig", keys), attn_implementation="eager", experts_implementation="eager")
+        with FlopCounterMode(display=False) as counted, torch.no_grad():
+            theirs(torch.randint(384, (2, 64)))
+    positions = 2 * 2 * 64 * 8  # the angles of 64 positions and half of a head of 16, a product for each sequence
+
+    found = build_graph(spec, TrainingSpec(global_batch_size=2, seq_length=64), 2).model_flops / 3
+
+    assert found == pytest.approx(counted.get_total_flops(), rel=0, abs=positions)
 
 
 def test_a_vocabulary_is_the_only_thing_padded():
@@ -170,9 +193,13 @@ def test_a_model_is_named_after_its_publication_its_folder_or_its_family(keys, w
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    pytest.param({"model_type": "mixtral"}, "c.json: model_type is 'mixtral', supported are gpt2, gpt_neox, llama, mistral, qwen2",
+    pytest.param({"model_type": "mixtral", "n_shared_experts": 1}, f"c.json: n_shared_experts is 1, {ONLY_EXPERTS}", id="shared-experts"),
+    pytest.param(
+        {"model_type": "mixtral", "first_k_dense_replace": 1}, f"c.json: first_k_dense_replace is 1, {ONLY_EXPERTS}", id="dense-blocks"),
+    pytest.param({"model_type": "mamba"}, "c.json: model_type is 'mamba', supported are gpt2, gpt_neox, llama, mistral, mixtral, qwen2",
                  id="other-family"),
-    pytest.param({"model_type": None}, "c.json: model_type is missing (supported: gpt2, gpt_neox, llama, mistral, qwen2)", id="no-family"),
+    pytest.param({"model_type": None}, "c.json: model_type is missing (supported: gpt2, gpt_neox, llama, mistral, mixtral, qwen2)",
+                 id="no-family"),
     pytest.param({"hidden_size": None}, "c.json: hidden_size is missing (or n_embd, d_model)", id="missing-size"),
     pytest.param({"vocab_size": None}, "c.json: vocab_size is missing", id="missing-without-aliases"),
     pytest.param({"num_hidden_layers": "two"}, "c.json: num_hidden_layers is 'two', it must be a positive integer", id="text-for-a-number"),

@@ -215,7 +215,7 @@ def test_the_published_schema_takes_real_plans(seed):
 def test_the_published_schema_refuses_what_the_reader_refuses(plan):
     schema = plan_schema()
     for change in (
-        put("mesh", "ep", 1), put("mesh", None), put("mesh", "pp", "two"), put("plan_version", 2), put("layer_plans", "A", "zeroo", 1),
+        put("mesh", "cp", 1), put("mesh", None), put("mesh", "pp", "two"), put("plan_version", 2), put("layer_plans", "A", "zeroo", 1),
     ):
         body = plan_document(plan)
         body["mesh"], body["layer_plans"] = dict(body["mesh"]), {name: dict(layer) for name, layer in body["layer_plans"].items()}

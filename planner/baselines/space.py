@@ -9,7 +9,8 @@ tensor parallelism may go is our rule: inside a node, dividing heads, ffn width 
 
 Recompute is none, selective or full as this planner prices them: selective with flash attention recomputes norms and
 activation functions, which saves more than Megatron's default of the attention core would. Left out of Megatron's flags:
-first and last stages of any other length, pipeline layouts, recompute of some layers of a stage, its FSDP, context parallelism.
+first and last stages of any other length, pipeline layouts, recompute of some layers of a stage, its FSDP, context parallelism,
+tensor parallelism of experts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.space import divisors, illegal_tensor_parallel
+from planner.space import divisors, expert_degrees, illegal_tensor_parallel
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
@@ -35,14 +36,14 @@ def counted_ends(num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...
 
 
 def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Mesh]:
-    """The legal degrees, by tp and then by pp, both ascending."""
+    """The legal degrees, by tp, then by pp, then by ep, all ascending."""
     for tp in divisors(cluster.num_gpus):
         if illegal_tensor_parallel(tp, model, cluster, across_nodes=False):
             continue
         for pp in divisors(cluster.num_gpus // tp):
             dp = cluster.num_gpus // tp // pp
             if counted_ends(model.num_layers, pp) and training.global_batch_size % dp == 0:
-                yield Mesh(pp=pp, dp=dp, tp=tp)
+                yield from (Mesh(pp=pp, dp=dp, tp=tp, ep=ep) for ep in expert_degrees(dp, model))
 
 
 def megatron_frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec) -> Iterator[Frame]:

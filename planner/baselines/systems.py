@@ -76,7 +76,7 @@ def _megatron(book: PriceBook) -> _Space:
 
 def _defaults(book: PriceBook) -> _Space:
     """Micro-batch 1, and as little model parallelism as fits; of as many GPUs a replica, tensor parallelism first."""
-    whole = (mesh for mesh in _meshes(book) if book.model.num_layers % mesh.pp == 0)
+    whole = (mesh for mesh in _meshes(book) if book.model.num_layers % mesh.pp == 0 and mesh.ep == 1)
     ordered = sorted(whole, key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
     plain = (
         frame for frame in _frames(ordered, book)
@@ -86,7 +86,8 @@ def _defaults(book: PriceBook) -> _Space:
 
 def _guide(book: PriceBook) -> _Space:
     """The degrees in the guide's order, all without recompute before any with; the fastest micro-batch and interleaving of each."""
-    meshes = _meshes(book)
+    widest = {(mesh.pp, mesh.tp): mesh for mesh in _meshes(book)}  # the last has the largest ep: experts rather by ep than by tp
+    meshes = tuple(widest.values())
     most = max((mesh.tp for mesh in meshes), default=1)
     ordered = [mesh for mesh in meshes if mesh.pp == 1] + [mesh for mesh in meshes if mesh.pp > 1 and mesh.tp == most]
     return _Space(tuple(
@@ -106,7 +107,7 @@ def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> Callable[
 _SYSTEMS: dict[str, tuple[str, Callable[[PriceBook], _Space]]] = {
     "megatron": (
         "Megatron-LM at its fastest: tp in the node, pp of equal stages, interleaving, sequence parallelism, distributed "
-        "optimizer, one recompute for all layers, any micro-batch", _megatron),
+        "optimizer, one recompute for all layers, any micro-batch, any ep of experts", _megatron),
     "megatron-defaults": (
         "the flags left as they are (no sequence parallelism, distributed optimizer, recompute or interleaving), micro-batch 1, "
         "the least model parallelism that fits, tp first", _defaults),

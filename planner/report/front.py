@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from costmodels.mesh import Mesh
 from planner.pareto import Front, Point
 from planner.plan import Plan
 from planner.report.names import blocks_by_plan, found_text, graph_of, recompute_names, recompute_text
@@ -40,8 +42,12 @@ def _row(front: Front, point: Point, number: int) -> tuple[str, ...]:
         found += f", tie with {tie}"
     return (
         str(number), seconds_text(point.step_time_s), f"{100 * slower:+.1f} %" if number > 1 else "", percent(plan.predicted.mfu.value),
-        gib_text(point.peak_memory_gib), gib_text(point.redundancy_gib), f"{mesh.pp} x {mesh.dp} x {mesh.tp}", zero_text(plan),
+        gib_text(point.peak_memory_gib), gib_text(point.redundancy_gib), _mesh_text(mesh), zero_text(plan),
         recompute_counts(plan), found)
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return f"{mesh.pp} x {mesh.dp} x {mesh.tp}" + (f" (ep {mesh.ep})" if mesh.ep > 1 else "")
 
 
 def zero_text(plan: Plan) -> str:
@@ -104,7 +110,7 @@ def _point_document(front: Front, point: Point, path: Path) -> dict[str, Any]:
         "plan_file": str(path), "number": search.front.number,
         "step_time_s": {"value": point.step_time_s, "kind": str(plan.predicted.step_time_s.kind)},
         "peak_memory_gib": point.peak_memory_gib, "redundancy_gib": point.redundancy_gib, "mfu": plan.predicted.mfu.value,
-        "mesh": {"pp": plan.mesh.pp, "dp": plan.mesh.dp, "tp": plan.mesh.tp},
+        "mesh": asdict(plan.mesh),
         "found_by": {
             "objective": str(search.objective), "memory_limit_gib": search.front.memory_limit_gib,
             "max_slowdown": search.front.max_slowdown},

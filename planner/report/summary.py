@@ -86,6 +86,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield note
     if band:
         yield f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen them, were within it"
+    elif plan.model.num_experts:
+        yield "band unknown: no measured steps of models with experts, whose routing is taken as balanced"
     else:
         yield "band unknown: no measured steps on this device"
     if not plan.training.stack.name.startswith(EXECUTORS_STACK):
@@ -97,10 +99,16 @@ def header(plan: Plan, width: int) -> str:
     model, cluster, training = plan.model, plan.cluster, plan.training
     precision = f"{training.precision} with fp8 products" if training.fp8_matmuls else training.precision
     return joined((
-        f"{model.name}, {format_count(graph_of(plan).num_parameters)} parameters, {model.num_layers} layers",
+        f"{model.name}, {_parameters(plan)}, {model.num_layers} layers",
         f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
         f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {precision}, {training.optimizer.capitalize()}",
     ), " | ", width, indent=2)
+
+
+def _parameters(plan: Plan) -> str:
+    graph = graph_of(plan)
+    active = f" ({format_count(graph.num_active_parameters)} active)" if plan.model.num_experts else ""
+    return f"{format_count(graph.num_parameters)} parameters{active}"
 
 
 def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
@@ -172,7 +180,8 @@ def _time(plan: Plan, width: int) -> str:
     scale, unit = (1.0, "s") if step_s >= 1 else (1e3, "ms")
     digits = 1 if step_s * scale >= 100 else 2
     found = ((name, getattr(plan.predicted.breakdown, field).value) for name, field in _CAUSES)
-    phrases = [f"{name} {seconds * scale:.{digits}f}" for name, seconds in found if seconds > NOTHING * step_s]
+    names = {"tensor": "tensor + experts"} if plan.mesh.ep > 1 else {}
+    phrases = [f"{names.get(name, name)} {seconds * scale:.{digits}f}" for name, seconds in found if seconds > NOTHING * step_s]
     return joined((f"{phrases[0]} {unit}", *phrases[1:]), " | ", width, start=labelled("time"))
 
 

@@ -1,0 +1,64 @@
+"""What the executor requires of a plan for a model of experts: `executor.rules` asks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from costmodels.offload import Offload
+from planner.plan import LayerPlan, Plan
+from profiles.model import LayerKind
+from profiles.transformer import build_graph
+
+MIXTURE = ("router", "choice", "dispatch", "fc1", "activation", "fc2", "combine")  # one module: executor/moe.py
+AGAIN_ALONE = ("activation",)  # of it, what can run again by itself
+
+Problem = tuple[str, str, LayerPlan]  # what was found, what to set, and the layer plan with that
+
+
+def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
+    """By name of a layer plan of blocks, placements or a recompute list that a mixture of experts cannot have."""
+    if not plan.model.num_experts:
+        return
+    names = {operator.name for operator in build_graph(plan.model, plan.training, 1).block.operators}
+    for name, layer_plan in plan.layer_plans.items():
+        if layer_plan.layer is LayerKind.BLOCK:
+            for problem in (_recompute(layer_plan, names), _placements(layer_plan) if plan.mesh.tp > 1 else None, _held(layer_plan, plan)):
+                if problem:
+                    yield name, problem
+
+
+def _recompute(layer_plan: LayerPlan, names: set[str]) -> Problem | None:
+    again = set(layer_plan.recompute)
+    alone = [operator for operator in MIXTURE if operator in again and operator not in AGAIN_ALONE]
+    if not alone or again == names:
+        return None
+    left = tuple(operator for operator in layer_plan.recompute if operator not in alone)
+    found = f"recompute names {alone[0]}, of the experts only {', '.join(AGAIN_ALONE)} can run again by itself"
+    return found, f"set recompute to {list(left)}", replace(layer_plan, recompute=left)
+
+
+def _placements(layer_plan: LayerPlan) -> Problem | None:
+    """The mixture is one module: what enters it stays divided as it is until it is combined."""
+    wanted = replace(layer_plan.operators["router"], parameters={}, output=layer_plan.operators["router"].input)
+    wrong = [name for name in MIXTURE if _sides(layer_plan, name) != (wanted.input, wanted.output, False)]
+    if not wrong:
+        return None
+    operators = {**layer_plan.operators, **dict.fromkeys(MIXTURE, wanted)}
+    found = f"operator {wrong[0]} is placed otherwise than router's input: a mixture divides its tokens alike, its parameters not at all"
+    return found, f"place router to combine on {list(wanted.input)}, parameters whole", replace(layer_plan, operators=operators)
+
+
+def _sides(layer_plan: LayerPlan, name: str) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    placement = layer_plan.operators[name]
+    return placement.input, placement.output, any(placement.parameters.values())
+
+
+def _held(layer_plan: LayerPlan, plan: Plan) -> Problem | None:
+    """Experts are units of their own, over the ranks that hold the same: neither groups of neighbours nor the host keep them."""
+    grouped = layer_plan.zero and layer_plan.zero_ranks not in (None, plan.mesh.dp)
+    if plan.mesh.ep == 1 or not (grouped or Offload.STATES in layer_plan.offload):
+        return None
+    kept = tuple(each for each in layer_plan.offload if each is not Offload.STATES)
+    found = "experts over ep ranks with zero_ranks or their states on the host"
+    return found, "set zero_ranks to null and take states out of offload", replace(layer_plan, zero_ranks=None, offload=kept)
