@@ -85,7 +85,9 @@ PLANS: dict[str, Plan] = {
 }
 
 
-SLOW = ("dp4-zero1-over-2", "dp4-zero2-over-2", "pp2-dp4-tied-zero2-over-2", "dp4-bf16-tied-zero3-over-2", "states-bf16", "activations-full-recompute")
+SLOW = (
+    "dp4-zero1-over-2", "dp4-zero2-over-2", "pp2-dp4-tied-zero2-over-2", "dp4-bf16-tied-zero3-over-2", "states-bf16",
+    "activations-full-recompute")
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PLANS]
 
 
