@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 import cli_options
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from planner.band import margin_text
@@ -238,6 +239,15 @@ def test_estimate_says_by_how_much_a_layout_does_not_fit():
     assert re.search(r"does not fit: [\d.,]+ GiB more than the device has", output)
 
 
+def test_estimate_says_who_holds_the_states_and_what_the_host_holds():
+    layout = ("--micro-batch-size", "1", "--zero", "3", "--zero-ranks", "8", "--offload", "states,activations", "--recompute", "full")
+    output = succeed("estimate", *BIG, *layout).stdout
+
+    assert "ZeRO 3 over 8 ranks, states and activations on the host" in " ".join(output.split())
+    assert re.search(r"host +[\d.]+ GiB for a GPU +[\d.]+ GiB a node of 2,048", output)
+    assert json.loads(succeed("estimate", *BIG, *layout, "--json").stdout)["layer_plans"]["A"]["offload"] == ["states", "activations"]
+
+
 def test_estimate_prices_a_layout_on_a_stack():
     def step_s(stack: str) -> float:
         Path("slow.yaml").write_text("name: slow\nkernel_slowdown: 1.5\n")
@@ -287,6 +297,7 @@ def test_version_is_printed():
 def test_the_choices_of_the_options_are_those_of_the_planner():
     assert set(Schedule) == set(cli_options.SCHEDULES)
     assert set(Recompute) == set(cli_options.RECOMPUTE)
+    assert set(Offload) == set(cli_options.OFFLOAD)
     assert set(Precision) == set(cli_options.PRECISIONS)
     assert set(AttentionKernel) == set(cli_options.ATTENTION)
     assert set(SolverName) == {"cbc", "highs"}
