@@ -7,7 +7,8 @@ stage | parameters during the step | gradients of a micro-batch
 3     | gathered per micro-batch   | reduce-scattered after every micro-batch
 
 Gradients that are this rank's summands over the tensor-parallel axis too (`executor.place`) are added over it after that,
-at the end of the step and as they are held then: with ZeRO the shards.
+at the end of the step and as they are held then: with ZeRO the shards. Experts that are divided over data-parallel ranks are
+units of their own, whose data-parallel ranks are those that hold the same experts.
 
 bf16 runs on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is torch's `replicate`. Every
 reduction is a sum: the loss is already this rank's share of the mean over the global batch.
@@ -100,11 +101,11 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh
         # as torch.distributed.pipelining ends a step (PipelineStage.perform_reduce_grad)
         body._get_fsdp_state()._root_post_backward_final_callback()
     plain = [unit for unit in units if not _fsdp_modules(unit)]
-    for mesh in dict.fromkeys((dp_mesh, *(unit.mesh for unit in plain if unit.mesh is not None))):
-        own = [parameter for unit in plain if (unit.mesh or dp_mesh) is mesh for parameter in _parameters(unit)]
+    for mesh in dict.fromkeys((None, *(unit.mesh for unit in plain))):
+        own, among = [parameter for unit in plain if unit.mesh == mesh for parameter in _parameters(unit)], mesh or dp_mesh
         _settle(own)
-        if mesh is not None and mesh.size() > 1:
-            _all_reduce([local(parameter.grad) for parameter in own], mesh.get_group())
+        if among is not None and among.size() > 1:
+            _all_reduce([local(parameter.grad) for parameter in own], among.get_group())
     if tp_mesh is not None:
         _all_reduce([local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group())
 
