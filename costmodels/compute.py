@@ -204,11 +204,12 @@ def _streaming_time(operator: Operator, sharding: Sharding, machine: Machine, tr
 def _permuting_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
     """Copies of the tokens written in the order of their experts, or read in it and added up by weight.
 
-    The larger side is read and written once before and once after the exchange, in both passes.
+    The larger side is read and written once, and once more behind an exchange to order what arrived; so in both passes.
     """
     chip_of(machine, training.precision)
     passes = machine.profile.compute.elementwise
-    n_bytes = 4 * max(sharding.tensor_bytes(operator, tensor) for tensor in (*operator.inputs, *operator.outputs))
+    larger_bytes = max(sharding.tensor_bytes(operator, tensor) for tensor in (*operator.inputs, *operator.outputs))
+    n_bytes = (4 if sharding.ep > 1 else 2) * larger_bytes
     return OperatorTime(_memory(n_bytes, passes.forward, machine), _memory(n_bytes, passes.backward, machine))
 
 

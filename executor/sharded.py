@@ -7,7 +7,8 @@ stage | parameters during the step | gradients of a micro-batch
 3     | gathered per micro-batch   | reduce-scattered after every micro-batch
 
 Gradients that are this rank's summands over the tensor-parallel axis too (`executor.place`) are added over it after that,
-at the end of the step and as they are held then: with ZeRO the shards.
+at the end of the step and as they are held then: with ZeRO the shards. Experts that are divided over data-parallel ranks are
+units of their own, whose data-parallel ranks are those that hold the same experts.
 
 Where fewer ranks than dp hold one copy of a layer's states together (hybrid sharding), the shards' gradients are added
 over the copies at the end of the step too, once: FSDP2's own hybrid mesh would do so after every micro-batch.

@@ -77,7 +77,10 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", PLANS)
+NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks > 4 else ()) for name, plan in PLANS.items()]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.multiproc
 def test_a_plan_with_experts_trains_like_one_process(name):
     plan = PLANS[name]
@@ -89,7 +92,7 @@ def test_a_plan_with_experts_trains_like_one_process(name):
     assert found.losses == pytest.approx(reference().losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.multiproc
 def test_every_rank_holds_exactly_the_predicted_bytes(name):
     plan = PLANS[name]

@@ -88,6 +88,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield f"+-: eight in ten of {band.time.rows:,} measured steps, whose fit had not seen them, were within it"
     elif plan.model.num_experts:
         yield "band unknown: no measured steps of models with experts, whose routing is taken as balanced"
+        yield "blocks of experts are divided over tp as Megatron divides them, and recompute nothing, a selection or everything"
     else:
         yield "band unknown: no measured steps on this device"
     if not plan.training.stack.name.startswith(EXECUTORS_STACK):
