@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from costmodels.actions import check
 from costmodels.mesh import Mesh
-from costmodels.schedules import Schedule
+from costmodels.schedules import Schedule, csv_rows
 from executor.divisions import validate_divisions
 from planner.plan import LayerPlan, LayerRun, Plan
+from planner.reprice import frame_of
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import Precision
@@ -51,6 +53,12 @@ def local_stages(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
     return tuple(k for k, stage in enumerate(plan.stages) if stage.rank == pipeline_rank)
 
 
+def action_rows(plan: Plan) -> tuple[str, ...]:
+    """What every pipeline rank runs, one CSV line each (costmodels/actions.py). Raises ConfigError."""
+    pipeline = plan.pipeline
+    return pipeline.actions or csv_rows(pipeline.schedule, plan.mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages)
+
+
 def effective_zero(layer: PlacedLayer, mesh: Mesh) -> int:
     """The ZeRO stage that runs: with one data-parallel rank there is nothing to shard over."""
     return layer.plan.zero if mesh.dp > 1 else 0
@@ -68,6 +76,7 @@ def validate(plan: Plan) -> None:
     """Raises ConfigError for a plan that is well-formed but that torch's parts cannot run as it stands."""
     _validate_stages(plan)
     _validate_batch(plan)
+    _validate_schedule(plan)
     _validate_precision(plan)
     validate_divisions(plan)
     _validate_tied(plan)
@@ -79,9 +88,19 @@ def _validate_stages(plan: Plan) -> None:
         raise ConfigError(f"stages: they hold {len(layers)} layers, not each of the model's {plan.model.num_layers + 2} once and in order")
     if not all(stage.layers for stage in plan.stages):
         raise ConfigError("stages: a stage holds no layer")
-    expected = [k % plan.mesh.pp for k in range(plan.mesh.pp * plan.pipeline.virtual_stages)]
+    frame = frame_of(plan)
+    expected = [frame.rank_of(k) for k in range(frame.num_virtual_stages)]
     if [stage.rank for stage in plan.stages] != expected:
-        raise ConfigError(f"stages: virtual stage k runs on rank k % pp, so the ranks must be {expected}")
+        raise ConfigError(f"stages: {plan.pipeline.schedule} has its virtual stages on other ranks, the ranks must be {expected}")
+
+
+def _validate_schedule(plan: Plan) -> None:
+    """Before any process starts: every rank's list is whole, and no rank waits for ever for another."""
+    pipeline = plan.pipeline
+    if plan.mesh.pp > 1:
+        check(action_rows(plan), plan.mesh.pp, pipeline.virtual_stages, pipeline.num_micro_batches)
+    elif pipeline.actions:
+        raise ConfigError("pipeline: a custom schedule needs at least 2 pipeline ranks, found 1")
 
 
 def _validate_batch(plan: Plan) -> None:
