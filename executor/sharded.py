@@ -90,9 +90,7 @@ def settle_weight_gradients(body: nn.Module) -> None:
     FSDP's own hook runs with the gradient of the layer's input, when those of the weights are not there yet.
     """
     if isinstance(body, FSDPModule):
-        for state in body._get_fsdp_state()._state_ctx.all_states:
-            for group in state._fsdp_param_groups:
-                group.post_backward()
+        body._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def reduce_gradients(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh | None, tp_mesh: DeviceMesh | None) -> None:
