@@ -93,7 +93,7 @@ def simulate(
     tail_s: Sequence[float] = (),
     keep_events: bool = False,
 ) -> SimulatedStep:
-    """Simulates one step of `schedule` with the stage costs `costs[rank][chunk]`.
+    """Simulates one step of `schedule` (not a custom one) with the stage costs `costs[rank][chunk]`.
 
     tail_s      by rank: seconds after its last action (exposed gradient synchronisation, optimizer); empty: none
     Raises ConfigError when the schedule is not legal for these counts.

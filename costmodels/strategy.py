@@ -56,6 +56,11 @@ class Frame:
         """Whether weight gradients may run apart from input gradients."""
         return self.schedule in SPLIT or any("W" in row for row in self.actions)
 
+    @property
+    def equal_ranks(self) -> bool:
+        """Whether the schedule gives all ranks and chunks the same number of blocks; else each rank may hold any."""
+        return self.virtual_stages > 1 and self.schedule is not Schedule.ZBV
+
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that runs a virtual stage."""
         if self.schedule is Schedule.CUSTOM:

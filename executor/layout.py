@@ -14,6 +14,7 @@ from planner.reprice import frame_of
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import Precision
+from profiles.transformer import build_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ def validate(plan: Plan) -> None:
     _validate_stages(plan)
     _validate_batch(plan)
     _validate_schedule(plan)
+    _validate_split(plan)
     _validate_precision(plan)
     validate_divisions(plan)
     _validate_tied(plan)
@@ -101,6 +103,21 @@ def _validate_schedule(plan: Plan) -> None:
         check(action_rows(plan), plan.mesh.pp, pipeline.virtual_stages, pipeline.num_micro_batches)
     elif pipeline.actions:
         raise ConfigError("pipeline: a custom schedule needs at least 2 pipeline ranks, found 1")
+
+
+def _validate_split(plan: Plan) -> None:
+    """What torch cannot run where input and weight gradients are computed apart: the second needs what the first let go."""
+    if plan.mesh.pp == 1 or not frame_of(plan).splits_backward:
+        return
+    operators = {layer.kind: {op.name for op in layer.operators} for layer in build_graph(plan.model, plan.training, 1)}
+    for name, layer_plan in plan.layer_plans.items():
+        where = f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass"
+        if layer_plan.zero == 3 and plan.mesh.dp > 1:
+            raise ConfigError(
+                f"{where}, zero 3 frees the parameters in between, whose gradients are lost then", hint="use zero 2, or another --schedule")
+        if set(layer_plan.recompute) == operators[layer_plan.layer]:
+            raise ConfigError(
+                f"{where}, full recompute would run the layer again for every parameter", hint="name some operators, or none, to recompute")
 
 
 def _validate_batch(plan: Plan) -> None:

@@ -26,7 +26,7 @@ def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
 
 def default_blocks(frame: Frame, num_layers: int) -> tuple[int, ...]:
     """Blocks for each pipeline rank: an even split, or what the virtual stages give."""
-    if frame.virtual_stages == 1:
+    if not frame.equal_ranks:
         return even_split(num_layers, frame.mesh.pp)
     return tuple(next(block_counts(rank, frame, num_layers)) for rank in range(frame.mesh.pp))
 
@@ -44,7 +44,11 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
         raise ConfigError(
             f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over {mesh.pp} stages with at least one each",
             hint="change the number of blocks of a stage")
-    whole_chunks = all(count % frame.virtual_stages == 0 for count in blocks)
+    if min(blocks) < frame.virtual_stages:
+        raise ConfigError(
+            f"the ranks hold {', '.join(map(str, blocks))} blocks, not one for each of the {frame.virtual_stages} virtual stages",
+            hint="change the number of blocks of a rank")
+    whole_chunks = not frame.equal_ranks or all(count % frame.virtual_stages == 0 for count in blocks)
     if not whole_chunks and tuple(blocks) != default_blocks(frame, model.num_layers):
         raise ConfigError(
             f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {frame.virtual_stages} virtual stages",

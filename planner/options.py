@@ -163,9 +163,12 @@ def frame(question: Question, options: Options) -> Frame:
     """The frame of a layout made by hand; what does not divide is left to the planner's check, which says why."""
     pp, tp, micro_batch_size = options["pp"], options["tp"], options["micro_batch_size"]
     dp = options["dp"] or max(1, question.cluster.num_gpus // (pp * tp))
-    schedule = options["schedule"] or (Schedule.INTERLEAVED if options["virtual_stages"] > 1 else Schedule.ONE_F_ONE_B)
+    virtual_stages = options["virtual_stages"]
+    schedule = Schedule(options["schedule"] or (Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B))
+    if schedule is Schedule.ZBV and virtual_stages == 1:  # it has no other number
+        virtual_stages = 2
     return Frame(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule(schedule), virtual_stages=options["virtual_stages"],
+        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages,
         micro_batch_size=micro_batch_size, num_micro_batches=max(1, question.training.global_batch_size // (micro_batch_size * dp)),
         sequence_parallel=options["sequence_parallel"])
 
