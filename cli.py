@@ -307,6 +307,8 @@ _MEASURED = "Measured steps"
 @option(_LAYOUT, "--tp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Tensor parallel degree.")
 @option(_LAYOUT, "--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences in one.")
 @option(_LAYOUT, "--schedule", type=click.Choice(SCHEDULES), help="[default: 1f1b, interleaved with --virtual-stages above 1]")
+@option(_LAYOUT, "--schedule-file", type=click.Path(path_type=Path), metavar="FILE",
+        help="Instead, what each rank runs, one line each: 0F0,0F1,0B0,.. (stage, F B I or W, micro-batch).")
 @option(_LAYOUT, "--virtual-stages", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Chunks per pipeline rank.")
 @option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
 @option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")

@@ -97,9 +97,8 @@ class PriceBook:
         the gradients of the outputs of operators with weights, as torch.distributed.pipelining keeps them."""
 
         def make() -> float:
-            operators = self.graph(micro_batch_size).layer_class(kind).operators
-            return float(sum(
-                sharding.local_bytes(tensor, sharding.place_inside(op, tensor)) for op in operators if op.parameters for tensor in op.outputs))
+            weighty = (op for op in self.graph(micro_batch_size).layer_class(kind).operators if op.parameters)
+            return float(sum(sharding.local_bytes(out, sharding.place_inside(op, out)) for op in weighty for out in op.outputs))
 
         return self._once(("waiting", kind, micro_batch_size, sharding), make)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from costmodels.actions import Work, orders_of
+from costmodels.actions import Work, parse_row
 from costmodels.book import ActivationBytes, PriceBook
 from costmodels.memory import StateBytes
 from costmodels.mesh import Axis, Mesh
@@ -85,7 +85,8 @@ def stashes(kind: LayerKind, rank: int, frame: Frame) -> int:
     at once, but perhaps not in a custom schedule.
     """
     if frame.schedule is Schedule.CUSTOM:
-        return max(held for held, _ in _held(frame.actions, rank))
+        own = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: frame.num_virtual_stages - 1}.get(kind)
+        return max(held for held, _ in _held(frame.actions, rank, own))
     if kind is LayerKind.HEAD and frame.virtual_stages > 1:
         return 1
     return in_flight(frame.schedule, rank, frame.mesh.pp, frame.num_micro_batches, frame.virtual_stages)
@@ -106,12 +107,12 @@ def peaks(rank: int, frame: Frame) -> tuple[tuple[float, float], ...]:
 
 
 @lru_cache(maxsize=64)
-def _held(rows: tuple[str, ...], rank: int) -> tuple[tuple[int, int], ...]:
-    """Stashes, and weight gradients that wait, after each action of a rank."""
-    works = [action.work for action in orders_of(rows)[rank]]
+def _held(rows: tuple[str, ...], rank: int, stage: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Stashes, and weight gradients that wait, after each action of a rank; of one of its virtual stages, or of all."""
+    works = [work for own, work, _ in parse_row(rows[rank], rank) if stage in (None, own)]
     changes = {Work.FORWARD: (1, 0), Work.INPUT_GRADIENT: (0, 1), Work.WEIGHT_GRADIENT: (-1, -1), Work.BACKWARD: (-1, 0)}
-    held, waiting = (accumulate(changes[work][index] for work in works) for index in (0, 1))
-    return tuple(zip(held, waiting, strict=True))
+    held, waiting = ([changes[work][index] for work in works] for index in (0, 1))
+    return tuple(zip(accumulate(held), accumulate(waiting), strict=True))
 
 
 def held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -> float:

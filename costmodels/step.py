@@ -4,9 +4,9 @@ Two times are given. The *closed form* is what the integer program minimises (EQ
 
     T = (M - a) max_s t_s + a sum_s t_s + max_s tail_s
 
-with a = 1/v, or for schedules that split the backward what their list says (`bubble_share`), t_s the seconds of one micro-batch on rank s (compute, recompute, exposed communication) and tail_s what follows
-its last backward pass (exposed gradient reduction, optimizer). The *simulated* time replays the schedule's action list
-and is the one reported.
+with a = 1/v, or for schedules that split the backward what their list says (`bubble_share`), t_s the seconds of one
+micro-batch on rank s (compute, recompute, exposed communication) and tail_s what follows its last backward pass (exposed
+gradient reduction, optimizer). The *simulated* time replays the schedule's action list and is the one reported.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ class Frame:
 
     @property
     def equal_ranks(self) -> bool:
-        """Whether the schedule gives all ranks and chunks the same number of blocks; else each rank may hold any."""
-        return self.virtual_stages > 1 and self.schedule is not Schedule.ZBV
+        """Whether all ranks and chunks hold the same number of blocks; else each rank may hold any, at most one more on its first chunk."""
+        free = self.virtual_stages == 1 or (self.virtual_stages == 2 and self.schedule in (Schedule.ZBV, Schedule.CUSTOM))
+        return not free
 
     def rank_of(self, stage: int) -> int:
         """The pipeline rank that runs a virtual stage."""

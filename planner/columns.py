@@ -17,6 +17,7 @@ from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
 from costmodels.occupancy import occupied_bytes, peaks, stashes, usable_bytes
 from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
@@ -75,7 +76,8 @@ class MixTable:
         if not frame.splits_backward:
             return self.catalogue.options(*key)
         if key not in self._whole:
-            self._whole[key] = tuple(o for o in self.catalogue.options(*key) if not self.book.recompute_operators(LayerKind.BLOCK, o.recompute))
+            again = self.book.recompute_operators
+            self._whole[key] = tuple(o for o in self.catalogue.options(*key) if not again(LayerKind.BLOCK, o.recompute))
         return self._whole[key]
 
     def pairs(self, frame: Frame) -> Pairs:
@@ -353,7 +355,8 @@ def shorter_ends(frame: Frame, num_layers: int) -> bool | None:
     """
     if num_layers % frame.num_virtual_stages == 0:
         return False
-    return True if (num_layers + 2) % frame.num_virtual_stages == 0 and frame.mesh.pp > 1 else None
+    interleaved = frame.schedule is Schedule.INTERLEAVED
+    return True if interleaved and (num_layers + 2) % frame.num_virtual_stages == 0 and frame.mesh.pp > 1 else None
 
 
 def block_counts(rank: int, frame: Frame, num_layers: int, longest: int | None = None) -> Iterator[int]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from costmodels.actions import check
 from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble
@@ -37,6 +39,8 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
         raise ConfigError(
             f"{mesh} is {mesh.num_ranks} GPUs, the cluster has {cluster.num_gpus}",
             hint="change a degree or --gpus")
+    if frame.schedule is Schedule.CUSTOM:
+        check(frame.actions, mesh.pp, frame.virtual_stages, frame.num_micro_batches)
     reason = illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True) or illegal_frame(frame, model, training)
     if reason:
         raise ConfigError(reason, hint="change that option")
@@ -53,6 +57,13 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
         raise ConfigError(
             f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {frame.virtual_stages} virtual stages",
             hint="change the number of blocks of a rank")
+
+
+def _check_split(frame: Frame, zero: int, recompute: Recompute) -> None:
+    if frame.splits_backward and zero == 3 and frame.mesh.dp > 1:
+        raise ConfigError(f"{frame.schedule} splits the backward pass, which does not run with ZeRO 3", hint="choose --zero 2 or less")
+    if frame.splits_backward and recompute is not Recompute.NONE:
+        raise ConfigError(f"{frame.schedule} splits the backward pass, which runs without recompute", hint="drop --recompute")
 
 
 def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recompute: Recompute, book: PriceBook) -> Strategy:
@@ -72,6 +83,7 @@ def estimate_plan(
     """
     blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)
     _check(frame, blocks, model, cluster, training)
+    _check_split(frame, zero, recompute)
     book = PriceBook(model, training, machine_for(cluster))
     strategy = uniform_strategy(frame, blocks, zero=zero, recompute=recompute, book=book)
     price = price_step(strategy, book)

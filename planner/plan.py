@@ -61,7 +61,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         if bool(self.actions) != (self.schedule is Schedule.CUSTOM):
-            raise ConfigError(f"pipeline: schedule {self.schedule} with {len(self.actions)} lines of actions; custom, and only it, has them")
+            raise ConfigError(f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; custom, and only it, has some")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,7 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
         yield Schedule.GPIPE, 1
-    if num_micro_batches >= mesh.pp or Schedule.ZBV in asked:
+    if num_micro_batches >= 2 * mesh.pp - 1 or Schedule.ZBV in asked:
         yield Schedule.ZBV, 2
     shares = (layers // mesh.pp for layers in (model.num_layers, model.num_layers + 2) if layers % mesh.pp == 0)
     yield from ((Schedule.INTERLEAVED, v) for v in sorted({v for share in shares for v in divisors(share) if v > 1}))
