@@ -130,7 +130,7 @@ def _validate_batch(plan: Plan) -> None:
     rounds = max(1, pipeline.num_micro_batches // mesh.pp)
     if pipeline.schedule is Schedule.INTERLEAVED and pipeline.num_micro_batches % rounds:
         raise ConfigError(f"pipeline: interleaved needs num_micro_batches {pipeline.num_micro_batches} to be a multiple of {rounds}")
-    if pipeline.schedule is not Schedule.INTERLEAVED and pipeline.virtual_stages > 1:
+    if pipeline.schedule in (Schedule.GPIPE, Schedule.ONE_F_ONE_B) and pipeline.virtual_stages > 1:
         raise ConfigError(f"pipeline: {pipeline.schedule} has one stage per rank, virtual_stages is {pipeline.virtual_stages}")
     if pipeline.schedule is Schedule.ONE_F_ONE_B and pipeline.num_micro_batches < mesh.pp:
         raise ConfigError(f"pipeline: 1f1b needs at least {mesh.pp} micro-batches, found {pipeline.num_micro_batches}")

@@ -19,8 +19,8 @@ from planner.columns import MixTable, RankColumns, block_counts, to_strategy
 from planner.estimate import estimate_plan
 from planner.options import action_rows
 from planner.plan import read, write
-from planner.request import Constraints, SearchOptions
 from planner.reprice import reprice
+from planner.request import Constraints, SearchOptions
 from planner.search import WORTH_PROVING, find_plan
 from planner.space import enumerate_space
 from profiles.catalog import load_cluster, load_model, with_gpus
