@@ -309,6 +309,8 @@ _MEASURED = "Measured steps"
 @option(_LAYOUT, "--ep", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Expert parallel degree, divides dp.")
 @option(_LAYOUT, "--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences in one.")
 @option(_LAYOUT, "--schedule", type=click.Choice(SCHEDULES), help="[default: 1f1b, interleaved with --virtual-stages above 1]")
+@option(_LAYOUT, "--schedule-file", type=click.Path(path_type=Path), metavar="FILE",
+        help="Instead, what each rank runs, one line each: 0F0,0F1,0B0,.. (stage, F B I or W, micro-batch).")
 @option(_LAYOUT, "--virtual-stages", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Chunks per pipeline rank.")
 @option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
 @option(_LAYOUT, "--zero-ranks", type=click.IntRange(2), metavar="N", help="Neighbours that hold one copy of the states. [default: all]")

@@ -114,6 +114,21 @@ class PriceBook:
             ("time", kind, micro_batch_size, sharding, level),
             lambda: self._operators(kind, micro_batch_size, sharding).time(self.recompute_operators(kind, level)))
 
+    def weight_s(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> float:
+        """Of the backward pass of one layer of `kind`, the seconds of the gradients of its weights."""
+        return self._once(
+            ("weight", kind, micro_batch_size, sharding), lambda: self._operators(kind, micro_batch_size, sharding).weight_s)
+
+    def waiting_bytes(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> float:
+        """What one layer of `kind` holds of a micro-batch between the gradients of its input and of its weights, besides the stash:
+        the gradients of the outputs of operators with weights, as torch.distributed.pipelining keeps them."""
+
+        def make() -> float:
+            weighty = (op for op in self.graph(micro_batch_size).layer_class(kind).operators if op.parameters)
+            return float(sum(sharding.local_bytes(out, sharding.place_inside(op, out)) for op in weighty for out in op.outputs))
+
+        return self._once(("waiting", kind, micro_batch_size, sharding), make)
+
     def activations(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> ActivationBytes:
         """Saved and temporary bytes of one layer of `kind` for one micro-batch."""
 

@@ -30,10 +30,14 @@ ADAM_STATE_BYTES = 24  # fp32 master copy and two moments, each read and written
 
 @dataclass(frozen=True, slots=True)
 class OperatorTime:
-    """Seconds of one micro-batch on one rank. The backward pass is without recompute."""
+    """Seconds of one micro-batch on one rank. The backward pass is without recompute.
+
+    weight      of the backward, what computes the gradients of matrices and their biases (those of norms come with the input's)
+    """
 
     forward: Seconds
     backward: Seconds
+    weight: Seconds = ZERO
 
     def plus(self, other: OperatorTime) -> OperatorTime:
         return self if other is FREE else OperatorTime(self.forward + other.forward, self.backward + other.backward)
@@ -58,7 +62,9 @@ def operator_time(operator: Operator, sharding: Sharding, machine: Machine, trai
     """
     alone = _PRICES[operator.kind](operator, sharding, machine, training)
     slowdown = training.stack.kernel_slowdown
-    return alone if slowdown == 1.0 else OperatorTime(alone.forward.scaled(slowdown), alone.backward.scaled(slowdown))
+    if slowdown == 1.0:
+        return alone
+    return OperatorTime(alone.forward.scaled(slowdown), alone.backward.scaled(slowdown), alone.weight.scaled(slowdown))
 
 
 def _matmul_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
@@ -93,10 +99,10 @@ def _matmul_time(operator: Operator, sharding: Sharding, machine: Machine, train
         forward += _memory(cast_bytes * (m * k + n * k), compute.elementwise.forward, machine)
         dx += _memory(cast_bytes * m * n, compute.elementwise.backward, machine)
     if len(operator.parameters) < 2:
-        return OperatorTime(forward, dx + dw)
+        return OperatorTime(forward, dx + dw, dw)
     reduced = compute.elementwise.backward
     bias = Seconds(memory_bound_s(element * m * n, reduced, chip.bytes_per_s), reduced.kind_at((element * m * n,)))
-    return OperatorTime(forward, dx + dw + bias)
+    return OperatorTime(forward, dx + dw + bias, dw + bias)
 
 
 def _experts_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:

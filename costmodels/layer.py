@@ -210,6 +210,11 @@ class LayerOperators:
             forward=forward, backward=self._launched(backward, tp_backward, len(self.compute) + products + collectives), recompute=repeated,
             tp_forward=tp_forward, tp_backward=tp_backward, tp_recompute=tp_repeated)
 
+    @property
+    def weight_s(self) -> float:
+        """Of the backward pass, the seconds of the gradients of weights: what a zero-bubble schedule runs later."""
+        return sum(time.weight.value_s for time in self.compute.values())
+
     def _forward(self, names: tuple[str, ...]) -> tuple[Seconds, Seconds]:
         compute = _sum(self.compute[name].forward for name in names)
         communication = _sum(self.tensor_parallel[name].forward for name in names)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
+from costmodels.actions import Work, parse_row
 from costmodels.book import ActivationBytes, PriceBook
 from costmodels.memory import StateBytes
 from costmodels.mesh import Axis, Mesh
-from costmodels.schedules import in_flight
+from costmodels.schedules import Schedule, in_flight
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from profiles.model import LayerKind
 
@@ -81,11 +84,37 @@ def stashes(kind: LayerKind, rank: int, frame: Frame) -> int:
     """How many micro-batches of one layer of `kind` a rank holds at its peak, per model chunk of the rank (EQUATIONS M4).
 
     With virtual stages the count is of chunk stashes, for any one chunk an upper bound; the head's chunk is used up
-    at once.
+    at once, but perhaps not in a custom schedule.
     """
+    if frame.schedule is Schedule.CUSTOM:
+        own = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: frame.num_virtual_stages - 1}.get(kind)
+        return max(held for held, _ in _held(frame.actions, rank, own))
     if kind is LayerKind.HEAD and frame.virtual_stages > 1:
         return 1
     return in_flight(frame.schedule, rank, frame.mesh.pp, frame.num_micro_batches, frame.virtual_stages)
+
+
+def peaks(rank: int, frame: Frame) -> tuple[tuple[float, float], ...]:
+    """(stashes, waiting weight gradients) of any chunk at moments one of which is the fullest, whatever the bytes of each.
+
+    Whole backwards: the most stashes. ZBV: stashes and waiting together are at most one more (costmodels/zero_bubble.py), so
+    all stashes and one waiting, or half of that, all waiting, where what waits is larger than a stash.
+    """
+    most = stashes(LayerKind.BLOCK, rank, frame)
+    if not frame.splits_backward:
+        return ((most, 0),)
+    if frame.schedule is Schedule.CUSTOM:
+        return tuple(dict.fromkeys(_held(frame.actions, rank)))
+    return (most, 1), ((most + 1) / 2, (most + 1) / 2)
+
+
+@lru_cache(maxsize=64)
+def _held(rows: tuple[str, ...], rank: int, stage: int | None = None) -> tuple[tuple[int, int], ...]:
+    """Stashes, and weight gradients that wait, after each action of a rank; of one of its virtual stages, or of all."""
+    works = [work for own, work, _ in parse_row(rows[rank], rank) if stage in (None, own)]
+    changes = {Work.FORWARD: (1, 0), Work.INPUT_GRADIENT: (0, 1), Work.WEIGHT_GRADIENT: (-1, -1), Work.BACKWARD: (-1, 0)}
+    held, waiting = ([changes[work][index] for work in works] for index in (0, 1))
+    return tuple(zip(accumulate(held), accumulate(waiting), strict=True))
 
 
 def held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -> float:
@@ -103,7 +132,8 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
     activations = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
-    temporaries = _workspace_bytes(strategy.chunks(rank), kept) + max(layer.zero_buffer for layer in held)
+    temporaries = _workspace_bytes(strategy, rank, kept) + _waiting_bytes(strategy, rank, kept, book) + max(
+        layer.zero_buffer for layer in held)
     spare = book.training.stack.allocator_share * (states.total + activations + temporaries)
     return RankMemory(
         states=states, activations=activations, temporaries=temporaries, allocator_reserve=spare + sum(layer.step_copies for layer in held),
@@ -111,9 +141,28 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
         host=sum(layer.host for layer in held) + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}))
 
 
-def _workspace_bytes(chunks: tuple[tuple[LayerChoice, ...], ...], kept: dict[LayerChoice, ActivationBytes]) -> float:
-    """The largest temporaries of a layer, less what the layers after it kept of the micro-batch, which is free by then."""
+def _workspace_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes]) -> float:
+    """The largest temporaries of a layer, less what the layers after it kept of the micro-batch, which is free by then.
+
+    Of a backward in two parts it is free only after the second.
+    """
+    if strategy.frame.splits_backward:
+        return max(size.workspace for size in kept.values())
     head = max((size.saved for choice, size in kept.items() if choice.kind is LayerKind.HEAD), default=0)
-    blocks = max(sum(kept[c].saved for c in chunk if c.kind is LayerKind.BLOCK) for chunk in chunks)
+    blocks = max(sum(kept[c].saved for c in chunk if c.kind is LayerKind.BLOCK) for chunk in strategy.chunks(rank))
     freed = {LayerKind.HEAD: 0, LayerKind.BLOCK: head, LayerKind.EMBEDDING: head + blocks}
     return max(size.workspace - freed[choice.kind] for choice, size in kept.items())
+
+
+def _waiting_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook) -> float:
+    """What weight gradients that wait hold at the fullest moment, beyond the most stashes of the largest chunk; the head's once."""
+    frame = strategy.frame
+    if not frame.splits_backward:
+        return 0.0
+    most, waiting = stashes(LayerKind.BLOCK, rank, frame), {
+        choice: book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice)) for choice in kept}
+    chunks = [[choice for choice in chunk if choice.kind is LayerKind.BLOCK] for chunk in strategy.chunks(rank)]
+    stash = max(sum(kept[choice].saved for choice in chunk) for chunk in chunks)
+    apart = max(sum(waiting[choice] for choice in chunk) for chunk in chunks)
+    head = sum(size for choice, size in waiting.items() if choice.kind is LayerKind.HEAD)
+    return max(h * stash + w * apart for h, w in peaks(rank, frame)) - most * stash + head

@@ -11,15 +11,19 @@ the remaining backwards. The schedules differ only in the two orders and in the 
 
 P pipeline ranks, M micro-batches per step, v virtual stages (model chunks) per rank. Chunk c of rank r is virtual
 stage c P + r of the P v stages that a micro-batch walks through.
+
+Two schedules have another shape: ZBV splits the backward and folds the stages into a V (costmodels/zero_bubble.py), and a
+custom one is whatever lists a plan carries (costmodels/actions.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
+from costmodels.actions import Action, Work, row
+from costmodels.zero_bubble import most_stashes, stage_of, zbv_lists
 from profiles.errors import ConfigError
 
 
@@ -27,35 +31,50 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+    ZBV = "zbv"
+    CUSTOM = "custom"
 
 
-class Work(StrEnum):
-    FORWARD = "F"
-    BACKWARD = "B"
+SPLIT = frozenset({Schedule.ZBV})  # their lists split backwards; a custom one may
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One forward or backward (with its recompute) of one micro-batch through the rank's local model chunk `chunk`."""
+def rank_of(schedule: Schedule, stage: int, num_ranks: int) -> int:
+    """The pipeline rank of a virtual stage: round and round, or down and up again (not for a custom schedule)."""
+    if schedule is Schedule.ZBV:
+        return min(stage, 2 * num_ranks - 1 - stage)
+    return stage % num_ranks
 
-    work: Work
-    chunk: int
-    micro_batch: int
 
-    def __str__(self) -> str:
-        return f"{self.work}{self.chunk}.{self.micro_batch}"
+def stages_of(schedule: Schedule, rank: int, num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
+    """The virtual stages of a pipeline rank, by chunk (not for a custom schedule)."""
+    if schedule is Schedule.ZBV:
+        return tuple(stage_of(chunk, rank, num_ranks) for chunk in range(virtual_stages))
+    return tuple(range(rank, num_ranks * virtual_stages, num_ranks))
+
+
+def csv_rows(schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1) -> tuple[str, ...]:
+    """The action lists of all ranks as the lines of torch.distributed.pipelining's compute-only CSV.
+
+    Raises ConfigError when the schedule is not `legal` for these counts.
+    """
+    return tuple(
+        row(actions(schedule, rank, num_ranks, num_micro_batches, virtual_stages), stages_of(schedule, rank, num_ranks, virtual_stages))
+        for rank in range(num_ranks))
 
 
 def actions(
     schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1
 ) -> tuple[Action, ...]:
-    """The actions of pipeline rank `rank` in the order it runs them.
+    """The actions of pipeline rank `rank` in the order it runs them; those of a custom schedule are in its plan.
 
-    Each (chunk, micro-batch) occurs once as a forward and once as a backward. Backwards run oldest micro-batch first,
-    also in GPipe, as in torch.distributed.pipelining (the GPipe paper draws them newest first; the step is as long).
+    Each (chunk, micro-batch) occurs once as a forward and once as a backward, whole or in two parts. Backwards run oldest
+    micro-batch first, also in GPipe, as in torch.distributed.pipelining (the GPipe paper draws them newest first; the step is
+    as long).
     Raises ConfigError when the schedule is not `legal` for these counts.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
+    if schedule is Schedule.ZBV:
+        return zbv_lists(num_ranks, num_micro_batches)[rank]
     group = num_ranks if schedule is Schedule.INTERLEAVED else num_micro_batches
     forwards, backwards = _orders(num_micro_batches, virtual_stages, group)
     warm_up = _warm_up(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
@@ -67,13 +86,20 @@ def actions(
 def legal(schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> str | None:
     """None when the schedule exists for these counts, else the reason why not, for people to read.
 
-    Interleaved: P >= 2, v >= 2 and M a multiple of P (Narayanan et al. 2021, section 2.2). GPipe and 1F1B: v = 1.
+    Interleaved: P >= 2, v >= 2 and M a multiple of P (Narayanan et al. 2021, section 2.2). GPipe and 1F1B: v = 1. ZBV: P >= 2
+    and v = 2. What a custom schedule needs says `costmodels.actions.check`.
     """
     if min(num_ranks, num_micro_batches, virtual_stages) < 1:
         return (
             f"a pipeline needs at least one rank, micro-batch and virtual stage, found {num_ranks} ranks, "
             f"{num_micro_batches} micro-batches and {virtual_stages} virtual stages"
         )
+    if schedule is Schedule.CUSTOM:
+        return None
+    if schedule is Schedule.ZBV:
+        if num_ranks < 2:
+            return "zbv needs at least 2 pipeline ranks, found 1"
+        return None if virtual_stages == 2 else f"zbv has 2 virtual stages per rank, found {virtual_stages}"
     if schedule is not Schedule.INTERLEAVED:
         return None if virtual_stages == 1 else f"{schedule} has 1 virtual stage per rank, found {virtual_stages}"
     if num_ranks < 2:
@@ -93,10 +119,12 @@ def in_flight(
         min(M v, warm-up + 1):   GPipe M;   1F1B min(M, P - rank);   interleaved min(M v, 2 (P - rank - 1) + (v - 1) P + 1)
 
     A steady-state forward comes before the backward of its turn, hence the + 1 (EQUATIONS M4; the count of `actions`).
-    Interleaved counts chunk-stashes, each about 1/v of the rank's layers.
+    Interleaved counts chunk-stashes, each about 1/v of the rank's layers; so does ZBV (`most_stashes`). Not for a custom one.
     Raises ConfigError when the schedule is not `legal` for these counts.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
+    if schedule is Schedule.ZBV:
+        return most_stashes(rank, num_ranks, num_micro_batches)
     warm_up = _warm_up(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
     return min(num_micro_batches * virtual_stages, warm_up + 1)
 
@@ -108,7 +136,8 @@ def uniform_step_s(
 
         t = (M + (P - 1) / v) stage_s          stage_s = F + B + R of one micro-batch on the whole rank (all its chunks)
 
-    The bubble is (P - 1) / (v M) of the useful time. EQUATIONS P; Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
+    The bubble is (P - 1) / (v M) of the useful time. EQUATIONS P; Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Not
+    for schedules that split the backward, whose bubble depends on the parts.
     Leaves out: transfers, gradient synchronisation, optimizer. Raises ConfigError when the schedule is not `legal`.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)

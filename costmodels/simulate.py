@@ -8,6 +8,11 @@ the chain has arrived, and takes the exposed receive, then the forward or the re
     end(action) = max(end of the rank's previous action, end of the chain's previous position) + receive + work
     step = max over ranks of (end of its last action + tail)
 
+Where the backward is in two parts, the input gradient (with the recompute) is the one in the chain; the weight gradient
+comes later on its rank and waits for nothing. On the first stage, whose input has no gradient, that part is the whole
+backward, as in torch. A stash stays until the weight gradient is over: autograd holds the graph of the micro-batch, and
+from the input gradient on also the gradients of the outputs of operators with weights.
+
 Leaves out: sends that block the sender, links shared by several transfers, recompute ahead of the gradient.
 """
 
@@ -17,9 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from costmodels.schedules import Action, Schedule, Work, actions
+from costmodels.actions import Action, Work
+from costmodels.schedules import Schedule, actions, stages_of
 
 _PENDING = -1.0
+_NONE = (-1, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +34,9 @@ class StageCost:
     """One micro-batch on one virtual stage. `receive_*_s` is the exposed transfer before the action, on the receiver.
 
     backward_s      without recompute
+    weight_s        of backward_s, what computes the gradients of weights
     stash_bytes     what the forward keeps for the backward, held from the forward's start to the backward's end
+    waiting_bytes   what a weight gradient that waits holds besides
     """
 
     forward_s: float
@@ -36,6 +45,8 @@ class StageCost:
     receive_forward_s: float
     receive_backward_s: float
     stash_bytes: float
+    weight_s: float = 0.0
+    waiting_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +93,19 @@ def simulate(
     tail_s: Sequence[float] = (),
     keep_events: bool = False,
 ) -> SimulatedStep:
-    """Simulates one step of `schedule` with the stage costs `costs[rank][chunk]`.
+    """Simulates one step of `schedule` (not a custom one) with the stage costs `costs[rank][chunk]`.
 
     tail_s      by rank: seconds after its last action (exposed gradient synchronisation, optimizer); empty: none
     Raises ConfigError when the schedule is not legal for these counts.
     """
     num_ranks, virtual_stages = len(costs), len(costs[0])
     orders = [actions(schedule, rank, num_ranks, num_micro_batches, virtual_stages) for rank in range(num_ranks)]
-    return replay(orders, num_micro_batches, costs, tail_s, keep_events)
+    placement = [stages_of(schedule, rank, num_ranks, virtual_stages) for rank in range(num_ranks)]
+    return replay(orders, num_micro_batches, costs, tail_s, keep_events, placement)
 
 
 def least_step_s(num_micro_batches: int, costs: Sequence[Sequence[StageCost]], tail_s: Sequence[float]) -> float:
-    """A lower bound of the simulated step of every schedule here, exact for equal ranks:
+    """A lower bound of the simulated step of GPipe, 1F1B and interleaved 1F1B, exact for equal ranks:
 
         max over q <= r of   sum_{i<r} f_i + M t_r + sum_{q<=i<r} b_i + tail_q
 
@@ -119,82 +131,89 @@ def replay(
     costs: Sequence[Sequence[StageCost]],
     tail_s: Sequence[float] = (),
     keep_events: bool = False,
+    placement: Sequence[Sequence[int]] = (),
 ) -> SimulatedStep:
     """Simulates one step of any action lists, `orders[rank]`; the other arguments as in `simulate`.
 
+    placement       by rank and chunk its virtual stage; empty: chunk c of rank r is stage c P + r
     Raises AssertionError with the stuck actions when the lists wait for each other.
     """
     tails = tuple(tail_s) or (0.0,) * len(costs)
     assert len(orders) == len(costs) == len(tails), f"{len(orders)} lists, {len(costs)} ranks, {len(tails)} tails"
-    slots = [_slots(order, rank, costs, num_micro_batches) for rank, order in enumerate(orders)]
-    duration_s = _durations_s(costs)
-    end_s = _sweep(slots, duration_s, num_micro_batches)
+    placed = placement or [range(rank, len(costs) * len(own), len(costs)) for rank, own in enumerate(costs)]
+    num_stages = sum(map(len, costs))
+    slots = [_slots(*one, num_stages, num_micro_batches) for one in zip(orders, placed, costs, strict=True)]
+    end_s = _sweep(slots, num_stages, num_micro_batches)
     stuck = {rank: _unfinished(order, slots[rank], end_s) for rank, order in enumerate(orders)}
     assert not any(stuck.values()), f"deadlock, rank: next actions that never start: {_shown(stuck)}"
-    finish_s = [end_s[own[-1]] for own in slots]
+    finish_s = [end_s[own[-1][0]] for own in slots]
     step_s = max(finish + tail for finish, tail in zip(finish_s, tails, strict=True))
-    events = [_events(order, own, duration_s, end_s, num_micro_batches) if keep_events else ()
-              for order, own in zip(orders, slots, strict=True)]
+    events = [_events(order, own, end_s) if keep_events else () for order, own in zip(orders, slots, strict=True)]
     timelines = zip(orders, costs, tails, finish_s, events, strict=True)
     return SimulatedStep(step_s=step_s, ranks=tuple(_timeline(step_s, num_micro_batches, *one) for one in timelines))
 
 
-def _slots(order: Sequence[Action], rank: int, costs: Sequence[Sequence[StageCost]], num_micro_batches: int) -> list[int]:
-    """The actions as slots (position + 1) M + micro-batch, so that `slot - M` is always the one it waits for.
+_Slot = tuple[int, float]
 
-    Position: virtual stage k for a forward, 2 K - 1 - k for a backward. Slots below M stand for "nothing to wait for".
+
+def _slots(
+    order: Sequence[Action], stages: Sequence[int], costs: Sequence[StageCost], num_stages: int, num_micro_batches: int
+) -> list[_Slot]:
+    """The actions as slots (position + 1) M + micro-batch, so that `slot - M` is always the one it waits for, and their seconds.
+
+    Position: virtual stage k for a forward, 2 K - 1 - k for a backward. Slots below M stand for "nothing to wait for"; each
+    weight gradient has a row of its own for that, and behind it the row in which it ends.
     """
-    num_ranks, num_chunks = len(costs), len(costs[rank])
-    last = 2 * num_ranks * num_chunks - 1
-    row = {}
-    for chunk in range(num_chunks):
-        stage = chunk * num_ranks + rank
-        row[Work.FORWARD, chunk] = (stage + 1) * num_micro_batches
-        row[Work.BACKWARD, chunk] = (last - stage + 1) * num_micro_batches
-    return [row[action.work, action.chunk] + action.micro_batch for action in order]
+    first: dict[tuple[Work, int], _Slot] = {}
+    for chunk, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
+        received, backward_s = cost.receive_backward_s, cost.recompute_s + cost.backward_s
+        apart_s = backward_s if stage == 0 else cost.weight_s
+        at = (2 * num_stages - stage) * num_micro_batches
+        first[Work.FORWARD, chunk] = (stage + 1) * num_micro_batches, cost.receive_forward_s + cost.forward_s
+        first[Work.BACKWARD, chunk] = at, received + backward_s
+        first[Work.INPUT_GRADIENT, chunk] = at, received + backward_s - apart_s
+        first[Work.WEIGHT_GRADIENT, chunk] = 2 * (num_stages + stage + 1) * num_micro_batches, apart_s
+    slots = []
+    for action in order:
+        start, duration_s = first[action.work, action.chunk]
+        slots.append((start + action.micro_batch, duration_s))
+    return slots
 
 
-def _durations_s(costs: Sequence[Sequence[StageCost]]) -> list[float]:
-    """Receive and work by slot row: 0 for the row that nobody runs, then the 2 K positions."""
-    stages = [cost for chunk in zip(*costs, strict=True) for cost in chunk]
-    forward = [cost.receive_forward_s + cost.forward_s for cost in stages]
-    backward = [cost.receive_backward_s + cost.recompute_s + cost.backward_s for cost in reversed(stages)]
-    return [0.0, *forward, *backward]
-
-
-def _sweep(slots: Sequence[Sequence[int]], duration_s: Sequence[float], num_micro_batches: int) -> list[float]:
+def _sweep(slots: Sequence[Sequence[_Slot]], num_stages: int, num_micro_batches: int) -> list[float]:
     """The end of every slot; _PENDING for those that never ran.
 
     A rank runs until it meets a slot that is not there yet and leaves its name at it; whoever fills the slot wakes it.
     Every action is visited once, and once more when it had to wait.
     """
-    end_s = [0.0] * num_micro_batches + [_PENDING] * (num_micro_batches * (len(duration_s) - 1))
+    nothing, row = [0.0] * num_micro_batches, [_PENDING] * num_micro_batches
+    end_s = nothing + row * (2 * num_stages) + (nothing + row) * num_stages
     todo = [iter(own) for own in slots]
     clock_s = [0.0] * len(slots)
-    waiting: dict[int, tuple[int, int]] = {}
+    waiting: dict[int, tuple[int, _Slot]] = {}
     awake = [(rank, next(todo[rank])) for rank in reversed(range(len(slots)))]
     while awake:
-        rank, slot = awake.pop()
+        rank, (slot, duration_s) = awake.pop()
         clock = clock_s[rank]
         own = todo[rank]
         while True:
             arrived = end_s[slot - num_micro_batches]
             if arrived < 0.0:
-                waiting[slot - num_micro_batches] = rank, slot
+                waiting[slot - num_micro_batches] = rank, (slot, duration_s)
                 break
-            clock = (arrived if arrived > clock else clock) + duration_s[slot // num_micro_batches]
+            clock = (arrived if arrived > clock else clock) + duration_s
             end_s[slot] = clock
             if slot in waiting:
                 awake.append(waiting.pop(slot))
-            slot = next(own, -1)
+            slot, duration_s = next(own, _NONE)
             if slot < 0:
                 break
         clock_s[rank] = clock
     return end_s
 
 
-def _unfinished(order: Sequence[Action], own: Sequence[int], end_s: Sequence[float]) -> list[Action]:
-    return [action for action, slot in zip(order, own, strict=True) if end_s[slot] == _PENDING]
+def _unfinished(order: Sequence[Action], own: Sequence[_Slot], end_s: Sequence[float]) -> list[Action]:
+    return [action for action, (slot, _) in zip(order, own, strict=True) if end_s[slot] == _PENDING]
 
 
 def _shown(stuck: dict[int, list[Action]]) -> str:
@@ -202,13 +221,8 @@ def _shown(stuck: dict[int, list[Action]]) -> str:
     return "; ".join(f"{rank}: {' '.join(map(str, rest[:3]))}" for rank, rest in stuck.items() if rest)
 
 
-def _events(
-    order: Sequence[Action], own: Sequence[int], duration_s: Sequence[float], end_s: Sequence[float], num_micro_batches: int
-) -> tuple[Event, ...]:
-    return tuple(
-        Event(action, end_s[slot] - duration_s[slot // num_micro_batches], end_s[slot])
-        for action, slot in zip(order, own, strict=True)
-    )
+def _events(order: Sequence[Action], own: Sequence[_Slot], end_s: Sequence[float]) -> tuple[Event, ...]:
+    return tuple(Event(action, end_s[slot] - duration_s, end_s[slot]) for action, (slot, duration_s) in zip(order, own, strict=True))
 
 
 def _timeline(
@@ -223,9 +237,9 @@ def _timeline(
     """Sums over one rank. Its actions never overlap, so the stash held at any time follows from the order alone."""
     busy_s = num_micro_batches * sum(cost.forward_s + cost.recompute_s + cost.backward_s for cost in costs)
     transfer_s = num_micro_batches * sum(cost.receive_forward_s + cost.receive_backward_s for cost in costs)
-    change = [1 if action.work is Work.FORWARD else -1 for action in order]
-    stash = [cost.stash_bytes for cost in costs]
-    held_bytes = accumulate(sign * stash[action.chunk] for sign, action in zip(change, order, strict=True))
+    change = [_STASHES[action.work] for action in order]
+    held = {(work, chunk): _bytes(work, cost) for work in Work for chunk, cost in enumerate(costs)}
+    held_bytes = accumulate([held[action.work, action.chunk] for action in order])
     return RankTimeline(
         busy_s=busy_s,
         transfer_s=transfer_s,
@@ -236,3 +250,12 @@ def _timeline(
         in_flight=max(accumulate(change)),
         events=events,
     )
+
+
+_STASHES = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.INPUT_GRADIENT: 0, Work.WEIGHT_GRADIENT: -1}
+
+
+def _bytes(work: Work, cost: StageCost) -> float:
+    """What an action adds to what the rank holds."""
+    waiting = {Work.INPUT_GRADIENT: cost.waiting_bytes, Work.WEIGHT_GRADIENT: -cost.waiting_bytes}
+    return _STASHES[work] * cost.stash_bytes + waiting.get(work, 0.0)

@@ -2,26 +2,31 @@
 
 Two times are given. The *closed form* is what the integer program minimises (EQUATIONS I4, with virtual stages):
 
-    T = (M - 1/v) max_s t_s + (1/v) sum_s t_s + max_s tail_s
+    T = (M - a) max_s t_s + a sum_s t_s + max_s tail_s
 
-with t_s the seconds of one micro-batch on rank s (compute, recompute, exposed communication) and tail_s what follows
-its last backward pass (exposed gradient reduction, optimizer). The *simulated* time replays the schedule's action list
-and is the one reported.
+with a = 1/v, or for schedules that split the backward what their list says (`bubble_share`), t_s the seconds of one
+micro-batch on rank s (compute, recompute, exposed communication) and tail_s what follows its last backward pass (exposed
+gradient reduction, optimizer). The *simulated* time replays the schedule's action list and is the one reported.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from costmodels.book import PriceBook
 from costmodels.layer import CONTENTION
 from costmodels.mesh import Axis
 from costmodels.occupancy import RankMemory, rank_layers, rank_memory
 from costmodels.redundancy import RedundantBytes, rank_redundancy
-from costmodels.simulate import SimulatedStep, StageCost, simulate
+from costmodels.schedules import Schedule
+from costmodels.simulate import SimulatedStep, StageCost, replay
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from profiles.model import LayerKind
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import TrainingSpec
+
+STEPS = 50  # of the proportions that a bubble is replayed with: 2 % of a micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +47,13 @@ class RankTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrice:
-    """What a strategy costs. `ranks`, `memory` and `redundant` (per device) are by pipeline rank."""
+    """What a strategy costs. `ranks`, `memory` and `redundant` (per device) are by pipeline rank.
+
+    bubble_share    what equal ranks wait, of the seconds of one micro-batch and by each rank but one
+    """
 
     closed_form_s: float
+    bubble_share: float
     simulated: SimulatedStep
     ranks: tuple[RankTime, ...]
     memory: tuple[RankMemory, ...]
@@ -63,24 +72,61 @@ class StepCosts:
     tail_s: tuple[float, ...]
 
 
-def closed_form_s(rank_s: list[float], tail_s: list[float], num_micro_batches: int, virtual_stages: int) -> float:
-    """(M - 1/v) max t + (1/v) sum t + max tail: exact for equal ranks without transfers (EQUATIONS P, I4)."""
-    share = 1 / virtual_stages
+def closed_form_s(rank_s: list[float], tail_s: list[float], num_micro_batches: int, share: float) -> float:
+    """(M - a) max t + a sum t + max tail, a = `share`: exact for equal ranks without transfers (EQUATIONS P, I4)."""
     return (num_micro_batches - share) * max(rank_s) + share * sum(rank_s) + max(tail_s)
 
 
+def bubble_share(frame: Frame, book: PriceBook) -> float:
+    """What a rank but the first adds to the step of equal ranks, as a share of its seconds for one micro-batch.
+
+        whole backwards   1/v                                                  (EQUATIONS P)
+        split ones        (T - M t) / ((P - 1) t), T the step of the lists     1/6 where forward, input and weight gradient are alike
+
+    replayed with equal stages in the proportions of a block of `frame` without recompute. Leaves out: ZeRO, transfers.
+    """
+    if not frame.splits_backward and frame.schedule is not Schedule.CUSTOM:
+        return 1 / frame.virtual_stages
+    time = book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding)
+    weight_s = book.weight_s(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding)
+    parts = (round(STEPS * part / time.total_s) / STEPS for part in (time.forward_s, min(weight_s, time.backward_s)))
+    # the bubble of a longer step is the same: every micro-batch more takes what it takes
+    enough = frame.num_micro_batches if frame.actions else min(frame.num_micro_batches, 2 * frame.mesh.pp)
+    return _replayed_share(replace(frame, num_micro_batches=enough), *parts)
+
+
+@lru_cache(maxsize=256)
+def _replayed_share(frame: Frame, forward: float, weight: float) -> float:
+    pp, num_micro_batches = frame.mesh.pp, frame.num_micro_batches
+    share = 1 / frame.virtual_stages
+    stage = StageCost(
+        forward_s=forward * share, backward_s=(1 - forward) * share, recompute_s=0.0, receive_forward_s=0.0, receive_backward_s=0.0,
+        stash_bytes=0.0, weight_s=weight * share)
+    step_s = _replayed(frame, ((stage,) * frame.virtual_stages,) * pp, (0.0,) * pp).step_s
+    return max(0.0, step_s - num_micro_batches) / max(1, pp - 1)
+
+
+def _replayed(frame: Frame, stages: tuple[tuple[StageCost, ...], ...], tail_s: tuple[float, ...]) -> SimulatedStep:
+    """The step of the frame's lists. Raises ConfigError when its schedule is not legal."""
+    placement = [frame.stages_of(rank) for rank in range(frame.mesh.pp)]
+    return replay(frame.orders(), frame.num_micro_batches, stages, tail_s, placement=placement)
+
+
 def transfer_time(rank: int, frame: Frame, book: PriceBook) -> Seconds:
-    """One micro-batch's boundary activation (or its gradient) from pipeline rank `rank` to the next one, cyclically.
+    """One micro-batch's boundary activation (or its gradient) from pipeline rank `rank` to the next one, cyclically."""
+    return time_between(rank, (rank + 1) % frame.mesh.pp, frame, book)
+
+
+def time_between(here: int, there: int, frame: Frame, book: PriceBook) -> Seconds:
+    """The same from one pipeline rank to another, nothing from a rank to itself.
 
     Where the stack hides transfers of the interleaved schedule, what they slow down is left (costmodels/layer.py).
     The ranks of a stage that sits inside a node send together and share its NICs. What each sends: `PriceBook.transfer`.
     """
-    mesh, gpus_per_node = frame.mesh, book.machine.cluster.gpus_per_node
-    if mesh.pp == 1:
+    gpus_per_node, stride = book.machine.cluster.gpus_per_node, frame.mesh.stride(Axis.PP)
+    if here == there:
         return ZERO
-    stride = mesh.stride(Axis.PP)
-    here, there = rank * stride, (rank + 1) % mesh.pp * stride
-    crosses = here // gpus_per_node != there // gpus_per_node
+    crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
     sent = book.transfer(frame.micro_batch_size, frame.sharding, crosses_nodes=crosses, sharing=min(stride, gpus_per_node))
     hidden = frame.virtual_stages > 1 and book.training.stack.overlap_transfers
     return sent.scaled(CONTENTION) if hidden else sent
@@ -88,14 +134,20 @@ def transfer_time(rank: int, frame: Frame, book: PriceBook) -> Seconds:
 
 def receive_times(stage: int, frame: Frame, book: PriceBook) -> tuple[Seconds, Seconds]:
     """What virtual stage `stage` waits for its forward input and for its output gradient, each as long as one transfer."""
-    pp = frame.mesh.pp
-    forward = transfer_time((stage - 1) % pp, frame, book) if stage > 0 else ZERO
-    backward = transfer_time(stage % pp, frame, book) if stage < frame.num_virtual_stages - 1 else ZERO
+    here = frame.rank_of(stage)
+    forward = time_between(frame.rank_of(stage - 1), here, frame, book) if stage > 0 else ZERO
+    backward = time_between(frame.rank_of(stage + 1), here, frame, book) if stage < frame.num_virtual_stages - 1 else ZERO
     return forward, backward
 
 
 def rank_receives(rank: int, frame: Frame, book: PriceBook) -> Seconds:
     """What all chunks of a rank wait for in one micro-batch: the sum of `receive_times` over its virtual stages."""
+    if frame.schedule in (Schedule.ZBV, Schedule.CUSTOM):
+        total = ZERO
+        for stage in frame.stages_of(rank):
+            forward, backward = receive_times(stage, frame, book)
+            total += forward + backward
+        return total
     pp, chunks = frame.mesh.pp, frame.virtual_stages
     forward = transfer_time((rank - 1) % pp, frame, book).scaled(chunks - (rank == 0))
     return forward + transfer_time(rank, frame, book).scaled(chunks - (rank == pp - 1))
@@ -105,8 +157,7 @@ def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
     """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed."""
     frame, ranks = strategy.frame, range(strategy.frame.mesh.pp)
     stages = tuple(
-        tuple(_stage_cost(chunk, rank + index * frame.mesh.pp, frame, book) for index, chunk in enumerate(strategy.chunks(rank)))
-        for rank in ranks)
+        tuple(_stage_cost(strategy.stages[stage], stage, frame, book) for stage in frame.stages_of(rank)) for rank in ranks)
     return StepCosts(stages, tuple(_tail(strategy, rank, book).value_s for rank in ranks))
 
 
@@ -122,9 +173,10 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     costs = step_costs(strategy, book)
     micro_batch_s = [
         sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs.stages]
+    share = bubble_share(frame, book)
     return StepPrice(
-        closed_form_s=closed_form_s(micro_batch_s, list(costs.tail_s), frame.num_micro_batches, frame.virtual_stages),
-        simulated=simulate(frame.schedule, frame.num_micro_batches, costs.stages, costs.tail_s),
+        closed_form_s=closed_form_s(micro_batch_s, list(costs.tail_s), frame.num_micro_batches, share), bubble_share=share,
+        simulated=_replayed(frame, costs.stages, costs.tail_s),
         ranks=tuple(times),
         memory=memory,
         redundant=tuple(rank_redundancy(strategy, rank, held, book) for rank, held in enumerate(memory)),
@@ -132,7 +184,7 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
 
 
 def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: PriceBook) -> StageCost:
-    forward_s = backward_s = recompute_s = stash_bytes = 0.0
+    forward_s = backward_s = recompute_s = weight_s = stash_bytes = waiting_bytes = 0.0
     for choice in chunk:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
@@ -141,9 +193,14 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
         backward_s += time.backward_s + data.backward.value_s + moved_s
         recompute_s += time.recompute_s
         stash_bytes += book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).saved
+        if frame.splits_backward:
+            own_s = book.weight_s(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
+            weight_s += min(own_s, time.backward_s) + data.backward.value_s
+            waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
     receive_forward, receive_backward = receive_times(stage, frame, book)
     return StageCost(
-        forward_s=forward_s, backward_s=backward_s, recompute_s=recompute_s, stash_bytes=stash_bytes,
+        forward_s=forward_s, backward_s=backward_s, recompute_s=recompute_s, weight_s=weight_s,
+        stash_bytes=stash_bytes, waiting_bytes=waiting_bytes,
         receive_forward_s=receive_forward.value_s, receive_backward_s=receive_backward.value_s)
 
 
@@ -157,8 +214,8 @@ def _tail(strategy: Strategy, rank: int, book: PriceBook) -> Seconds:
 
 
 def _tied(frame: Frame, rank: int, book: PriceBook) -> Seconds:
-    at_end = rank in (0, frame.mesh.pp - 1)
-    return book.tied_reduction(frame.mesh, frame.sharding) if book.tied and frame.mesh.pp > 1 and at_end else ZERO
+    ends = {frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)}  # one rank that holds both adds without sending
+    return book.tied_reduction(frame.mesh, frame.sharding) if book.tied and len(ends) > 1 and rank in ends else ZERO
 
 
 def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:

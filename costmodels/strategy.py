@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+from costmodels.actions import Action, orders_of, placement_of
 from costmodels.mesh import Mesh
 from costmodels.recompute import Again
-from costmodels.schedules import Schedule
+from costmodels.schedules import SPLIT, Schedule, actions, rank_of, stages_of
 from costmodels.sharding import Sharding
 from profiles.model import LayerKind
 
@@ -26,6 +28,7 @@ class Frame:
     """The outer choices that the layers of a strategy share (EQUATIONS I1).
 
     sequence_parallel: between layers, activations are divided by token over the tensor-parallel ranks
+    actions: of a custom schedule the lists, one CSV line per pipeline rank (costmodels/actions.py)
     """
 
     mesh: Mesh
@@ -34,6 +37,7 @@ class Frame:
     micro_batch_size: int
     num_micro_batches: int
     sequence_parallel: bool
+    actions: tuple[str, ...] = ()
 
     @property
     def sharding(self) -> Sharding:
@@ -47,14 +51,48 @@ class Frame:
     def num_virtual_stages(self) -> int:
         return self.mesh.pp * self.virtual_stages
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients may run apart from input gradients."""
+        return self.schedule in SPLIT or any("W" in row for row in self.actions)
+
+    @property
+    def equal_ranks(self) -> bool:
+        """Whether all ranks and chunks hold the same number of blocks; else each rank may hold any, at most one more on its first chunk."""
+        free = self.virtual_stages == 1 or (self.virtual_stages == 2 and self.schedule in (Schedule.ZBV, Schedule.CUSTOM))
+        return not free
+
+    def rank_of(self, stage: int) -> int:
+        """The pipeline rank that runs a virtual stage."""
+        if self.schedule is Schedule.CUSTOM:
+            return next(rank for rank, stages in enumerate(_placement(self.actions)) if stage in stages)
+        return rank_of(self.schedule, stage, self.mesh.pp)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The virtual stages of a pipeline rank, by chunk."""
+        if self.schedule is Schedule.CUSTOM:
+            return _placement(self.actions)[rank]
+        return stages_of(self.schedule, rank, self.mesh.pp, self.virtual_stages)
+
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """The action lists of all pipeline ranks. Raises ConfigError when the schedule is not legal."""
+        if self.schedule is Schedule.CUSTOM:
+            return _orders(self.actions)
+        ranks = range(self.mesh.pp)
+        return tuple(actions(self.schedule, rank, self.mesh.pp, self.num_micro_batches, self.virtual_stages) for rank in ranks)
+
+
+_placement = lru_cache(maxsize=8)(placement_of)
+_orders = lru_cache(maxsize=8)(orders_of)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A frame and the layers of every virtual stage in model order; stage k runs on pipeline rank k % pp."""
+    """A frame and the layers of every virtual stage in model order; stage k runs on pipeline rank `frame.rank_of(k)`."""
 
     frame: Frame
     stages: tuple[tuple[LayerChoice, ...], ...]
 
     def chunks(self, rank: int) -> tuple[tuple[LayerChoice, ...], ...]:
         """The model chunks of one pipeline rank, first chunk first."""
-        return self.stages[rank :: self.frame.mesh.pp]
+        return tuple(self.stages[stage] for stage in self.frame.stages_of(rank))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
+from costmodels.schedules import csv_rows
 from planner.plan import LayerPlan, LayerRun, Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
@@ -48,6 +49,12 @@ def _run_layers(plan: Plan, run: LayerRun) -> Iterator[PlacedLayer]:
 def local_stages(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
     """The indices of the stages that a pipeline rank runs."""
     return tuple(k for k, stage in enumerate(plan.stages) if stage.rank == pipeline_rank)
+
+
+def action_rows(plan: Plan) -> tuple[str, ...]:
+    """What every pipeline rank runs, one CSV line each (costmodels/actions.py). Raises ConfigError."""
+    pipeline = plan.pipeline
+    return pipeline.actions or csv_rows(pipeline.schedule, plan.mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages)
 
 
 def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:

@@ -1,8 +1,13 @@
-"""The schedule: torch.distributed.pipelining's own schedule classes, or a plain loop when there is one pipeline rank."""
+"""The schedule: its action lists through torch.distributed.pipelining's runtime, or a plain loop with one pipeline rank.
+
+Where backwards are split, the runtime computes the gradient of a stage's input first and those of its weights later. A stage
+must not end in a view then, whose part of the graph it could not let go.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,27 +16,54 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from costmodels.schedules import Schedule
-from executor.layout import local_stages, stage_layers
-from executor.sharded import all_reduce
+from executor.layout import action_rows, local_stages, stage_layers
+from executor.sharded import all_reduce, settle_weight_gradients
 from executor.stages import Ranks, Stage, border_example, build_stages
 from executor.tensors import local
 from planner.plan import Plan
 
 AfterBackward = Callable[[], None]
+Span = Callable[[str, int, int], AbstractContextManager[Any]]
 
 
-class _ReportingStage(PipelineStage):
-    """A pipeline stage that says when the backward pass of a micro-batch is over."""
+def no_span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
+    """What surrounds each computation ("F", "B", "I" or "W" of a stage and micro-batch) by default: nothing.
+
+    A forward that ends in the loss has two spans: the stage's and the loss's.
+    """
+    return nullcontext()
+
+
+class _Stage(PipelineStage):
+    """A pipeline stage that says what it computes, and when the gradients of a micro-batch's weights are there."""
 
     after_backward: AfterBackward
+    span: Span
+    forwarded = -1
 
-    def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().backward_maybe_with_nosync(*args, **kwargs)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.forwarded = fwd_chunk_id
+        with self.span("F", self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        out = super().forward_maybe_with_nosync(*args, **kwargs)
+        return out.clone() if out._is_view() else out
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+        with self.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
+        if full_backward:
+            self.after_backward()
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self.span("W", self.stage_index, bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            settle_weight_gradients(self.submod.body)
         self.after_backward()
-        return result
 
 
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -44,6 +76,7 @@ class Pipeline:
     stages: tuple[Stage, ...]
     run: Run
     tp_mesh: DeviceMesh | None
+    tied: bool
     tied_group: dist.ProcessGroup | None
 
     @property
@@ -62,23 +95,24 @@ class Pipeline:
         return loss
 
     def _sum_tied_gradients(self) -> None:
-        """Add the gradients of the two copies of a tied embedding on the first and the last pipeline rank."""
-        if self.tied_group is None:
-            return
-        for stage in self.stages:
-            if (weight := stage.tied_weight()) is not None:
-                all_reduce([local(weight.grad)], self.tied_group)
+        """Add the gradients of the two copies of a tied embedding, in the model's first and its last stage."""
+        copies = [local(weight.grad) for stage in self.stages if self.tied and (weight := stage.tied_weight()) is not None]
+        if len(copies) == 2:
+            copies[0].add_(copies[1])
+            copies[1].copy_(copies[0])
+        elif copies and self.tied_group is not None:
+            all_reduce(copies, self.tied_group)
 
 
-def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: AfterBackward) -> Pipeline:
+def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: AfterBackward, span: Span = no_span) -> Pipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
     stages = build_stages(plan, ranks, seed)
     if plan.mesh.pp == 1:
-        run = partial(_loop, stages[0], plan, after_backward)
+        run = partial(_loop, stages[0], plan, after_backward, span)
     else:
-        run = partial(_scheduled, _schedule(plan, ranks, stages, after_backward), ranks, stages[-1].ends_model)
+        run = partial(_scheduled, _schedule(plan, ranks, stages, after_backward, span), stages)
     return Pipeline(
-        stages=stages, run=run, tp_mesh=ranks.tp_mesh,
+        stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
         tied_group=_tied_group(plan, ranks))
 
 
@@ -87,53 +121,68 @@ def _mean_loss(stage: Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Ten
     return local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
 
 
-def _loop(stage: Stage, plan: Plan, after_backward: AfterBackward, ids: Tensor, targets: Tensor) -> Tensor:
+def _loop(stage: Stage, plan: Plan, after_backward: AfterBackward, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
     """The schedule of one pipeline rank: forward and backward of one micro-batch after the other."""
     total = torch.zeros((), device=ids.device)
-    for micro_ids, micro_targets in zip(*(x.split(plan.pipeline.micro_batch_size) for x in (ids, targets)), strict=True):
-        loss = _mean_loss(stage, plan, stage(micro_ids), micro_targets)
-        loss.backward()
+    micro_batches = zip(*(x.split(plan.pipeline.micro_batch_size) for x in (ids, targets)), strict=True)
+    for index, (micro_ids, micro_targets) in enumerate(micro_batches):
+        with span("F", 0, index):
+            loss = _mean_loss(stage, plan, stage(micro_ids), micro_targets)
+        with span("B", 0, index):
+            loss.backward()
         after_backward()
         total += loss.detach()
     return total
 
 
-def _scheduled(schedule: Any, ranks: Ranks, ends_model: bool, ids: Tensor, targets: Tensor) -> Tensor:
+def _scheduled(schedule: _PipelineScheduleRuntime, stages: Sequence[Stage], ids: Tensor, targets: Tensor) -> Tensor:
     losses: list[Tensor] = []
-    first = (ids,) if ranks.coordinate("pp") == 0 else ()
+    ends_model = any(stage.ends_model for stage in stages)
+    first = (ids,) if any(stage.begins_model for stage in stages) else ()
     schedule.step(*first, target=targets if ends_model else None, losses=losses, return_outputs=False)
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
 
 
-def _schedule(plan: Plan, ranks: Ranks, modules: Sequence[Stage], after_backward: AfterBackward) -> Any:
+def _schedule(
+    plan: Plan, ranks: Ranks, modules: Sequence[Stage], after_backward: AfterBackward, span: Span,
+) -> _PipelineScheduleRuntime:
+    """The runtime with the plan's action lists, which it completes with sends and receives."""
     indices = local_stages(plan, ranks.coordinate("pp"))
-    stages = [_pipeline_stage(plan, ranks, k, module, after_backward) for k, module in zip(indices, modules, strict=True)]
-    num_micro_batches, loss = plan.pipeline.num_micro_batches, partial(_mean_loss, modules[-1], plan)
-    if plan.pipeline.schedule is Schedule.INTERLEAVED:
-        return ScheduleInterleaved1F1B(stages, num_micro_batches, loss, scale_grads=False)
-    kind = Schedule1F1B if plan.pipeline.schedule is Schedule.ONE_F_ONE_B else ScheduleGPipe
-    return kind(stages[0], num_micro_batches, loss, scale_grads=False)
+    stages = [_pipeline_stage(plan, ranks, k, module, after_backward, span) for k, module in zip(indices, modules, strict=True)]
+    schedule = _PipelineScheduleRuntime(
+        stages, plan.pipeline.num_micro_batches, partial(_spanned_loss, stages[-1], plan), scale_grads=False)
+    lists = {rank: [_Action.from_str(text) for text in row.split(",")] for rank, row in enumerate(action_rows(plan))}
+    schedule._prepare_schedule_with_comms(lists)  # what `_load_csv` does with a file
+    return schedule
 
 
-def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage, after_backward: AfterBackward) -> PipelineStage:
+def _spanned_loss(stage: _Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of the micro-batch that `stage`, which ends the model, has forwarded last."""
+    with stage.span("F", stage.stage_index, stage.forwarded):
+        return _mean_loss(stage.submod, plan, logits, targets)
+
+
+def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage, after_backward: AfterBackward, span: Span) -> _Stage:
     """Shapes are given, so that torch runs no extra forward pass to find them."""
     layers = stage_layers(plan)
     ids = torch.empty((plan.pipeline.micro_batch_size, plan.training.seq_length), dtype=torch.int64, device="meta")
-    stage = _ReportingStage(
+    stage = _Stage(
         module, index, len(layers), ranks.device,
         input_args=border_example(plan, layers[index - 1][-1]) if index else ids,
         output_args=border_example(plan, layers[index][-1]),
         group=ranks.mesh["pp"].get_group())
-    stage.after_backward = after_backward
+    stage.after_backward, stage.span = after_backward, span
     return stage
 
 
 def _tied_group(plan: Plan, ranks: Ranks) -> dist.ProcessGroup | None:
-    """The first and last pipeline ranks of this rank's dp and tp coordinates, where each holds a copy of a tied weight."""
-    if not plan.model.tied_embeddings or plan.mesh.pp == 1:
+    """The pipeline ranks of the first and the last stage, in this rank's dp and tp coordinates, where each holds a copy of a tied
+    weight; None where one rank holds both."""
+    ends = [plan.stages[index].rank for index in (0, -1)]
+    if not plan.model.tied_embeddings or ends[0] == ends[1]:
         return None
     own = None
-    for first, last in zip(ranks.mesh.mesh[0].flatten().tolist(), ranks.mesh.mesh[-1].flatten().tolist(), strict=True):
-        group = dist.new_group([first, last])  # collective: every rank makes every group
-        own = group if dist.get_rank() in (first, last) else own
+    for pair in zip(*(ranks.mesh.mesh[end].flatten().tolist() for end in ends), strict=True):
+        group = dist.new_group(list(pair))  # collective: every rank makes every group
+        own = group if dist.get_rank() in pair else own
     return own

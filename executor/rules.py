@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from costmodels.actions import check
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
-from costmodels.schedules import Schedule
+from costmodels.schedules import Schedule, legal
 from executor.divisions import misplaced, nearest_placement, undivided
 from executor.expert_rules import mixture_problems
-from executor.layout import PlacedLayer, effective_zero, layer_operators, stage_layers, zero_ranks
+from executor.layout import PlacedLayer, action_rows, effective_zero, layer_operators, stage_layers, zero_ranks
 from planner.plan import LayerPlan, LayerRun, Pipeline, Plan, StagePlan
+from planner.reprice import frame_of
 from planner.space import illegal_expert_parallel
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
@@ -137,14 +139,15 @@ def _cut_anew(plan: Plan) -> Plan | None:
     runs = [LayerRun(plan=names.get(i, spare[kind]), blocks=(i - 1, i - 1) if kind is LayerKind.BLOCK else None)
             for i, kind in enumerate(kinds)]
     firsts = [num_layers * k // num_stages for k in range(num_stages + 1)]
-    stages = tuple(StagePlan(rank=k % plan.mesh.pp, layers=tuple(runs[firsts[k] : firsts[k + 1]])) for k in range(num_stages))
+    rank_of = frame_of(plan).rank_of
+    stages = tuple(StagePlan(rank=rank_of(k), layers=tuple(runs[firsts[k] : firsts[k + 1]])) for k in range(num_stages))
     return replace(plan, stages=stages)
 
 
-@_rule(why="torch's schedules run virtual stage k on pipeline rank k % pp", action="give the stages those ranks")
+@_rule(why="the schedule says on which pipeline rank a virtual stage runs", action="give the stages those ranks")
 def _stage_ranks(plan: Plan) -> Iterator[Refusal]:
     pp, num_stages = plan.mesh.pp, plan.mesh.pp * plan.pipeline.virtual_stages
-    expected, found = [k % pp for k in range(num_stages)], [stage.rank for stage in plan.stages]
+    expected, found = [frame_of(plan).rank_of(k) for k in range(num_stages)], [stage.rank for stage in plan.stages]
     if len(found) != num_stages:
         yield Refusal(
             found=f"stages: there are {len(found)}, pp {pp} with {plan.pipeline.virtual_stages} virtual stages has {num_stages}",
@@ -155,13 +158,17 @@ def _stage_ranks(plan: Plan) -> Iterator[Refusal]:
             found=f"stages: their ranks are {found}", action=f"set the ranks to {expected}", nearest=replace(plan, stages=stages))
 
 
-@_rule(why="the schedule has one stage per pipeline rank", action="use the interleaved schedule, or one virtual stage")
+@_rule(why="the schedule has one stage per pipeline rank, zbv two", action="use another schedule, or its number of virtual stages")
 def _virtual_stages(plan: Plan) -> Iterator[Refusal]:
     pipeline = plan.pipeline
-    if pipeline.schedule is not Schedule.INTERLEAVED and pipeline.virtual_stages > 1 and plan.mesh.pp > 1:
-        yield Refusal(
-            found=f"pipeline: {pipeline.schedule} with virtual_stages {pipeline.virtual_stages}", action="set schedule to interleaved",
-            nearest=_with_pipeline(plan, schedule=Schedule.INTERLEAVED))
+    wanted = {Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.ZBV: 2}.get(pipeline.schedule, pipeline.virtual_stages)
+    if plan.mesh.pp == 1 or pipeline.virtual_stages == wanted:
+        return
+    found = f"pipeline: {pipeline.schedule} with virtual_stages {pipeline.virtual_stages}"
+    if pipeline.virtual_stages > 1:
+        yield Refusal(found=found, action="set schedule to interleaved", nearest=_with_pipeline(plan, schedule=Schedule.INTERLEAVED))
+    else:
+        yield Refusal(found=found, action="set schedule to 1f1b", nearest=_with_pipeline(plan, schedule=Schedule.ONE_F_ONE_B))
 
 
 def _with_pipeline(plan: Plan, **changes: Any) -> Plan:
@@ -185,12 +192,9 @@ def _micro_batches(plan: Plan) -> Iterator[Refusal]:
 
 
 def _schedule_problem(pipeline: Pipeline, pp: int) -> str | None:
-    rounds = max(1, pipeline.num_micro_batches // pp)
-    if pipeline.schedule is Schedule.INTERLEAVED and pipeline.num_micro_batches % rounds:
-        return f"interleaved needs num_micro_batches {pipeline.num_micro_batches} to be a multiple of {rounds}"
-    if pipeline.schedule is Schedule.ONE_F_ONE_B and pipeline.num_micro_batches < pp:
-        return f"1f1b needs at least {pp} micro-batches, found {pipeline.num_micro_batches}"
-    return None
+    if pipeline.schedule is Schedule.CUSTOM:
+        return None
+    return legal(pipeline.schedule, pp, pipeline.num_micro_batches, pipeline.virtual_stages)
 
 
 def _micro_batch_refusal(plan: Plan, found: str) -> Refusal:
@@ -209,6 +213,47 @@ def _micro_batch_refusal(plan: Plan, found: str) -> Refusal:
     return Refusal(
         found=found, action=f"set num_micro_batches to {number} and global_batch_size to {batch}",
         nearest=replace(_with_pipeline(plan, num_micro_batches=number), training=replace(plan.training, global_batch_size=batch)))
+
+
+@_rule(why="each rank's list must be whole, and none may wait for ever for another", action="correct the lists of the schedule")
+def _action_lists(plan: Plan) -> Iterator[Refusal]:
+    pipeline = plan.pipeline
+    if plan.mesh.pp == 1:
+        if pipeline.actions:
+            yield Refusal(
+                found="pipeline: a custom schedule on 1 pipeline rank", action="set schedule to 1f1b and actions to []",
+                nearest=_with_pipeline(plan, schedule=Schedule.ONE_F_ONE_B, actions=()))
+        return
+    try:
+        check(action_rows(plan), plan.mesh.pp, pipeline.virtual_stages, pipeline.num_micro_batches)
+    except ConfigError as error:
+        schedule = Schedule.ONE_F_ONE_B if pipeline.virtual_stages == 1 else Schedule.INTERLEAVED
+        yield Refusal(
+            found=f"pipeline: {error.message}", action=f"{error.hint}, or set schedule to {schedule} and actions to []",
+            nearest=_with_pipeline(plan, schedule=schedule, actions=()))
+
+
+@_rule(why="what is freed between input and weight gradients loses the second", action="use zero 2 or less, or another schedule")
+def _split_zero(plan: Plan) -> Iterator[Refusal]:
+    for name, layer_plan in plan.layer_plans.items() if _splits(plan) else ():
+        if layer_plan.zero == 3 and plan.mesh.dp > 1:
+            yield Refusal(
+                found=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of a layer of zero 3",
+                action=f"set zero to 2 on layer plan {name}", nearest=_with_layer_plan(plan, name, zero=2))
+
+
+@_rule(why="the layer would run again for every parameter", action="recompute some operators, or none, or use another schedule")
+def _split_recompute(plan: Plan) -> Iterator[Refusal]:
+    for name, layer_plan in plan.layer_plans.items() if _splits(plan) else ():
+        if set(layer_plan.recompute) == set(layer_operators(plan, layer_plan)):
+            yield Refusal(
+                found=f"layer_plans.{name}: {plan.pipeline.schedule} splits the backward pass of a layer that is recomputed in full",
+                action=f"set recompute to [] on layer plan {name}", nearest=_with_layer_plan(plan, name, recompute=()))
+
+
+def _splits(plan: Plan) -> bool:
+    """Whether input and weight gradients are computed apart."""
+    return plan.mesh.pp > 1 and frame_of(plan).splits_backward
 
 
 @_rule(why="the executor has no loss scaling, and would run fp32 in its place", action="use bf16 or fp32")

@@ -101,6 +101,15 @@ def begin_step(body: nn.Module, units: Sequence[Unit]) -> None:
         body.set_is_last_backward(False)
 
 
+def settle_weight_gradients(body: nn.Module) -> None:
+    """Do what FSDP does when the backward pass of a layer is over: reduce, or accumulate in fp32, as `begin_step` set.
+
+    FSDP's own hook runs with the gradient of the layer's input, when those of the weights are not there yet.
+    """
+    if isinstance(body, FSDPModule):
+        body._get_fsdp_state()._root_post_backward_final_callback()
+
+
 def reduce_gradients(body: nn.Module, units: Sequence[Unit], tp_mesh: DeviceMesh | None) -> None:
     """End the step's backward passes: reduce what accumulated whole, free the gathered parameters."""
     if isinstance(body, FSDPModule):

@@ -97,6 +97,10 @@ class Stage(nn.Module):
         out = self.body(self.enter(x))
         return out if self.ends_model else local(out)
 
+    @property
+    def begins_model(self) -> bool:
+        return hasattr(self.body, "embedding")
+
     def begin_step(self) -> None:
         begin_step(self.body, self.units)
 
@@ -105,7 +109,7 @@ class Stage(nn.Module):
 
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of the token embedding, if it holds one."""
-        if hasattr(self.body, "embedding"):
+        if self.begins_model:
             return self.body.embedding.tokens.weight
         return self.body.head.lm_head.weight if self.ends_model else None
 

@@ -96,7 +96,7 @@ def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePla
             else:
                 runs.append(LayerRun(plan=name, blocks=(block, block)))
             block += 1
-        stages.append(StagePlan(rank=index % strategy.frame.mesh.pp, layers=tuple(runs)))
+        stages.append(StagePlan(rank=strategy.frame.rank_of(index), layers=tuple(runs)))
     return tuple(stages)
 
 
@@ -104,7 +104,7 @@ def pipeline_of(frame: Frame) -> Pipeline:
     """The pipeline fields of the plan file."""
     return Pipeline(
         schedule=frame.schedule, virtual_stages=frame.virtual_stages, micro_batch_size=frame.micro_batch_size,
-        num_micro_batches=frame.num_micro_batches)
+        num_micro_batches=frame.num_micro_batches, actions=frame.actions)
 
 
 def step_kind(price: StepPrice) -> Kind:
@@ -148,8 +148,8 @@ def _redundancy(strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice
 
 
 def _layer_redundancy(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> LayerRedundancy:
-    stage = next(index for index, layers in enumerate(strategy.stages) if choice in layers) % strategy.frame.mesh.pp
     frame = strategy.frame
+    stage = frame.rank_of(next(index for index, layers in enumerate(strategy.stages) if choice in layers))
     operators = operator_redundancy(choice, stage, frame, book)
     workspace = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).workspace
     layer = replace(added(operators.values()), temporaries=float(workspace))

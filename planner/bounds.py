@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodels.occupancy import stashes, usable_bytes
-from costmodels.step import rank_receives
+from costmodels.recompute import Recompute
+from costmodels.step import bubble_share, rank_receives
 from costmodels.strategy import Frame
-from planner.columns import MixTable, block_counts, fixed_price
+from planner.columns import MixTable, block_counts, end_kinds, fixed_price
 from profiles.model import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
@@ -36,7 +37,7 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
     blocks of the fullest rank cost once a step. Embedding, head and transfers are in the sum.
     """
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
-    stages, share = table.zero_choices(mesh), 1 / frame.virtual_stages
+    stages, share = table.zero_stages(frame), bubble_share(frame, book)
     block_s, block_tail_s = _least_block(frame, table)
     ends_s = sum(
         book.layer_time(kind, b, sharding).total_s
@@ -58,7 +59,7 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
     book, b, mesh, catalogue = table.book, frame.micro_batch_size, frame.mesh, table.catalogue
     per_micro_batch_s, per_step_s = [], []
     for layout, fastest_s in catalogue.fastest_s(b, frame.sharding).items():
-        for zero in table.zero_choices(mesh):
+        for zero in table.zero_stages(frame):
             if frame.mesh.tp == 1 or not catalogue.free:
                 data = book.data_parallel(LayerKind.BLOCK, b, mesh, frame.sharding, zero)
             else:
@@ -76,9 +77,9 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
     usable, pp, v = usable_bytes(limit_bytes, frame.mesh, table.book), frame.mesh.pp, frame.virtual_stages
     kept = min(
         table.book.activations(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level).ideal_saved
-        for level in table.catalogue.least_levels)
+        for level in ((Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels))
     states = {
-        zero: table.book.states(LayerKind.BLOCK, frame.mesh, frame.sharding, zero).states.total for zero in table.zero_choices(frame.mesh)}
+        zero: table.book.states(LayerKind.BLOCK, frame.mesh, frame.sharding, zero).states.total for zero in table.zero_stages(frame)}
     most = 0
     for rank in range(pp):
         held = stashes(LayerKind.BLOCK, rank, frame) * kept / v
@@ -92,7 +93,7 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
 
 def _ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
     """What embedding and head of a rank hold at least at the peak."""
-    if rank not in (0, frame.mesh.pp - 1):
+    if not end_kinds(rank, frame):
         return 0.0
     fixed = fixed_price(rank, frame, zero, table.book)
     return fixed.states + fixed.held + max(0.0, fixed.head_workspace)
@@ -101,7 +102,7 @@ def _ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
 def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
     """Redundant bytes of the cluster: every layer at its leanest ZeRO stage, recompute and sharding, one stash a layer."""
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
-    stages = table.zero_choices(mesh)
+    stages = table.zero_stages(frame)
     options = table.options(frame)
     stored = 0.0
     for kind, count in ((LayerKind.BLOCK, book.model.num_layers), (LayerKind.EMBEDDING, 1), (LayerKind.HEAD, 1)):

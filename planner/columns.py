@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
-from costmodels.occupancy import occupied_bytes, stashes, usable_bytes
+from costmodels.occupancy import occupied_bytes, peaks, stashes, usable_bytes
 from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
@@ -56,35 +57,48 @@ class MixTable:
         self.book = book
         self.catalogue = catalogue_of(book, pins)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
-        self._known: dict[tuple[int, Sharding, int, int], Mixes] = {}
-        self._pairs: dict[tuple[int, Sharding], Pairs] = {}
-        self._blocks: dict[tuple[Mesh, int, Sharding], dict[int, _PerBlock]] = {}
+        self._known: dict[tuple[int, Sharding, bool, int, int], Mixes] = {}
+        self._pairs: dict[tuple[int, Sharding, bool], Pairs] = {}
+        self._whole: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
+        self._blocks: dict[tuple[Mesh, int, Sharding, bool], dict[int, _PerBlock]] = {}
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
         return self._zero_stages if mesh.dp > 1 or self.book.offloads_states else (0,)
 
+    def zero_stages(self, frame: Frame) -> tuple[int, ...]:
+        """Those of `zero_choices` that the frame's schedule can run: stage 3 frees what a split backward still needs."""
+        choices = self.zero_choices(frame.mesh)
+        return tuple(zero for zero in choices if zero < 3) if frame.splits_backward else choices
+
     def options(self, frame: Frame) -> tuple[LayerOption, ...]:
-        return self.catalogue.options(frame.micro_batch_size, frame.sharding)
+        """The options of the catalogue; for a split backward those without recompute, which would be needed twice."""
+        key = frame.micro_batch_size, frame.sharding
+        if not frame.splits_backward:
+            return self.catalogue.options(*key)
+        if key not in self._whole:
+            again = self.book.recompute_operators
+            self._whole[key] = tuple(o for o in self.catalogue.options(*key) if not again(LayerKind.BLOCK, o.recompute))
+        return self._whole[key]
 
     def pairs(self, frame: Frame) -> Pairs:
         """Every ordered pair of options, an option with itself included."""
-        key = frame.micro_batch_size, frame.sharding
+        key = frame.micro_batch_size, frame.sharding, frame.splits_backward
         if key not in self._pairs:
             self._pairs[key] = option_pairs(self.options(frame))
         return self._pairs[key]
 
     def per_block(self, frame: Frame) -> dict[int, _PerBlock]:
         """By ZeRO stage, what a block on each option costs in `frame`."""
-        key = (frame.mesh, frame.micro_batch_size, frame.sharding)
+        key = (frame.mesh, frame.micro_batch_size, frame.sharding, frame.splits_backward)
         if key not in self._blocks:
             self._blocks[key] = {
-                zero: _per_block(self.options(frame), frame, zero, self.book) for zero in self.zero_choices(frame.mesh)}
+                zero: _per_block(self.options(frame), frame, zero, self.book) for zero in self.zero_stages(frame)}
         return self._blocks[key]
 
     def get(self, frame: Frame, num_blocks: int) -> Mixes:
         """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
-        key = (frame.micro_batch_size, frame.sharding, frame.virtual_stages, num_blocks)
+        key = (frame.micro_batch_size, frame.sharding, frame.splits_backward, frame.virtual_stages, num_blocks)
         if key not in self._known:
             self._known[key] = make_mixes(self.options(frame), num_blocks, frame.virtual_stages)
         return self._known[key]
@@ -105,11 +119,12 @@ class Fixed:
     zero_buffer: float
     step_copies: float
     used_up: float  # what the head no longer keeps when the temporaries of other layers are there
+    waiting: float  # what the head's weight gradient holds where it waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PerBlock:
-    """What one block on each option of the catalogue costs at one ZeRO stage, by option."""
+    """What one block on each option of the catalogue costs at one ZeRO stage, by option; `waiting`: its weight gradient that waits."""
 
     time_s: Array
     tail_s: Array
@@ -117,22 +132,30 @@ class _PerBlock:
     ideal_states: Array
     zero_buffer: Array
     step_copies: Array
+    waiting: Array
 
 
-def end_kinds(rank: int, pp: int) -> tuple[LayerKind, ...]:
+def end_kinds(rank: int, frame: Frame) -> tuple[LayerKind, ...]:
     """Which of embedding and head a pipeline rank holds."""
-    return (LayerKind.EMBEDDING,) * (rank == 0) + (LayerKind.HEAD,) * (rank == pp - 1)
+    ends = (LayerKind.EMBEDDING, 0), (LayerKind.HEAD, frame.num_virtual_stages - 1)
+    return tuple(kind for kind, stage in ends if frame.rank_of(stage) == rank)
+
+
+def tied_ends(frame: Frame) -> tuple[int, ...]:
+    """The two pipeline ranks that reduce the gradients of a tied embedding, none where one rank holds both copies."""
+    first, last = frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)
+    return (first, last) if first != last else ()
 
 
 def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     """What `rank` pays for embedding, head and transfers."""
     b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
     time_s = rank_receives(rank, frame, book).value_s
-    tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and mesh.pp > 1 and rank in (0, mesh.pp - 1) else 0.0
-    states = ideal = held_bytes = ideal_held = used_up = 0.0
+    tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
+    states = ideal = held_bytes = ideal_held = used_up = waiting = 0.0
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
-    for kind in end_kinds(rank, mesh.pp):
+    for kind in end_kinds(rank, frame):
         data = book.data_parallel(kind, b, mesh, sharding, zero)
         kept = book.activations(kind, b, sharding)
         held = book.states(kind, mesh, sharding, zero)
@@ -142,11 +165,12 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         held_bytes += stashes(kind, rank, frame) * kept.saved
         ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
-        used_up += kept.saved * (kind is LayerKind.HEAD)
+        used_up += kept.saved * (kind is LayerKind.HEAD and not frame.splits_backward)
+        waiting += book.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and frame.splits_backward)
     return Fixed(
         time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, ideal_held=ideal_held, zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
-        step_copies=step_copies)
+        step_copies=step_copies, waiting=waiting)
 
 
 def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: PriceBook) -> _PerBlock:
@@ -154,11 +178,14 @@ def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: 
     own = np.array([shardings.index(option.sharding) for option in options])
     data = [book.data_parallel(LayerKind.BLOCK, frame.micro_batch_size, frame.mesh, sharding, zero) for sharding in shardings]
     held = [book.states(LayerKind.BLOCK, frame.mesh, sharding, zero) for sharding in shardings]
+    waiting = [
+        book.waiting_bytes(LayerKind.BLOCK, frame.micro_batch_size, sharding) if frame.splits_backward else 0.0 for sharding in shardings]
     return _PerBlock(
         time_s=column_of(options, "time_s") + column_of(data, "per_micro_batch_s")[own], tail_s=column_of(data, "per_step_s")[own],
         states=np.array([float(layer.states.total) for layer in held])[own],
         ideal_states=np.array([sum(layer.ideal) for layer in held])[own],
-        zero_buffer=column_of(held, "zero_buffer")[own], step_copies=column_of(held, "step_copies")[own])
+        zero_buffer=column_of(held, "zero_buffer")[own], step_copies=column_of(held, "step_copies")[own],
+        waiting=np.array(waiting)[own])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,15 +205,16 @@ class RankColumns:
 
     def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
         self.rank, self.frame, self.table = rank, frame, table
-        self.stages = table.zero_choices(frame.mesh)
+        self.stages = table.zero_stages(frame)
         self._fixed = {zero: fixed_price(rank, frame, zero, table.book) for zero in self.stages}
         self._per_block = table.per_block(frame)
         self._stashes = stashes(LayerKind.BLOCK, rank, frame)
+        self._peaks = peaks(rank, frame) if frame.splits_backward else ()
 
     def _priced(self, mixes: Mixes, zero: int) -> _Priced:
         fixed, block = self._fixed[zero], self._per_block[zero]
         counts = mixes.counts
-        temporaries = self._temporaries(mixes.workspace_bytes, mixes.saved_bytes, fixed)
+        temporaries = self._temporaries(mixes.workspace_bytes, mixes.saved_bytes, mixes.chunk_counts @ block.waiting, fixed)
         buffers = np.maximum(widest(counts, block.zero_buffer), fixed.zero_buffer)
         held = fixed.states + counts @ block.states + self._stashes * mixes.saved_bytes + fixed.held
         ideal = fixed.ideal_states + counts @ block.ideal_states + self._stashes * mixes.ideal_saved_bytes + fixed.ideal_held
@@ -196,11 +224,15 @@ class RankColumns:
             mixes=mixes, zero=zero, time_s=counts @ block.time_s + fixed.time_s, tail_s=counts @ block.tail_s + fixed.tail_s,
             allocated=allocated + reserved, redundant=allocated - ideal)
 
-    @staticmethod
-    def _temporaries(workspace: Array, saved: Array, fixed: Fixed) -> Array:
-        of_layers = np.maximum(workspace, fixed.embedding_workspace - saved) - fixed.used_up
+    def _temporaries(self, workspace: Array, saved: Array, waiting: Array, fixed: Fixed) -> Array:
+        """The largest of a layer, and with a split backward what weight gradients that wait hold (costmodels/occupancy.py)."""
+        freed = 0.0 if self._peaks else saved
+        of_layers = np.maximum(workspace, fixed.embedding_workspace - freed) - fixed.used_up
         found: Array = np.maximum(of_layers, fixed.head_workspace)
-        return found
+        if not self._peaks:
+            return found
+        fullest: Array = np.max([held * saved + waits * waiting for held, waits in self._peaks], axis=0)
+        return found + fullest - self._stashes * saved + fixed.waiting
 
     def _column(self, priced: _Priced, row: int) -> Column:
         memory = occupied_bytes(float(priced.allocated[row]), self.frame.mesh, self.table.book)
@@ -253,7 +285,8 @@ class RankColumns:
         saved = num_blocks / self.frame.virtual_stages * pairs.saved_bytes
         spare = (fixed.step_copies + num_blocks * block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
         own = self._stashes * saved + num_blocks * block.states[pairs.index] + spare[pairs.index]
-        temporaries = self._temporaries(pairs.workspace_bytes, saved.max(axis=0), fixed)
+        waiting = num_blocks / self.frame.virtual_stages * block.waiting[pairs.index].min(axis=0)
+        temporaries = self._temporaries(pairs.workspace_bytes, saved.max(axis=0), waiting, fixed)
         buffers = np.maximum(block.zero_buffer[pairs.index].max(axis=0), fixed.zero_buffer)
         room = usable - (fixed.states + fixed.held + temporaries + buffers)
         fast, lean = own
@@ -288,14 +321,16 @@ def _unbeaten_rows(values: Array) -> list[int]:
 
 def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
     """The strategy that runs rank s on `columns[s]`: embedding first, blocks by option, head last."""
-    pp, stages = frame.mesh.pp, []
+    stages = []
     for stage in range(frame.num_virtual_stages):
-        column = columns[stage % pp]
+        rank = frame.rank_of(stage)
+        column = columns[rank]
         blocks = [
             LayerChoice(LayerKind.BLOCK, option.recompute, column.zero, option.sharding if option.sharding != frame.sharding else None)
             for option, count in column.mix for _ in range(-(-count // frame.virtual_stages))
         ]
-        if column.num_blocks % frame.virtual_stages and stage in (0, frame.num_virtual_stages - 1):
+        shorter = (0, frame.num_virtual_stages - 1) if frame.equal_ranks else frame.stages_of(rank)[1:]
+        if column.num_blocks % frame.virtual_stages and stage in shorter:
             blocks.pop()
         first = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero)] * (stage == 0)
         last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (stage == frame.num_virtual_stages - 1)
@@ -311,16 +346,17 @@ def shorter_ends(frame: Frame, num_layers: int) -> bool | None:
     """
     if num_layers % frame.num_virtual_stages == 0:
         return False
-    return True if (num_layers + 2) % frame.num_virtual_stages == 0 and frame.mesh.pp > 1 else None
+    interleaved = frame.schedule is Schedule.INTERLEAVED
+    return True if interleaved and (num_layers + 2) % frame.num_virtual_stages == 0 and frame.mesh.pp > 1 else None
 
 
 def block_counts(rank: int, frame: Frame, num_layers: int, longest: int | None = None) -> Iterator[int]:
-    """How many blocks one rank may hold: given by `shorter_ends` with virtual stages, else from one to `longest`."""
-    pp = frame.mesh.pp
+    """How many blocks one rank may hold: given by `shorter_ends` where ranks are equal, else from one a chunk to `longest`."""
+    pp, v = frame.mesh.pp, frame.virtual_stages
     if pp == 1:
         yield num_layers
-    elif frame.virtual_stages > 1:
+    elif frame.equal_ranks:
         missing = 2 if shorter_ends(frame, num_layers) else 0
         yield (num_layers + missing) // pp - (missing > 0 and rank in (0, pp - 1))
     else:
-        yield from range(1, min(num_layers - pp + 1, longest or num_layers) + 1)
+        yield from range(v, max(v, min(num_layers - v * (pp - 1), longest or num_layers)) + 1)

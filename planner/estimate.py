@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from costmodels.actions import check
 from costmodels.book import PriceBook
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble
@@ -28,7 +30,7 @@ def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
 
 def default_blocks(frame: Frame, num_layers: int) -> tuple[int, ...]:
     """Blocks for each pipeline rank: an even split, or what the virtual stages give."""
-    if frame.virtual_stages == 1:
+    if not frame.equal_ranks:
         return even_split(num_layers, frame.mesh.pp)
     return tuple(next(block_counts(rank, frame, num_layers)) for rank in range(frame.mesh.pp))
 
@@ -39,6 +41,8 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
         raise ConfigError(
             f"{mesh} is {mesh.num_ranks} GPUs, the cluster has {cluster.num_gpus}",
             hint="change a degree or --gpus")
+    if frame.schedule is Schedule.CUSTOM:
+        check(frame.actions, mesh.pp, frame.virtual_stages, frame.num_micro_batches)
     reason = (
         illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True) or illegal_expert_parallel(mesh, model)
         or illegal_frame(frame, model, training))
@@ -48,7 +52,11 @@ def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Clust
         raise ConfigError(
             f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over {mesh.pp} stages with at least one each",
             hint="change the number of blocks of a stage")
-    whole_chunks = all(count % frame.virtual_stages == 0 for count in blocks)
+    if min(blocks) < frame.virtual_stages:
+        raise ConfigError(
+            f"the ranks hold {', '.join(map(str, blocks))} blocks, not one for each of the {frame.virtual_stages} virtual stages",
+            hint="change the number of blocks of a rank")
+    whole_chunks = not frame.equal_ranks or all(count % frame.virtual_stages == 0 for count in blocks)
     if not whole_chunks and tuple(blocks) != default_blocks(frame, model.num_layers):
         raise ConfigError(
             f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {frame.virtual_stages} virtual stages",
@@ -68,6 +76,13 @@ def _require_host(price: StepPrice, cluster: Cluster) -> None:
         raise InfeasibleError(
             f"the hosts need {gib(needed):,.1f} GiB a node for what is offloaded, they have {gib(cluster.host_memory_bytes):,.1f}",
             hint="offload less, or shard more: --zero 1 or higher")
+
+
+def _check_split(frame: Frame, zero: int, recompute: Recompute) -> None:
+    if frame.splits_backward and zero == 3 and frame.mesh.dp > 1:
+        raise ConfigError(f"{frame.schedule} splits the backward pass, which does not run with ZeRO 3", hint="choose --zero 2 or less")
+    if frame.splits_backward and recompute is not Recompute.NONE:
+        raise ConfigError(f"{frame.schedule} splits the backward pass, which runs without recompute", hint="drop --recompute")
 
 
 def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recompute: Recompute, book: PriceBook) -> Strategy:
@@ -92,6 +107,7 @@ def estimate_plan(
     blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)
     _check(frame, blocks, model, cluster, training)
     _check_holders(frame, zero, zero_ranks)
+    _check_split(frame, zero, recompute)
     book = PriceBook(model, training, machine_for(cluster), zero_ranks=zero_ranks, offload=offload)
     strategy = uniform_strategy(frame, blocks, zero=zero, recompute=recompute, book=book)
     price = price_step(strategy, book)

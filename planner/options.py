@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from costmodels.actions import placement_of
 from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
@@ -159,15 +160,42 @@ def all_assumed(question: Question, options: Options, how: SearchOptions) -> tup
     return assumed
 
 
+def action_rows(path: Path) -> tuple[str, ...]:
+    """The lines of a schedule file, torch's compute-only CSV. Raises ConfigError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}", hint="choose another --schedule-file") from None
+    # torch writes an empty entry where a rank waits
+    return tuple(",".join(entry.strip() for entry in line.split(",") if entry.strip()) for line in lines if line.strip())
+
+
+def _custom(path: Path, options: Options) -> tuple[Schedule, int, tuple[str, ...]]:
+    """A schedule from a file: its virtual stages per rank, and what each rank runs. Raises ConfigError."""
+    if options["schedule"] is not None or options["virtual_stages"] > 1:
+        raise ConfigError("--schedule-file says the schedule and its virtual stages", hint="drop --schedule and --virtual-stages")
+    rows = action_rows(path)
+    if options["pp"] < 2 or len(rows) != options["pp"]:
+        raise ConfigError(f"{path} is of {len(rows)} pipeline ranks, --pp is {options['pp']}", hint=f"--pp {max(2, len(rows))}")
+    return Schedule.CUSTOM, len(placement_of(rows)[0]), rows
+
+
 def frame(question: Question, options: Options) -> Frame:
     """The frame of a layout made by hand; what does not divide is left to the planner's check, which says why."""
     pp, tp, micro_batch_size = options["pp"], options["tp"], options["micro_batch_size"]
     dp = options["dp"] or max(1, question.cluster.num_gpus // (pp * tp))
-    schedule = options["schedule"] or (Schedule.INTERLEAVED if options["virtual_stages"] > 1 else Schedule.ONE_F_ONE_B)
+    virtual_stages = options["virtual_stages"]
+    schedule = Schedule(options["schedule"] or (Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B))
+    actions: tuple[str, ...] = ()
+    if schedule is Schedule.ZBV and virtual_stages == 1:  # it has no other number
+        virtual_stages = 2
+    if options["schedule_file"]:
+        schedule, virtual_stages, actions = _custom(options["schedule_file"], options)
     return Frame(
-        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=options["ep"]), schedule=Schedule(schedule), virtual_stages=options["virtual_stages"],
+        mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=options["ep"]), schedule=schedule, virtual_stages=virtual_stages,
         micro_batch_size=micro_batch_size, num_micro_batches=max(1, question.training.global_batch_size // (micro_batch_size * dp)),
-        sequence_parallel=options["sequence_parallel"])
+        sequence_parallel=options["sequence_parallel"], actions=actions)
 
 
 def layout_book(question: Question, options: Options) -> tuple[Frame, PriceBook]:

@@ -3,11 +3,11 @@
 The breakdown in a plan file is of the slowest pipeline rank. There, uneven stages show as more compute; in the mean over
 the ranks compute is what the model costs, whoever does it, and unevenness is waiting. That waiting has two parts:
 
-    bubble      (P - 1) / v t        what equal stages of the same mean wait (EQUATIONS P), t their micro-batch's seconds
+    bubble      (P - 1) a t          what equal stages of the same mean wait (EQUATIONS P), t their micro-batch's seconds
     imbalance   the rest             for slower stages, for unequal tails; it can be slightly negative, where the first or
                                      the last stage has less to transfer than t says
 
-P pipeline ranks, v virtual stages.
+P pipeline ranks, a = 1/v for v virtual stages (costmodels/step.py, `bubble_share`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parts_of(frame: Frame, price: StepPrice) -> Parts:
     waiting_s = price.step_s - fmean(rank.total.value_s for rank in ranks)
     timelines = price.simulated.ranks
     micro_batch_s = fmean(line.busy_s + line.transfer_s for line in timelines) / frame.num_micro_batches
-    bubble_s = (frame.mesh.pp - 1) / frame.virtual_stages * micro_batch_s
+    bubble_s = (frame.mesh.pp - 1) * price.bubble_share * micro_batch_s
     return Parts(
         compute_s=fmean(rank.compute.value_s for rank in ranks), recompute_s=fmean(rank.recompute.value_s for rank in ranks),
         bubble_s=bubble_s, imbalance_s=waiting_s - bubble_s if frame.mesh.pp > 1 else 0.0,

@@ -47,7 +47,10 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved)."""
+    """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved or zbv).
+
+    actions: of a custom schedule, and only of that, what each pipeline rank runs, as a line of torch's compute-only CSV
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -55,6 +58,11 @@ class Pipeline:
     virtual_stages: int
     micro_batch_size: int
     num_micro_batches: int
+    actions: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.actions) != (self.schedule is Schedule.CUSTOM):
+            raise ConfigError(f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; custom, and only it, has some")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

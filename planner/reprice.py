@@ -30,7 +30,8 @@ def frame_of(plan: Plan) -> Frame:
     pipeline = plan.pipeline
     return Frame(
         mesh=plan.mesh, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages, micro_batch_size=pipeline.micro_batch_size,
-        num_micro_batches=pipeline.num_micro_batches, sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()))
+        num_micro_batches=pipeline.num_micro_batches, sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()),
+        actions=pipeline.actions)
 
 
 def book_of(plan: Plan) -> PriceBook:

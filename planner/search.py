@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from costmodels.book import PriceBook
-from costmodels.step import StepPrice, price_step
+from costmodels.step import StepPrice, bubble_share, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
 from planner.bounds import TimeBound, may_fit, redundancy_bound_bytes, time_bound
-from planner.columns import Column, MixTable, RankColumns, block_counts, to_strategy
+from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
 from planner.faults import GaveUp, Unanswered, can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
@@ -223,18 +223,19 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
 
     def solve(frame: Frame, bound_s: float, cut_s: float) -> Solved | None:
         relaxed = session.relaxed(frame, cut_s)
-        relaxed_s = lower_bound_s(frame, relaxed, num_layers) if relaxed else None
+        share = bubble_share(frame, prices.book)
+        relaxed_s = lower_bound_s(frame, relaxed, num_layers, share) if relaxed else None
         prices.raise_bound(frame, limit, cut_s if relaxed_s is None else relaxed_s)
         if relaxed_s is None or relaxed_s >= cut_s:
             return None
         options = session.columns(frame, lambda rank, count: rank.fastest(count, limit), cut_s)
-        least_s = lower_bound_s(frame, options, num_layers) if options else None
+        least_s = lower_bound_s(frame, options, num_layers, share) if options else None
         if options is None or least_s is None or least_s >= cut_s:
             return None
-        master = Master(frame, options, num_layers, tied=session.book.tied)
+        master = Master(frame, options, num_layers, tied=session.book.tied, share=share)
         choice = master.fastest(session.options.solver, session.solver_limit_s())
         if choice is None:
-            _require_infeasible(options, session)
+            _require_infeasible(frame, options, session)
             return None
         return Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
 
@@ -259,16 +260,17 @@ def _certify(solved: Sequence[Solved], session: Session) -> None:
             continue
         relaxed = session.relaxed(frame, INFINITY)
         try:
-            choice = Master(frame, relaxed, num_layers).fastest(session.options.solver, session.solver_limit_s()) if relaxed else None
+            master = Master(frame, relaxed, num_layers, share=bubble_share(frame, session.book)) if relaxed else None
+            choice = master.fastest(session.options.solver, session.solver_limit_s()) if master else None
         except (Unsolved, SolverError):  # the bound stays as it is
             continue
         if choice is not None and choice.proven:
             session.prices.raise_bound(frame, limit, choice.step_s * (1 - ROUNDING))
 
 
-def _require_infeasible(options: Sequence[Sequence[Column]], session: Session) -> None:
+def _require_infeasible(frame: Frame, options: Sequence[Sequence[Column]], session: Session) -> None:
     """Raises SolverError when what the solver calls infeasible has a solution: the frame must not pass for one that does not fit."""
-    if can_place(options, session.book.model.num_layers, tied=session.book.tied):
+    if can_place(options, session.book.model.num_layers, tied=session.book.tied and bool(tied_ends(frame))):
         raise SolverError(f"{session.options.solver} calls a problem infeasible that is not", hint="use the other --solver")
 
 
@@ -279,10 +281,11 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
         options = session.columns(frame, lambda rank, count: session.prices.lean_columns(rank, count, session.limit_bytes), slowest_s)
         if options is None:
             return None
-        least_s, least = lower_bound_s(frame, options, num_layers), columns_redundancy_bound_bytes(frame, options, num_layers)
+        share = bubble_share(frame, session.book)
+        least_s, least = lower_bound_s(frame, options, num_layers, share), columns_redundancy_bound_bytes(frame, options, num_layers)
         if least_s is None or least is None or least_s > slowest_s or least >= cut:
             return None
-        master = Master(frame, options, num_layers, tied=session.book.tied)
+        master = Master(frame, options, num_layers, tied=session.book.tied, share=share)
         choice = master.leanest(slowest_s, session.options.solver, session.solver_limit_s())
         if choice is None:
             return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from costmodels.mesh import Mesh
+from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule, legal
 from costmodels.strategy import Frame
 from planner.columns import shorter_ends
@@ -84,7 +85,9 @@ def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str
         return f"1f1b needs at least pp {mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
     if mesh.pp > model.num_layers:
         return f"pp {mesh.pp} is more than the {model.num_layers} layers"
-    if frame.virtual_stages > 1 and shorter_ends(frame, model.num_layers) is None:
+    if not frame.equal_ranks and frame.num_virtual_stages > model.num_layers:
+        return f"pp {mesh.pp} x {frame.virtual_stages} virtual stages are more than the {model.num_layers} layers"
+    if frame.equal_ranks and shorter_ends(frame, model.num_layers) is None:
         return f"{model.num_layers} layers, or two more, are not a multiple of pp {mesh.pp} x {frame.virtual_stages} virtual stages"
     if frame.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
         return f"sequence parallelism needs tp > 1 that divides the sequence of {training.seq_length}, tp is {mesh.tp}"
@@ -119,7 +122,10 @@ def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | Non
 
 
 def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
-    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned."""
+    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned.
+
+    ZBV where the pipeline fills, or pinned.
+    """
     if mesh.pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
         return
@@ -128,6 +134,8 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
         yield Schedule.GPIPE, 1
+    if num_micro_batches >= 2 * mesh.pp - 1 or Schedule.ZBV in asked:
+        yield Schedule.ZBV, 2
     shares = (layers // mesh.pp for layers in (model.num_layers, model.num_layers + 2) if layers % mesh.pp == 0)
     yield from ((Schedule.INTERLEAVED, v) for v in sorted({v for share in shares for v in divisors(share) if v > 1}))
 
@@ -168,6 +176,10 @@ def _excluded(frame: Frame, pins: Constraints) -> str | None:
         return "excluded by --schedule"
     if frame.mesh.pp > 1 and not _allowed(pins.virtual_stages, frame.virtual_stages):
         return "excluded by --virtual-stages"
+    if frame.splits_backward and not _allowed(pins.resolved().recompute, Recompute.NONE):
+        return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
+    if frame.splits_backward and frame.mesh.dp > 1 and pins.resolved().zero == (3,):
+        return f"{frame.schedule} does not run with ZeRO 3, --zero or --forbid leaves no other"
     if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
         return "excluded by --sequence-parallel"
     return None

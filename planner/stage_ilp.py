@@ -1,6 +1,6 @@
 """The master integer program: one column per pipeline rank (EQUATIONS I4).
 
-    throughput   min  (M - 1/v) Z + (1/v) sum_s t_s + E
+    throughput   min  (M - a) Z + a sum_s t_s + E                  a = 1/v (costmodels/step.py, `bubble_share`)
     memory       min  sum_s D T rho_s,   then the same time with the redundancy fixed at its minimum
 
     (C1) sum_c z_sc = 1                    for each rank s: one column
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from costmodels.step import closed_form_s
 from costmodels.strategy import Frame
-from planner.columns import Column
+from planner.columns import Column, tied_ends
 from planner.request import SolverName
 from planner.solver import Problem, Unsolved, chosen, weighted
 from profiles.units import MIB, US_PER_S
@@ -40,17 +40,20 @@ class Choice:
     proven: bool
 
 
-def evaluate(frame: Frame, columns: Sequence[Column], *, proven: bool) -> Choice:
-    """The price of one column for each rank."""
-    step_s = closed_form_s([c.time_s for c in columns], [c.tail_s for c in columns], frame.num_micro_batches, frame.virtual_stages)
+def evaluate(frame: Frame, columns: Sequence[Column], *, proven: bool, share: float | None = None) -> Choice:
+    """The price of one column for each rank; `share` as in `Master`."""
+    share = 1 / frame.virtual_stages if share is None else share
+    step_s = closed_form_s([c.time_s for c in columns], [c.tail_s for c in columns], frame.num_micro_batches, share)
     return Choice(tuple(columns), step_s, frame.mesh.ranks_per_stage * sum(c.redundant_bytes for c in columns), proven)
 
 
 class Master:
-    """The program of one frame, over `options[s]`, the columns of rank s."""
+    """The program of one frame, over `options[s]`, the columns of rank s; `share` is its bubble's, 1/v unless given."""
 
-    def __init__(self, frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, *, tied: bool = False) -> None:
-        self.frame = frame
+    def __init__(
+        self, frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, *, tied: bool = False, share: float | None = None,
+    ) -> None:
+        self.frame, self.share = frame, 1 / frame.virtual_stages if share is None else share
         self.problem = Problem("master")
         self.picks = [
             {column: self.problem.binary(f"z_{s}_{c}") for c, column in enumerate(columns)} for s, columns in enumerate(options)]
@@ -59,16 +62,16 @@ class Master:
             self.problem.require(weighted((z, 1.0) for z in picks.values()) == 1, f"C1_one_{s}")
             self.problem.require(weighted((z, c.time_s * US_PER_S) for c, z in picks.items()) <= self.pace, f"C3_pace_{s}")
             self.problem.require(weighted((z, c.tail_s * US_PER_S) for c, z in picks.items()) <= self.tail, f"C4_tail_{s}")
-        if frame.virtual_stages == 1 and frame.mesh.pp > 1:
+        if not frame.equal_ranks and frame.mesh.pp > 1:
             blocks = [(z, float(c.num_blocks)) for picks in self.picks for c, z in picks.items()]
             self.problem.require(weighted(blocks) == num_layers, "C2_blocks")
-        if tied and frame.mesh.pp > 1:
-            first, last = ([(z, 1.0) for c, z in picks.items() if c.zero] for picks in (self.picks[0], self.picks[-1]))
+        if tied and tied_ends(frame):
+            first, last = ([(z, 1.0) for c, z in self.picks[rank].items() if c.zero] for rank in tied_ends(frame))
             self.problem.require(weighted(first) == weighted(last), "C7_tied")
 
     @property
     def time_us(self) -> object:
-        share = 1 / self.frame.virtual_stages
+        share = self.share
         times = [(z, share * c.time_s * US_PER_S) for picks in self.picks for c, z in picks.items()]
         return weighted([(self.pace, self.frame.num_micro_batches - share), *times, (self.tail, 1.0)])
 
@@ -82,7 +85,7 @@ class Master:
         if solution is None:
             return None
         picked = tuple(chosen(picks) for picks in self.picks)
-        return evaluate(self.frame, picked, proven=solution.proven)
+        return evaluate(self.frame, picked, proven=solution.proven, share=self.share)
 
     def fastest(self, solver: SolverName, time_limit_s: float | None = None) -> Choice | None:
         """The fastest choice, or None when the columns cannot place all blocks."""
@@ -111,7 +114,7 @@ def _slackened(value: float) -> float:
     return value + TOLERANCE * max(1.0, abs(value))
 
 
-def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers: int) -> float | None:
+def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, share: float | None = None) -> float | None:
     """A lower bound of the throughput master without solving it, or None when it is infeasible.
 
     The pace is at least the smallest Z at which the ranks together can hold all blocks; the sum is at least each
@@ -119,16 +122,16 @@ def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers:
     """
     if any(not columns for columns in options):
         return None
-    share = 1 / frame.virtual_stages
+    share = 1 / frame.virtual_stages if share is None else share
     tail_s = max(min(column.tail_s for column in columns) for columns in options)
-    if frame.virtual_stages > 1 or frame.mesh.pp == 1:
+    if frame.equal_ranks or frame.mesh.pp == 1:
         fastest = [min(column.time_s for column in columns) for columns in options]
         return (frame.num_micro_batches - share) * max(fastest) + share * sum(fastest) + tail_s
     pace_s = _smallest_pace_s(options, num_layers)
     if pace_s is None:
         return None
     at_least = max(_sum_bound(options, lambda column: column.time_s, num_layers), pace_s)
-    return (frame.num_micro_batches - 1) * pace_s + at_least + tail_s
+    return (frame.num_micro_batches - share) * pace_s + share * at_least + tail_s
 
 
 def _smallest_pace_s(options: Sequence[Sequence[Column]], num_layers: int) -> float | None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding, placements
+from costmodels.strategy import Frame
 from planner.plan import (
     PLAN_VERSION,
     Breakdown,
@@ -62,6 +63,7 @@ def make_plan(
     recompute: tuple[str, ...] | str = (), recompute_ends: bool = False, schedule: Schedule = Schedule.ONE_F_ONE_B, virtual_stages: int = 1,
     blocks: tuple[int, ...] | None = None, num_micro_batches: int = 2, global_batch_size: int = 8,
     attention: AttentionKernel = AttentionKernel.FLASH, precision: Precision = Precision.FP32,
+    actions: tuple[str, ...] = (),
 ) -> Plan:
     """A plan with `zero` of the blocks cycling through the given stages; embedding and head have the first.
 
@@ -72,7 +74,11 @@ def make_plan(
         global_batch_size=global_batch_size, seq_length=SEQ_LENGTH, precision=precision, attention=attention)
     pipeline = Pipeline(
         schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=global_batch_size // dp // num_micro_batches,
-        num_micro_batches=num_micro_batches)
+        num_micro_batches=num_micro_batches, actions=actions)
+    frame = Frame(
+        mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=pipeline.micro_batch_size,
+        num_micro_batches=num_micro_batches, sequence_parallel=sp, actions=actions)
+    ranks = [frame.rank_of(stage) for stage in range(pp * virtual_stages)]
     layer_plans = {}
     for kind in LayerKind:
         for stage in sorted(set(zero)):
@@ -81,7 +87,7 @@ def make_plan(
     return Plan(
         plan_version=PLAN_VERSION, model=model, cluster=CLUSTER, training=training, pipeline=pipeline,
         mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep),
-        layer_plans=layer_plans, stages=_stages(pp, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
+        layer_plans=layer_plans, stages=_stages(ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
         predicted=_prediction(pp), search=_search())
 
 
@@ -96,7 +102,7 @@ def _layer_plan(
         operators=operators)
 
 
-def _stages(pp: int, zero: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[StagePlan, ...]:
+def _stages(ranks: list[int], zero: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[StagePlan, ...]:
     stages = []
     first = 0
     for k, count in enumerate(blocks):
@@ -105,7 +111,7 @@ def _stages(pp: int, zero: tuple[int, ...], blocks: tuple[int, ...]) -> tuple[St
             runs.insert(0, LayerRun(plan=f"embedding-{zero[0]}"))
         if k == len(blocks) - 1:
             runs.append(LayerRun(plan=f"head-{zero[0]}"))
-        stages.append(StagePlan(rank=k % pp, layers=tuple(runs)))
+        stages.append(StagePlan(rank=ranks[k], layers=tuple(runs)))
         first += count
     return tuple(stages)
 

@@ -152,8 +152,8 @@ def test_block_counts_by_hand(pp, v, num_layers, longest, expected):
 
 
 def test_embedding_and_head_are_on_the_first_and_the_last_rank():
-    assert [end_kinds(rank, 3) for rank in range(3)] == [(LayerKind.EMBEDDING,), (), (LayerKind.HEAD,)]
-    assert end_kinds(0, 1) == (LayerKind.EMBEDDING, LayerKind.HEAD)
+    assert [end_kinds(rank, frame_of(3, 1)) for rank in range(3)] == [(LayerKind.EMBEDDING,), (), (LayerKind.HEAD,)]
+    assert end_kinds(0, frame_of(1, 1)) == (LayerKind.EMBEDDING, LayerKind.HEAD)
 
 
 def test_a_strategy_lists_each_chunk_with_its_share_of_every_level():

@@ -35,6 +35,7 @@ NEOX = dataclasses.replace(
 CHEAP = ("norm1", "activation", "norm2")  # the operators that a selective plan runs again
 BF16 = Precision.BF16
 INTERLEAVED = {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2, "num_micro_batches": 4}
+ZBV = {"schedule": Schedule.ZBV, "virtual_stages": 2, "num_micro_batches": 4}
 
 
 def half_sequence_parallel() -> Plan:
@@ -50,6 +51,9 @@ PLANS: dict[str, Plan] = {
     "pp2-gpt-tied-across-stages": make_plan(GPT, pp=2),
     "pp2-llama-uneven-gpipe": make_plan(LLAMA, pp=2, blocks=(1, 3), schedule=Schedule.GPIPE),
     "pp2-llama-interleaved": make_plan(LLAMA, pp=2, **INTERLEAVED),
+    "pp2-gpt-tied-zbv": make_plan(GPT, pp=2, **ZBV),
+    "pp2-llama-zbv-few-micro-batches-recompute": make_plan(LLAMA, pp=2, recompute=CHEAP, **(ZBV | {"num_micro_batches": 2})),
+    "pp2-llama-own-lists": make_plan(LLAMA, pp=2, schedule=Schedule.CUSTOM, actions=("0F0,0F1,0B0,0B1", "1F0,1I0,1F1,1W0,1B1")),
     "dp2-zero0": make_plan(GPT, dp=2, zero=(0,)),
     "dp2-zero1": make_plan(GPT, dp=2, zero=(1,)),
     "dp2-zero1-one-micro-batch": make_plan(GPT, dp=2, zero=(1,), num_micro_batches=1),
@@ -70,6 +74,10 @@ PLANS: dict[str, Plan] = {
     "pp4-more-micro-batches-than-stages": make_plan(GPT, pp=4, num_micro_batches=8, blocks=(0, 1, 2, 1)),
     "pp2-dp2-zero2": make_plan(GPT, pp=2, dp=2, zero=(2,), num_micro_batches=4),
     "pp2-dp2-llama-zero3-interleaved": make_plan(LLAMA, pp=2, dp=2, zero=(3,), **INTERLEAVED),
+    "pp2-dp2-gpt-tied-zbv-zero1": make_plan(GPT, pp=2, dp=2, zero=(1,), **ZBV),
+    "pp2-dp2-llama-zbv-zero-mixed": make_plan(LLAMA, pp=2, dp=2, zero=(0, 2, 1), **ZBV),
+    "pp2-tp2-sp-llama-zbv": make_plan(LLAMA, pp=2, tp=2, sp=True, **ZBV),
+    "bf16-pp2-dp2-zbv-zero1": make_plan(GPT, pp=2, dp=2, zero=(1,), precision=BF16, **ZBV),
     "pp2-tp2-sp-on-the-first-stage": half_sequence_parallel(),
     "dp2-tp2-sp-zero-mixed": make_plan(LLAMA, dp=2, tp=2, sp=True, zero=(3, 1, 0, 2)),
     "pp2-dp2-tp2-sp-gpt-tied-zero1": make_plan(GPT, pp=2, dp=2, tp=2, sp=True, zero=(1,), blocks=(1, 3)),

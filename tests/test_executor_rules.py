@@ -18,7 +18,7 @@ from executor.rules import RULES, nearest_legal, refusals, validate
 from planner.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from profiles.errors import ConfigError
 from profiles.spec import Precision
-from tests.executor_plans import GPT, LLAMA, make_plan
+from tests.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.executor_world import GRADIENT_TOLERANCE, LOSS_TOLERANCE, attempt, run_reference, worst_gradient
 
 pytestmark = [
@@ -69,6 +69,7 @@ class Broken:
 GPT1, GPT2, PP2 = make_plan(GPT), make_plan(GPT, dp=2), make_plan(GPT, pp=2)
 TP2, DROPOUT = make_plan(GPT, tp=2), dataclasses.replace(GPT, dropout=0.5)
 FIRST, LAST = PP2.stages
+ZBV = {"schedule": Schedule.ZBV, "virtual_stages": 2}
 ZERO_APART = with_layer_plan(make_plan(GPT, pp=2, dp=2, zero=(0, 1)), "head-0", zero=1)
 
 BROKEN = {
@@ -94,12 +95,33 @@ BROKEN = {
     "no-share-for-every-rank": Broken(
         "batch", with_training(GPT2, global_batch_size=9), "on 2 data-parallel ranks are 8 sequences", "global_batch_size to 8",
         "other gradients"),
-    "few-micro-batches": Broken(
-        "micro batches", make_plan(GPT, pp=2, num_micro_batches=1), "1f1b needs at least 2 micro-batches, found 1",
-        "set micro_batch_size to 4 and num_micro_batches to 2", "fails"),
     "uneven-rounds": Broken(
         "micro batches", make_plan(LLAMA, pp=2, schedule=INTERLEAVED, virtual_stages=2, num_micro_batches=5, global_batch_size=5),
-        "interleaved needs num_micro_batches 5 to be a multiple of 2", "set micro_batch_size to 5 and num_micro_batches to 1", "fails"),
+        "interleaved needs micro-batches in multiples of the 2 pipeline ranks, found 5",
+        "set num_micro_batches to 6 and global_batch_size to 6", "fails"),
+    "one-virtual-stage-of-zbv": Broken(
+        "virtual stages", make_plan(LLAMA, pp=2, schedule=Schedule.ZBV), "zbv with virtual_stages 1", "to 1f1b", "fails"),
+    "lists-that-wait-for-each-other": Broken(
+        "action lists", make_plan(LLAMA, pp=2, schedule=Schedule.CUSTOM, actions=("0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1")),
+        "wait for each other for ever: rank 0 at 0B0", "change the order there", "fails"),
+    "a-list-without-a-pipeline": Broken(
+        "action lists", make_plan(LLAMA, schedule=Schedule.CUSTOM, actions=("0F0,0B0,0F1,0B1",)), "a custom schedule on 1 pipeline rank",
+        "set schedule to 1f1b", "no effect"),
+    "zero-3-split": Broken(
+        "split zero", make_plan(LLAMA, pp=2, dp=2, zero=(3,), **ZBV), "splits the backward pass of a layer of zero 3",
+        "set zero to 2 on layer plan embedding-3", "fails"),
+    "full-recompute-split": Broken(  # what it costs is counted in tests/test_executor_schedules.py
+        "split recompute", make_plan(LLAMA, pp=2, recompute="full", **ZBV), "of a layer that is recomputed in full",
+        r"set recompute to \[\] on layer plan block-0", "no effect"),
+    "three-experts-on-two-ranks": Broken(
+        "expert parallel", make_plan(dataclasses.replace(MIXTRAL, num_experts=3), dp=2, ep=2), "ep 2 does not divide the 3 experts",
+        "set ep to 1", "fails"),
+    "a-dispatch-that-runs-again": Broken(
+        "mixture", make_plan(MIXTRAL, recompute=("dispatch",)), "of the experts only activation can run again",
+        r"set recompute to \[\] on layer plan block-0", "fails"),
+    "experts-on-the-host": Broken(
+        "mixture", with_layer_plan(make_plan(MIXTRAL, dp=2, ep=2, zero=(1,)), "block-1", offload=(Offload.STATES,)),
+        "their states on the host", "take states out of offload on layer plan block-1", "other bytes"),
     "fp16": Broken("fp16", with_training(GPT1, precision=Precision.FP16), "precision is fp16", "to bf16", "other bytes"),
     "fp8": Broken("fp8", with_training(make_plan(GPT, precision=BF16), fp8_matmuls=True), "fp8_matmuls is set", "false", "no effect"),
     "bf16-gradients": Broken(

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from costmodels.schedules import Action, Schedule, Work, actions, in_flight, legal, uniform_step_s
+from costmodels.actions import Action, Work
+from costmodels.schedules import Schedule, actions, in_flight, legal, uniform_step_s
 from profiles.errors import ConfigError
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
+WHOLE = (GPIPE, ONE_F_ONE_B, INTERLEAVED)  # schedules that do not split the backward
 
 LEGAL = [
     (schedule, p, m, v)
-    for schedule, p, m, v in product(Schedule, (1, 2, 3, 4, 7), (1, 2, 3, 4, 7, 8, 12, 21), (1, 2, 3, 5))
+    for schedule, p, m, v in product(WHOLE, (1, 2, 3, 4, 7), (1, 2, 3, 4, 7, 8, 12, 21), (1, 2, 3, 5))
     if legal(schedule, p, m, v) is None
 ]
 
@@ -59,7 +61,7 @@ def test_each_micro_batch_goes_forward_once_and_then_backward_once_through_each_
         order = actions(schedule, rank, p, m, v)
         place = {action: n for n, action in enumerate(order)}
 
-        assert Counter(order) == Counter(Action(work, c, i) for work in Work for c in range(v) for i in range(m))
+        assert Counter(order) == Counter(Action(work, c, i) for work in (Work.FORWARD, Work.BACKWARD) for c in range(v) for i in range(m))
         assert all(place[Action(Work.FORWARD, c, i)] < place[Action(Work.BACKWARD, c, i)] for c in range(v) for i in range(m))
 
 

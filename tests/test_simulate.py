@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from costmodels.schedules import Action, Schedule, Work, actions, in_flight, legal, uniform_step_s
+from costmodels.actions import Action, Work, orders_of
+from costmodels.schedules import Schedule, actions, in_flight, legal, uniform_step_s
 from costmodels.simulate import StageCost, least_step_s, replay, simulate
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
+WHOLE = (GPIPE, ONE_F_ONE_B, INTERLEAVED)  # schedules that do not split the backward
 F0, B0 = Action(Work.FORWARD, 0, 0), Action(Work.BACKWARD, 0, 0)
 
 
@@ -47,7 +49,7 @@ def closed_form_s(m: int, costs: list[list[StageCost]]) -> float:
 
 
 @st.composite
-def pipelines(draw, schedules=tuple(Schedule), same_forward_share=False):
+def pipelines(draw, schedules=WHOLE, same_forward_share=False):
     """A legal schedule, its micro-batches, and integral costs, so that sums are exact."""
     schedule = draw(st.sampled_from(schedules))
     p = draw(st.integers(2 if schedule is INTERLEAVED else 1, 5))
@@ -65,7 +67,7 @@ def pipelines(draw, schedules=tuple(Schedule), same_forward_share=False):
 
 GRID = [
     (schedule, p, m, v)
-    for schedule, p, m, v in product(Schedule, (1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 16, 24), (1, 2, 4))
+    for schedule, p, m, v in product(WHOLE, (1, 2, 3, 4, 8), (1, 2, 3, 4, 8, 16, 24), (1, 2, 4))
     if legal(schedule, p, m, v) is None
 ]
 
@@ -288,3 +290,31 @@ def test_1f1b_exceeds_the_closed_form_when_forward_and_backward_have_different_s
 
     assert simulate(ONE_F_ONE_B, m, costs).step_s == expected_s
     assert closed_form_s(m, costs) == closed_s
+
+
+def test_split_backwards_by_hand():
+    """Two ranks, one micro-batch: 1F 2 s, 0F 1 s; the input gradient of stage 1 (3 s) frees rank 0, its weight gradient (2 s) does not."""
+    first = StageCost(
+        forward_s=1.0, backward_s=4.0, recompute_s=0.0, receive_forward_s=0.0, receive_backward_s=0.5, stash_bytes=10.0, weight_s=1.5,
+        waiting_bytes=4.0)
+    second = replace(first, forward_s=2.0, backward_s=5.0, weight_s=2.0, receive_forward_s=0.25, receive_backward_s=0.0)
+    orders = orders_of(("0F0,0I0,0W0", "1F0,1I0,1W0"))
+
+    step = replay(orders, 1, [[first], [second]], keep_events=True)
+
+    # stage 1: forward 1 .. 3.25, input gradient .. 6.25, weight gradient .. 8.25; the whole backward of stage 0, whose input
+    # has no gradient, is in its weight gradient: receive .. 6.75, backward .. 10.75
+    assert [[event.end_s for event in rank.events] for rank in step.ranks] == [[1.0, 6.75, 10.75], [3.25, 6.25, 8.25]]
+    assert step.step_s == 10.75
+    assert [rank.peak_stash_bytes for rank in step.ranks] == [14.0, 14.0]
+    assert step.ranks[0].bubble_s == pytest.approx(10.75 - 1.0 - 4.0 - 0.5)
+
+
+def test_whole_and_split_backwards_may_be_mixed_and_split_ones_let_the_stage_before_start_sooner():
+    cost = StageCost(
+        forward_s=1.0, backward_s=4.0, recompute_s=0.0, receive_forward_s=0.0, receive_backward_s=0.0, stash_bytes=1.0, weight_s=2.0)
+    whole, split = (orders_of(("0F0,0F1,0B0,0B1", rows)) for rows in ("1F0,1B0,1F1,1B1", "1F0,1I0,1F1,1W0,1B1"))
+
+    # 1F0 ends at 2; its whole backward at 6, its input gradient at 4: 0B0 ends at 10 or at 8, 0B1 waits for 1B1 (11)
+    assert replay(whole, 2, [[cost], [cost]]).step_s == 15.0
+    assert replay(split, 2, [[cost], [cost]], keep_events=True).ranks[0].events[2].end_s == 8.0

@@ -41,7 +41,7 @@ def test_equal_stages_without_transfers_take_the_closed_form_of_the_papers(sched
 
 def test_the_closed_form_by_hand():
     # (4 - 1/2) * 3 + (1 + 2 + 3) / 2 + max tail
-    assert closed_form_s([1.0, 2.0, 3.0], [0.5, 0.25, 0.0], 4, 2) == 3.5 * 3 + 3 + 0.5
+    assert closed_form_s([1.0, 2.0, 3.0], [0.5, 0.25, 0.0], 4, 1 / 2) == 3.5 * 3 + 3 + 0.5
 
 
 @pytest.mark.parametrize("seed", range(6))

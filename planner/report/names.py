@@ -14,7 +14,9 @@ from profiles.model import LayerKind, ModelGraph
 from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
 
-_SCHEDULES = {Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "interleaved 1F1B"}
+_SCHEDULES = {
+    Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "interleaved 1F1B", Schedule.ZBV: "zero-bubble V",
+    Schedule.CUSTOM: "own schedule"}
 FASTEST = "fastest"  # of all: what a search finds that is asked for nothing else
 
 
