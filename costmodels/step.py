@@ -57,14 +57,21 @@ class StepPrice:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a simulation of a strategy starts from: `stages[rank][chunk]`, and by rank the seconds after its last action.
+    """What a simulation of a strategy starts from: `stages[rank][chunk]`, and by rank the seconds after its last action, `tail_s`.
 
-    optimizer_s: what of the tail is the update of the parameters
+    reduced_s      exposed reductions and gathers of the step
+    tied_s         the reduction of a tied embedding's two gradients
+    optimizer_s    the update of the parameters
     """
 
     stages: tuple[tuple[StageCost, ...], ...]
-    tail_s: tuple[float, ...]
+    reduced_s: tuple[float, ...]
+    tied_s: tuple[float, ...]
     optimizer_s: tuple[float, ...]
+
+    @property
+    def tail_s(self) -> tuple[float, ...]:
+        return tuple(map(sum, zip(self.reduced_s, self.tied_s, self.optimizer_s, strict=True)))
 
 
 def closed_form_s(rank_s: list[float], tail_s: list[float], num_micro_batches: int, virtual_stages: int) -> float:
@@ -112,8 +119,8 @@ def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
         tuple(_stage_cost(chunk, rank + index * frame.mesh.pp, frame, book) for index, chunk in enumerate(strategy.chunks(rank)))
         for rank in ranks)
     tails = [_tail(strategy, rank, book) for rank in ranks]
-    return StepCosts(
-        stages, tuple((reduced + updated).value_s for reduced, updated in tails), tuple(updated.value_s for _, updated in tails))
+    reduced_s, tied_s, optimizer_s = (tuple(part.value_s for part in parts) for parts in zip(*tails, strict=True))
+    return StepCosts(stages, reduced_s, tied_s, optimizer_s)
 
 
 def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
@@ -152,14 +159,14 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
         receive_forward_s=receive_forward.value_s, receive_backward_s=receive_backward.value_s)
 
 
-def _tail(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Seconds, Seconds]:
-    """What follows the last backward pass of a rank: exposed reductions with the tied embedding's, and the optimizer."""
+def _tail(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Seconds, Seconds, Seconds]:
+    """What follows the last backward pass of a rank: exposed reductions, the tied embedding's, and the optimizer."""
     frame, reduced, updated = strategy.frame, ZERO, ZERO
     for choice in rank_layers(strategy, rank):
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
         reduced += data.step
         updated += data.optimizer
-    return reduced + _tied(frame, rank, book), updated
+    return reduced, _tied(frame, rank, book), updated
 
 
 def _tied(frame: Frame, rank: int, book: PriceBook) -> Seconds:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -132,14 +133,15 @@ class _Equations:
         return list(found), np.log(np.array(list(found.values())))
 
     def calibration(self, logarithms: Mapping[str, float]) -> Calibration:
-        factors = {cause: Factor(value=math.exp(x), measured=True, source="") for cause, x in logarithms.items()}
+        factors: dict[str, Any] = {cause: Factor(value=math.exp(x), measured=True, source="") for cause, x in logarithms.items()}
         return replace(self.none, **factors)
 
     def predicted(self, own: Sequence[str], tied: Sequence[str], x: np.ndarray) -> np.ndarray:
         """Logarithms of the parts."""
         calibration = self.calibration(self._all(own, tied, x))
         prices = [parts_s(one.costs(calibration)) for one in self.priced]
-        return np.log(np.array([prices[index][key] for index, key in self.rows]))
+        found: np.ndarray = np.log(np.array([prices[index][key] for index, key in self.rows]))
+        return found
 
     @staticmethod
     def _all(own: Sequence[str], tied: Sequence[str], x: np.ndarray) -> dict[str, float]:
@@ -160,9 +162,10 @@ class _Equations:
         x = self._least_squares(own, tied)
         runs = ", ".join(fingerprint(one.run) for one in self.priced)
         sources = dict.fromkeys(own, f"run {runs}") | dict.fromkeys(tied, f"run {runs}: together with compute, not told apart")
-        return replace(self.none, **{
+        factors: dict[str, Any] = {
             cause: Factor(value=float(f"{math.exp(value):.6g}"), measured=True, source=sources[cause])
-            for cause, value in self._all(own, tied, x).items()})
+            for cause, value in self._all(own, tied, x).items()}
+        return replace(self.none, **factors)
 
     def _told_apart(self, exercised: Sequence[str]) -> tuple[list[str], list[str]]:
         """The causes that have a factor of their own, and those that follow the passes."""

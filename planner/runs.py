@@ -26,7 +26,7 @@ _FORBID = {"extra": "forbid"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """One piece of work of a rank: F, B, I, W (forward, backward, its input's and its weights' part), loss of a micro-batch,
-    or data, reduce, optimizer of the step (stage and micro-batch -1)."""
+    or data, reduce, tied, optimizer of the step (stage and micro-batch -1)."""
 
     __pydantic_config__ = _FORBID
 
@@ -51,8 +51,8 @@ class Beside:
 
     __pydantic_config__ = _FORBID
 
-    predicted: float | None
-    measured: float | None
+    predicted: int | float | None  # bytes stay whole numbers
+    measured: int | float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Seconds of one kind of work: F, B, receive_F or receive_B of a stage and micro-batch (the median over micro-batches,
-    replicas and recorded steps); data, reduce or optimizer of a pipeline rank, `stage`, and step."""
+    """Seconds of one kind of work: F, B, receive_F or receive_B of a stage and one micro-batch (the mean over a step's, of which
+    the median over replicas and recorded steps); data, reduce or optimizer of a pipeline rank, `stage`, and one step; tied: the
+    reduction of a tied embedding's two gradients. Of reductions the least over the ranks, since the others wait in it."""
 
     __pydantic_config__ = _FORBID
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from costmodels.book import PriceBook
 from costmodels.schedules import Work
@@ -17,6 +17,7 @@ from planner.runs import NO_PLACE, RankRecord, Span
 Key = tuple[str, int]  # the work, and the stage, or the pipeline rank of what is of a whole rank
 RECEIVE = "receive_"
 LOSS = "loss"
+TOGETHER = ("reduce", "tied")  # the ranks of a group end it together
 _PASS = {LOSS: "F", "I": "B", "W": "B"}  # what counts as part of which pass
 
 
@@ -50,10 +51,10 @@ def _rank_spans(rank: int, timeline: RankTimeline, costs: StepCosts) -> Iterator
         yield Span(
             work=action.work.value, stage=action.chunk * pp + rank, micro_batch=action.micro_batch, start_s=event.start_s + received_s,
             end_s=event.end_s)
-    updated_s, tail_s = costs.optimizer_s[rank], costs.tail_s[rank]
-    ended = timeline.finish_s + tail_s
-    for work, start_s, end_s in (("reduce", timeline.finish_s, ended - updated_s), ("optimizer", ended - updated_s, ended)):
-        if end_s > start_s:
+    end_s, tail = timeline.finish_s, (costs.reduced_s, costs.tied_s, costs.optimizer_s)
+    for work, seconds in zip(("reduce", "tied", "optimizer"), (by_rank[rank] for by_rank in tail), strict=True):
+        start_s, end_s = end_s, end_s + seconds
+        if seconds > 0:
             yield Span(work=work, stage=NO_PLACE, micro_batch=NO_PLACE, start_s=start_s, end_s=end_s)
 
 
@@ -67,48 +68,66 @@ def parts_s(costs: StepCosts) -> dict[Key, float]:
             found["B", stage] = cost.backward_s + cost.recompute_s
             found[RECEIVE + "F", stage] = cost.receive_forward_s
             found[RECEIVE + "B", stage] = cost.receive_backward_s
-        found["reduce", rank] = costs.tail_s[rank] - costs.optimizer_s[rank]
+        found["reduce", rank] = costs.reduced_s[rank]
         found["optimizer", rank] = costs.optimizer_s[rank]
+    found["tied", 0] = max(costs.tied_s)
     return found
 
 
 def measured_parts_s(steps: Iterable[Sequence[RankRecord]]) -> dict[Key, float]:
-    """The measured seconds of the same parts: medians over micro-batches, replicas and the steps given.
+    """The measured seconds of the same parts: the mean over a step's micro-batches, of which the median over replicas and steps.
+
+    The mean, since a gather of parameters once a step is in the first forward pass. Of a reduction the least over the ranks that
+    reduce together: the others wait in it for the last one to come.
 
     The loss of a micro-batch is part of its stage's forward pass, a backward pass in two parts is their sum. A receive is
     what an action waited after its rank was free and its other end was done, which needs the ranks' clocks to agree.
     """
     found: dict[Key, list[float]] = defaultdict(list)
     for ranks in steps:
+        waits, least = _receives(ranks), dict[Key, float]()
         for rank in ranks:
-            for span in rank.spans:
-                place = rank.pp if span.stage == NO_PLACE else span.stage
-                found[span.work, place].append(span.seconds)
-        for key, waited_s in _receives(ranks):
-            found[key].append(waited_s)
-    middle = {key: median(values) for key, values in found.items()}
-    return _joined(middle)
-
-
-def _joined(middle: Mapping[Key, float]) -> dict[Key, float]:
+            for key, seconds in _means((*waits[rank.rank], *_works(rank))).items():
+                if key[0] in TOGETHER:
+                    least[key] = min(seconds, least.get(key, seconds))
+                else:
+                    found[key].append(seconds)
+        for key, seconds in least.items():
+            found[key].append(seconds)
     joined: dict[Key, float] = defaultdict(float)
-    for (work, stage), seconds in middle.items():
-        joined[_PASS.get(work, work), stage] += seconds
+    for (work, stage), values in found.items():
+        joined[_PASS.get(work, work), stage] += median(values)
     return dict(joined)
 
 
-def _receives(ranks: Sequence[RankRecord]) -> Iterator[tuple[Key, float]]:
-    """(part, seconds waited) of every action whose input came from another rank."""
+def _works(rank: RankRecord) -> Iterator[tuple[Key, float]]:
+    for span in rank.spans:
+        place = 0 if span.work == "tied" else rank.pp if span.stage == NO_PLACE else span.stage
+        yield (span.work, place), span.seconds
+
+
+def _means(timed: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    found: dict[Key, list[float]] = defaultdict(list)
+    for key, seconds in timed:
+        found[key].append(seconds)
+    return {key: fmean(values) for key, values in found.items()}
+
+
+def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]:
+    """By rank, (part, seconds waited) of every action whose input came from another rank."""
+    waits: dict[int, list[tuple[Key, float]]] = {rank.rank: [] for rank in ranks}
     done = {
         (rank.dp, rank.tp, span.work, span.stage, span.micro_batch): (span.end_s, rank.rank) for rank in ranks for span in rank.spans}
     for rank in ranks:
-        free_s: float | None = None
+        free_s = 0.0
         for span in sorted(rank.spans, key=lambda span: span.start_s):
             for work, before in _waits_for(span):
-                end = done.get((rank.dp, rank.tp, work, before, span.micro_batch))
-                if end is not None and end[1] != rank.rank:
-                    yield (RECEIVE + _PASS.get(span.work, span.work), span.stage), max(0.0, span.start_s - max(end[0], free_s if free_s is not None else end[0]))
+                end_s, maker = done.get((rank.dp, rank.tp, work, before, span.micro_batch), (0.0, rank.rank))
+                if maker != rank.rank:
+                    key = RECEIVE + _PASS.get(span.work, span.work), span.stage
+                    waits[rank.rank].append((key, max(0.0, span.start_s - max(end_s, free_s))))
             free_s = span.end_s
+    return waits
 
 
 def _waits_for(span: Span) -> tuple[tuple[str, int], ...]:
