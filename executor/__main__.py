@@ -54,7 +54,8 @@ def main(
         _check_world(plan, plan_file)
         chosen = _device(device)
         files = RunFiles(run_json or plan_file.with_name("run.json"), trace)
-        files.require_writable(record=bool(options["record"]))
+        if os.environ.get("RANK", "0") == "0":
+            files.require_writable(record=bool(options["record"]))
     except PlannerError as error:
         return _fail(error, speaks=os.environ.get("RANK", "0") == "0")  # every rank meets the same error
     limit = timedelta(seconds=timeout)

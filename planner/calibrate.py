@@ -31,6 +31,7 @@ from planner.reprice import strategy_of
 from planner.runs import Run, fingerprint
 from planner.timelines import Key, parts_s
 from profiles.calibration import CAUSES, UNCHANGED, Calibration, Factor
+from profiles.catalog import cluster_names
 from profiles.errors import ConfigError
 from profiles.measured import machine_for
 from profiles.own import PROFILE_VERSION, OwnProfile, Source, prices_fingerprint
@@ -93,9 +94,18 @@ def _require_alike(priced: Sequence[Priced], names: Sequence[str]) -> None:
             if expected != found:
                 raise ConfigError(
                     f"{name}: its {what} is {found}, that of {names[0]} is {expected}", hint="make one profile for each of them")
-        if one.run.environment.device == "cpu" and plan.cluster.device.name != "cpu":
+        if not _ran_on(plan.cluster.device.name, one.run.environment.device):
             raise ConfigError(
-                f"{name}: the plan is for {plan.cluster.device.name}, the run was on a CPU", hint="calibrate with a run on that device")
+                f"{name}: the plan is for {plan.cluster.device.name}, the run was on {one.run.environment.device}",
+                hint="calibrate with a run on that device")
+
+
+def _ran_on(device: str, found: str) -> bool:
+    """Whether a run on what torch calls `found` (NVIDIA A100-SXM4-80GB) can be one on `device`; of names of one's own only if a CPU."""
+    chip = device.split("-")[0]
+    if chip in {name.split("-")[0] for name in cluster_names()}:
+        return chip in found.lower().replace(" ", "")
+    return found != "cpu"
 
 
 def allocator_share(runs: Sequence[Run]) -> float | None:

@@ -19,7 +19,6 @@ from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.spec import TrainingSpec
 
 BYTES = StateBytes(10, 20, 30)
-ENVIRONMENT = Environment(torch="2.13.0", device="A100", world_size=1, cpu_count=2)
 
 
 @cache
@@ -63,6 +62,7 @@ def run_of(plan: Plan, truth: Calibration | None = None, *, allocated: int | Non
                     pp=pp, dp=dp, tp=tp, predicted=BYTES, held=BYTES, allocated_bytes=allocated, reserved_bytes=reserved,
                     host_rss_bytes=1000, steps=steps, ahead_s=ahead_s))
     step_s = timeline.step_s
+    environment = Environment(torch="2.13.0", device=f"NVIDIA {plan.cluster.device.name.upper()}", world_size=len(ranks), cpu_count=2)
     return make_run(
-        plan, replace(ENVIRONMENT, world_size=len(ranks)), ranks, seconds=[9 * step_s, step_s, step_s, step_s],
+        plan, environment, ranks, seconds=[9 * step_s, step_s, step_s, step_s],
         losses=[4.0, 3.0, 2.0, 1.0], warm_up=1, clock_error_s=0.0, date="2026-11-01")

@@ -129,12 +129,13 @@ def test_runs_of_unlike_machines_make_no_profile(other, message):
         calibrate([run_of(estimated()), run_of(estimated(**other))], ["a.json", "b.json"])
 
 
-def test_a_run_on_a_cpu_says_nothing_of_a_gpu():
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA H100 80GB HBM3"])
+def test_a_run_on_another_device_than_the_plans_is_refused(device):
     run = run_of(estimated())
-    on_cpu = replace(run, environment=replace(run.environment, device="cpu"))
+    elsewhere = replace(run, environment=replace(run.environment, device=device))
 
-    with pytest.raises(ConfigError, match=r"run\.json: the plan is for a100-80gb, the run was on a CPU"):
-        calibrate([on_cpu], ["run.json"])
+    with pytest.raises(ConfigError, match=rf"run\.json: the plan is for a100-80gb, the run was on {device}"):
+        calibrate([elsewhere], ["run.json"])
 
 
 def test_a_run_without_times_is_refused():
