@@ -123,6 +123,12 @@ def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
     return StepCosts(stages, reduced_s, tied_s, optimizer_s)
 
 
+def simulated_step(strategy: Strategy, costs: StepCosts, *, keep_events: bool = False) -> SimulatedStep:
+    """The schedule of `strategy` replayed with the costs of its stages."""
+    frame = strategy.frame
+    return simulate(frame.schedule, frame.num_micro_batches, costs.stages, costs.tail_s, keep_events)
+
+
 def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     """Time, memory and redundancy of `strategy`.
 
@@ -137,7 +143,7 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
         sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs.stages]
     return StepPrice(
         closed_form_s=closed_form_s(micro_batch_s, list(costs.tail_s), frame.num_micro_batches, frame.virtual_stages),
-        simulated=simulate(frame.schedule, frame.num_micro_batches, costs.stages, costs.tail_s),
+        simulated=simulated_step(strategy, costs),
         ranks=tuple(times),
         memory=memory,
         redundant=tuple(rank_redundancy(strategy, rank, held, book) for rank, held in enumerate(memory)),

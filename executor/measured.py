@@ -33,7 +33,7 @@ from profiles.errors import ConfigError
 from profiles.files import write_text
 from profiles.units import KIB
 
-RECORDED_STEPS = 3
+RECORDED_STEPS = 5
 WARM_UP_STEPS = 2  # the first meets allocators and caches empty, and both are metered (executor/train.py)
 CLOCK_ROUNDS = 9
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

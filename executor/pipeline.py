@@ -144,11 +144,11 @@ def _schedule(plan: Plan, ranks: Ranks, modules: Sequence[Stage], after_backward
 
 
 def _spanned_loss(loss: Run, span: Span, stage: int, num_micro_batches: int) -> Run:
-    """The loss of one micro-batch after the other, which torch's schedules compute outside the stage."""
+    """The loss of one micro-batch after the other, which torch's schedules compute outside the stage: the end of its forward."""
     turn = count()
 
     def spanned(logits: Tensor, targets: Tensor) -> Tensor:
-        with span("loss", stage, next(turn) % num_micro_batches):
+        with span("F", stage, next(turn) % num_micro_batches):
             return loss(logits, targets)
 
     return spanned

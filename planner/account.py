@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
 
 from costmodels.book import PriceBook
 from costmodels.memory import StateBytes
@@ -13,7 +13,7 @@ from costmodels.step import model_flops_utilization, price_step
 from planner.plan import Plan
 from planner.reprice import strategy_of
 from planner.runs import RUN_VERSION, Beside, Environment, Figures, Part, RankRecord, Run, Span, Steps, plan_parts
-from planner.timelines import Timeline, measured_idle_share, measured_parts_s, predicted_timeline
+from planner.timelines import Timeline, measured_parts_s, predicted_timeline
 from profiles.errors import ConfigError
 from profiles.measured import machine_for
 
@@ -84,7 +84,7 @@ def make_run(
         steps=Steps(
             seconds=tuple(seconds), loss=tuple(losses), warm_up=warm_up, median_s=median(counted), least_s=min(counted),
             most_s=max(counted)),
-        figures=_figures(plan, predicted, median(counted), measured_idle_share(steps, [step.seconds for step in ranks[0].steps])),
+        figures=_figures(plan, predicted, median(counted), _idle_share(ranks)),
         parts=_parts(predicted.timeline, measured_parts_s(steps)), ranks=tuple(steps[-1]))
 
 
@@ -107,6 +107,11 @@ def _record(number: int, rank: RankMeasured, step: RecordedStep, origin_s: float
         peak_reserved_bytes=Beside(predicted=reserved, measured=rank.reserved_bytes),
         host_rss_bytes=rank.host_rss_bytes,
         spans=tuple(replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in step.spans))
+
+
+def _idle_share(ranks: Sequence[RankMeasured]) -> float:
+    """Of the ranks' time in the recorded steps, the share that is in no span."""
+    return fmean(1 - sum(span.seconds for span in step.spans) / step.seconds for rank in ranks for step in rank.steps)
 
 
 def _figures(plan: Plan, predicted: Predicted, step_s: float, idle_share: float) -> Figures:

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from costmodels.book import PriceBook
-from costmodels.simulate import simulate
-from costmodels.step import StepCosts, step_costs
+from costmodels.step import StepCosts, simulated_step, step_costs
 from costmodels.strategy import Strategy
 from planner.plan import Plan
 from planner.reprice import strategy_of
@@ -58,9 +58,11 @@ class Priced:
     def costs(self, calibration: Calibration | None) -> StepCosts:
         return step_costs(self.strategy, _book(self.plan, calibration))
 
+    def parts_s(self, calibration: Calibration | None) -> dict[Key, float]:
+        return parts_s(self.strategy, self.costs(calibration))
+
     def step_s(self, calibration: Calibration | None) -> float:
-        frame, costs = self.strategy.frame, self.costs(calibration)
-        return simulate(frame.schedule, frame.num_micro_batches, costs.stages, costs.tail_s).step_s
+        return simulated_step(self.strategy, self.costs(calibration)).step_s
 
 
 def calibrate(runs: Sequence[Run], names: Sequence[str]) -> OwnProfile:
@@ -118,7 +120,8 @@ def allocator_share(runs: Sequence[Run]) -> float | None:
 def _source(one: Priced, calibration: Calibration) -> Source:
     return Source(
         fingerprint=fingerprint(one.run), date=one.run.date, model=one.plan.model.name, mesh=str(one.plan.mesh),
-        measured_s=one.run.steps.median_s, priced_s=one.step_s(None), calibrated_s=one.step_s(calibration))
+        measured_s=median(one.run.steps.seconds[-one.run.recorded_steps :]), priced_s=one.step_s(None),
+        calibrated_s=one.step_s(calibration))
 
 
 class _Equations:
@@ -134,7 +137,7 @@ class _Equations:
         """The parts with a price and a measurement above zero."""
         found: dict[Row, float] = {}
         for index, one in enumerate(self.priced):
-            prices = parts_s(one.costs(None))
+            prices = one.parts_s(None)
             for part in one.run.parts:
                 if part.measured_s and prices.get((part.work, part.stage), 0.0) > 0.0:
                     found[index, (part.work, part.stage)] = part.measured_s
@@ -149,7 +152,7 @@ class _Equations:
     def predicted(self, own: Sequence[str], tied: Sequence[str], x: np.ndarray) -> np.ndarray:
         """Logarithms of the parts."""
         calibration = self.calibration(self._all(own, tied, x))
-        prices = [parts_s(one.costs(calibration)) for one in self.priced]
+        prices = [one.parts_s(calibration) for one in self.priced]
         found: np.ndarray = np.log(np.array([prices[index][key] for index, key in self.rows]))
         return found
 

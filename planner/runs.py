@@ -25,8 +25,8 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One piece of work of a rank: F, B, I, W (forward, backward, its input's and its weights' part), loss of a micro-batch,
-    or data, reduce, tied, optimizer of the step (stage and micro-batch -1)."""
+    """One piece of work of a rank: F, B, I, W of a micro-batch (forward, backward, its input's and its weights' part), or data,
+    reduce, tied, optimizer of the step (stage and micro-batch -1). A forward that ends in the loss may have two spans."""
 
     __pydantic_config__ = _FORBID
 

@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from costmodels.book import PriceBook
-from costmodels.schedules import Work
-from costmodels.simulate import RankTimeline, SimulatedStep, simulate
-from costmodels.step import StepCosts, step_costs
+from costmodels.simulate import RankTimeline, SimulatedStep, StageCost
+from costmodels.step import StepCosts, simulated_step, step_costs
 from costmodels.strategy import Strategy
 from planner.runs import NO_PLACE, RankRecord, Span
 
 Key = tuple[str, int]  # the work, and the stage, or the pipeline rank of what is of a whole rank
 RECEIVE = "receive_"
-LOSS = "loss"
 TOGETHER = ("reduce", "tied")  # the ranks of a group end it together
-_PASS = {LOSS: "F", "I": "B", "W": "B"}  # what counts as part of which pass
+_PASS = {"I": "B", "W": "B"}  # what counts as part of which pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +31,22 @@ class Timeline:
 
 def predicted_timeline(strategy: Strategy, book: PriceBook) -> Timeline:
     """The step of `strategy` under the prices of `book`, replayed; a transfer is the gap before what waits for it."""
-    frame, costs = strategy.frame, step_costs(strategy, book)
-    step = simulate(frame.schedule, frame.num_micro_batches, costs.stages, costs.tail_s, keep_events=True)
-    spans = tuple(tuple(_rank_spans(rank, timeline, costs)) for rank, timeline in enumerate(step.ranks))
-    return Timeline(step.step_s, _idle_share(step), spans, parts_s(costs))
+    costs = step_costs(strategy, book)
+    step = simulated_step(strategy, costs, keep_events=True)
+    spans = tuple(tuple(_rank_spans(strategy, rank, timeline, costs)) for rank, timeline in enumerate(step.ranks))
+    return Timeline(step.step_s, _idle_share(step), spans, parts_s(strategy, costs))
 
 
 def _idle_share(step: SimulatedStep) -> float:
     return sum(rank.bubble_s + rank.transfer_s for rank in step.ranks) / (step.step_s * len(step.ranks))
 
 
-def _rank_spans(rank: int, timeline: RankTimeline, costs: StepCosts) -> Iterator[Span]:
-    pp = len(costs.stages)
+def _rank_spans(strategy: Strategy, rank: int, timeline: RankTimeline, costs: StepCosts) -> Iterator[Span]:
     for event in timeline.events:
         action, cost = event.action, costs.stages[rank][event.action.chunk]
-        received_s = cost.receive_forward_s if action.work is Work.FORWARD else cost.receive_backward_s
+        start_s = event.start_s + _received_s(action.work.value, cost)
         yield Span(
-            work=action.work.value, stage=action.chunk * pp + rank, micro_batch=action.micro_batch, start_s=event.start_s + received_s,
+            work=action.work.value, stage=_stage(strategy, rank, action.chunk), micro_batch=action.micro_batch, start_s=start_s,
             end_s=event.end_s)
     end_s, tail = timeline.finish_s, (costs.reduced_s, costs.tied_s, costs.optimizer_s)
     for work, seconds in zip(("reduce", "tied", "optimizer"), (by_rank[rank] for by_rank in tail), strict=True):
@@ -58,12 +55,21 @@ def _rank_spans(rank: int, timeline: RankTimeline, costs: StepCosts) -> Iterator
             yield Span(work=work, stage=NO_PLACE, micro_batch=NO_PLACE, start_s=start_s, end_s=end_s)
 
 
-def parts_s(costs: StepCosts) -> dict[Key, float]:
+def _stage(strategy: Strategy, rank: int, chunk: int) -> int:
+    """The virtual stage that a rank's model chunk is."""
+    return chunk * strategy.frame.mesh.pp + rank
+
+
+def _received_s(work: str, cost: StageCost) -> float:
+    return {"F": cost.receive_forward_s, "B": cost.receive_backward_s, "I": cost.receive_backward_s}.get(work, 0.0)
+
+
+def parts_s(strategy: Strategy, costs: StepCosts) -> dict[Key, float]:
     """The priced seconds of every part of a step, once each."""
-    pp, found = len(costs.stages), dict[Key, float]()
+    found = dict[Key, float]()
     for rank, chunks in enumerate(costs.stages):
         for chunk, cost in enumerate(chunks):
-            stage = chunk * pp + rank
+            stage = _stage(strategy, rank, chunk)
             found["F", stage] = cost.forward_s
             found["B", stage] = cost.backward_s + cost.recompute_s
             found[RECEIVE + "F", stage] = cost.receive_forward_s
@@ -77,38 +83,35 @@ def parts_s(costs: StepCosts) -> dict[Key, float]:
 def measured_parts_s(steps: Iterable[Sequence[RankRecord]]) -> dict[Key, float]:
     """The measured seconds of the same parts: the mean over a step's micro-batches, of which the median over replicas and steps.
 
-    The mean, since a gather of parameters once a step is in the first forward pass. Of a reduction the least over the ranks that
-    reduce together: the others wait in it for the last one to come.
-
-    The loss of a micro-batch is part of its stage's forward pass, a backward pass in two parts is their sum. A receive is
-    what an action waited after its rank was free and its other end was done, which needs the ranks' clocks to agree.
+    The mean, since a gather of parameters once a step is in the first forward pass. All spans of a pass of a micro-batch are
+    its parts: a backward pass in two, or the loss after the last stage's forward. Of a reduction the least over the ranks that
+    reduce together: the others wait in it for the last one to come. A receive is what an action waited after its rank was free
+    and its other end was done, which needs the ranks' clocks to agree.
     """
     found: dict[Key, list[float]] = defaultdict(list)
     for ranks in steps:
         waits, least = _receives(ranks), dict[Key, float]()
         for rank in ranks:
-            for key, seconds in _means((*waits[rank.rank], *_works(rank))).items():
+            for key, seconds in _means(rank, waits[rank.rank]).items():
                 if key[0] in TOGETHER:
                     least[key] = min(seconds, least.get(key, seconds))
                 else:
                     found[key].append(seconds)
         for key, seconds in least.items():
             found[key].append(seconds)
-    joined: dict[Key, float] = defaultdict(float)
-    for (work, stage), values in found.items():
-        joined[_PASS.get(work, work), stage] += median(values)
-    return dict(joined)
+    return {key: median(values) for key, values in found.items()}
 
 
-def _works(rank: RankRecord) -> Iterator[tuple[Key, float]]:
+def _means(rank: RankRecord, waits: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """Of one rank and step, the seconds of every part, those of micro-batches in their mean."""
+    whole: dict[tuple[str, int, int], float] = defaultdict(float)
     for span in rank.spans:
         place = 0 if span.work == "tied" else rank.pp if span.stage == NO_PLACE else span.stage
-        yield (span.work, place), span.seconds
-
-
-def _means(timed: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+        whole[_PASS.get(span.work, span.work), place, span.micro_batch] += span.seconds
     found: dict[Key, list[float]] = defaultdict(list)
-    for key, seconds in timed:
+    for (work, stage, _), seconds in whole.items():
+        found[work, stage].append(seconds)
+    for key, seconds in waits:
         found[key].append(seconds)
     return {key: fmean(values) for key, values in found.items()}
 
@@ -119,25 +122,20 @@ def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]
     done = {
         (rank.dp, rank.tp, span.work, span.stage, span.micro_batch): (span.end_s, rank.rank) for rank in ranks for span in rank.spans}
     for rank in ranks:
-        free_s = 0.0
+        free_s, seen = 0.0, set[str]()
         for span in sorted(rank.spans, key=lambda span: span.start_s):
-            for work, before in _waits_for(span):
+            for work, before in () if span.name in seen else _waits_for(span):
                 end_s, maker = done.get((rank.dp, rank.tp, work, before, span.micro_batch), (0.0, rank.rank))
                 if maker != rank.rank:
                     key = RECEIVE + _PASS.get(span.work, span.work), span.stage
                     waits[rank.rank].append((key, max(0.0, span.start_s - max(end_s, free_s))))
             free_s = span.end_s
+            seen.add(span.name)
     return waits
 
 
 def _waits_for(span: Span) -> tuple[tuple[str, int], ...]:
+    """The actions that may have made the input of one: the next stage's backward pass, whole or of its input alone."""
     if span.work == "F":
         return (("F", span.stage - 1),)
     return (("B", span.stage + 1), ("I", span.stage + 1)) if span.work in ("B", "I") else ()
-
-
-def measured_idle_share(steps: Iterable[Sequence[RankRecord]], step_s: Sequence[float]) -> float:
-    """Of the ranks' time in the steps, the share that is in no span."""
-    shares = [
-        1 - sum(span.seconds for span in rank.spans) / seconds for ranks, seconds in zip(steps, step_s, strict=True) for rank in ranks]
-    return sum(shares) / len(shares)

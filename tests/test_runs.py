@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from planner.account import predict
-from planner.runs import fingerprint, read, to_json, write
+from planner.runs import Span, fingerprint, read, to_json, write
 from planner.timelines import measured_parts_s
 from profiles.errors import ConfigError
 from tests.synthetic_runs import BYTES, estimated, factors, run_of
@@ -62,6 +62,19 @@ def test_a_collective_takes_as_long_as_for_the_rank_that_came_last():
     measured = measured_parts_s([[replace(early, spans=longer), run.ranks[1]]])
 
     assert measured["reduce", 0] == pytest.approx(next(part.predicted_s for part in run.parts if part.work == "reduce"), rel=1e-6)
+
+
+def test_parts_of_a_pass_add_up_by_micro_batch_before_their_mean():
+    first = run_of(estimated()).ranks[0]
+
+    def span(work: str, micro_batch: int, start_s: float, seconds: float) -> Span:
+        return Span(work=work, stage=0, micro_batch=micro_batch, start_s=start_s, end_s=start_s + seconds)
+
+    spans = (  # forward and loss, a backward pass in two of which one half waits, a whole backward pass
+        span("F", 0, 0.0, 2.0), span("F", 0, 2.0, 1.0), span("I", 0, 3.0, 4.0), span("F", 1, 7.0, 4.0), span("F", 1, 11.0, 1.0),
+        span("B", 1, 12.0, 5.0), span("W", 0, 17.0, 2.0))
+
+    assert measured_parts_s([[replace(first, spans=spans)]]) == {("F", 0): 4.0, ("B", 0): 5.5}
 
 
 def test_figures_leave_out_the_warm_up_and_follow_from_the_step():
