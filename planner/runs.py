@@ -98,7 +98,7 @@ class Figures:
 class Part:
     """Seconds of one kind of work: F, B, receive_F or receive_B of a stage and one micro-batch (the mean over a step's, of which
     the median over replicas and recorded steps); data, reduce or optimizer of a pipeline rank, `stage`, and one step; tied: the
-    reduction of a tied embedding's two gradients. Of reductions the least over the ranks, since the others wait in it."""
+    reduction of a tied embedding's two gradients, the least over the ranks, since the others wait in it."""
 
     __pydantic_config__ = _FORBID
 

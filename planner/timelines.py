@@ -15,7 +15,7 @@ from planner.runs import NO_PLACE, RankRecord, Span
 
 Key = tuple[str, int]  # the work, and the stage, or the pipeline rank of what is of a whole rank
 RECEIVE = "receive_"
-TOGETHER = ("reduce", "tied")  # the ranks of a group end it together
+TIED = "tied"
 _PASS = {"I": "B", "W": "B"}  # what counts as part of which pass
 
 
@@ -84,16 +84,17 @@ def measured_parts_s(steps: Iterable[Sequence[RankRecord]]) -> dict[Key, float]:
     """The measured seconds of the same parts: the mean over a step's micro-batches, of which the median over replicas and steps.
 
     The mean, since a gather of parameters once a step is in the first forward pass. All spans of a pass of a micro-batch are
-    its parts: a backward pass in two, or the loss after the last stage's forward. Of a reduction the least over the ranks that
-    reduce together: the others wait in it for the last one to come. A receive is what an action waited after its rank was free
-    and its other end was done, which needs the ranks' clocks to agree.
+    its parts: a backward pass in two, or the loss after the last stage's forward. A reduction holds the wait for slower
+    replicas, as the step does; of a tied embedding's the least over the ranks, since the other end of the pipeline waits in it
+    for this one's bubble. A receive is what an action waited after its rank was free and its other end was done, which needs
+    the ranks' clocks to agree.
     """
     found: dict[Key, list[float]] = defaultdict(list)
     for ranks in steps:
         waits, least = _receives(ranks), dict[Key, float]()
         for rank in ranks:
             for key, seconds in _means(rank, waits[rank.rank]).items():
-                if key[0] in TOGETHER:
+                if key[0] == TIED:
                     least[key] = min(seconds, least.get(key, seconds))
                 else:
                     found[key].append(seconds)
@@ -106,7 +107,7 @@ def _means(rank: RankRecord, waits: Iterable[tuple[Key, float]]) -> dict[Key, fl
     """Of one rank and step, the seconds of every part, those of micro-batches in their mean."""
     whole: dict[tuple[str, int, int], float] = defaultdict(float)
     for span in rank.spans:
-        place = 0 if span.work == "tied" else rank.pp if span.stage == NO_PLACE else span.stage
+        place = 0 if span.work == TIED else rank.pp if span.stage == NO_PLACE else span.stage
         whole[_PASS.get(span.work, span.work), place, span.micro_batch] += span.seconds
     found: dict[Key, list[float]] = defaultdict(list)
     for (work, stage, _), seconds in whole.items():

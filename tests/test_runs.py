@@ -53,15 +53,14 @@ def test_waits_for_transfers_are_measured_where_there_are_stages():
     assert waits == {("receive_F", 1): pytest.approx(50.0, rel=1e-4), ("receive_B", 0): pytest.approx(50.0, rel=1e-4)}
 
 
-def test_a_collective_takes_as_long_as_for_the_rank_that_came_last():
-    plan = estimated(dp=2)
-    run = run_of(plan)
-    early = run.ranks[0]
-    longer = tuple(replace(span, start_s=span.start_s - 1.0) if span.work == "reduce" else span for span in early.spans)
+def test_a_tied_reduction_takes_as_long_as_for_the_rank_that_came_last():
+    run = run_of(estimated(pp=2))
+    early = run.ranks[1]
+    longer = tuple(replace(span, start_s=span.start_s - 1.0) if span.work == "tied" else span for span in early.spans)
 
-    measured = measured_parts_s([[replace(early, spans=longer), run.ranks[1]]])
+    measured = measured_parts_s([[run.ranks[0], replace(early, spans=longer)]])
 
-    assert measured["reduce", 0] == pytest.approx(next(part.predicted_s for part in run.parts if part.work == "reduce"), rel=1e-6)
+    assert measured["tied", 0] == pytest.approx(next(part.predicted_s for part in run.parts if part.work == "tied"), rel=1e-6)
 
 
 def test_parts_of_a_pass_add_up_by_micro_batch_before_their_mean():
