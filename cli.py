@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import cli_run
 from cli_options import (
     AIM,
     BASELINES,
@@ -449,6 +450,10 @@ def schema() -> None:
     from planner.report.documents import plan_schema
 
     _print_json(plan_schema())
+
+
+main.add_command(cli_run.calibrate)
+main.add_command(cli_run.trace)
 
 
 if __name__ == "__main__":

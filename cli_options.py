@@ -29,6 +29,8 @@ asked = together(
     option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb]"),
     option(WHERE, "--gpus-per-node", type=int, metavar="N", help="GPUs in a node. [default: the cluster's]"),
     option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
+    option(WHERE, "--profile", metavar="FILE", help="A hardware profile of your own, of `plan calibrate`."),
+    option(WHERE, "--force-profile", is_flag=True, help="Take it also for another device, stack or precision."),
 )
 searching = together(
     option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),

@@ -208,10 +208,10 @@ class PriceBook:
             part_bytes = -(-n_bytes // sharding.tp) if parted else n_bytes
             as_slow_bytes = round(part_bytes / self.training.stack.transfer_share)  # as many take as long on the whole link
             sent = point_to_point_time(as_slow_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=machine)
-            if not parted:
-                return sent
-            ranks = place(Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, machine.cluster.gpus_per_node)
-            return sent + collective_time(Collective.ALL_GATHER, n_bytes, ranks, machine)
+            if parted:
+                ranks = place(Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, machine.cluster.gpus_per_node)
+                sent += collective_time(Collective.ALL_GATHER, n_bytes, ranks, machine)
+            return machine.corrected("pipeline", sent)
 
         return self._once(("transfer", micro_batch_size, sharding, crosses_nodes, sharing), make)
 

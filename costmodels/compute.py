@@ -56,15 +56,18 @@ def chip_of(machine: Machine, precision: Precision) -> Chip:
 def operator_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
     """Seconds of one rank's share of `operator`, forward and backward, without communication and without recompute.
 
-    The kernels' own time, times the factor by which they take longer in a step than alone (`Stack.kernel_slowdown`). What the
-    host needs to launch them is a bound of the layer (costmodels/layer.py). Raises ConfigError when the device lacks the
-    precision.
+    The kernels' own time, times the factor by which they take longer in a step than alone (`Stack.kernel_slowdown`), and those
+    of a calibration. What the host needs to launch them is a bound of the layer (costmodels/layer.py). Raises ConfigError
+    when the device lacks the precision.
     """
     alone = _PRICES[operator.kind](operator, sharding, machine, training)
     slowdown = training.stack.kernel_slowdown
-    if slowdown == 1.0:
-        return alone
-    return OperatorTime(alone.forward.scaled(slowdown), alone.backward.scaled(slowdown), alone.weight.scaled(slowdown))
+    in_step = alone
+    if slowdown != 1.0:
+        in_step = OperatorTime(alone.forward.scaled(slowdown), alone.backward.scaled(slowdown), alone.weight.scaled(slowdown))
+    return OperatorTime(
+        machine.corrected("forward", in_step.forward), machine.corrected("backward", in_step.backward),
+        machine.corrected("backward", in_step.weight))
 
 
 def _matmul_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
@@ -288,4 +291,5 @@ def optimizer_time(num_parameters: float, machine: Machine, training: TrainingSp
     """Seconds of one Adam step over `num_parameters` of this rank (EQUATIONS K5). Leaves out: gradient norm and clipping."""
     if num_parameters <= 0:
         return ZERO
-    return _memory(adam_bytes_per_parameter(training) * num_parameters, machine.profile.compute.optimizer, machine)
+    alone = _memory(adam_bytes_per_parameter(training) * num_parameters, machine.profile.compute.optimizer, machine)
+    return machine.corrected("optimizer", alone)

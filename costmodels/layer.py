@@ -98,7 +98,7 @@ class Inside:
 
     def moved(self, tensor: Tensor, source: Place, target: Place) -> Seconds:
         """Seconds to bring a tensor from one placement to another."""
-        return redistribute(tensor.num_bytes, source, target, self.degrees, self.machine).time
+        return self.machine.corrected("tensor", redistribute(tensor.num_bytes, source, target, self.degrees, self.machine).time)
 
     def beside(self, whole: Seconds, product_s: float) -> Seconds:
         """Gathers and reductions of divided activations: under their product where the stack does so."""
@@ -190,7 +190,8 @@ class LayerOperators:
     """Every operator of one layer class priced once, from which the price under any recompute set is a sum."""
 
     layer: LayerClass
-    host_operator_s: float
+    host_forward_s: float
+    host_backward_s: float
     compute: dict[str, OperatorTime]
     tensor_parallel: dict[str, OperatorTime]
 
@@ -207,7 +208,8 @@ class LayerOperators:
         products = sum(op.kind in PRODUCTS for op in self.layer.operators)
         collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
         return LayerTime(
-            forward=forward, backward=self._launched(backward, tp_backward, len(self.compute) + products + collectives), recompute=repeated,
+            forward=forward, recompute=repeated,
+            backward=_launched(backward, tp_backward, (len(self.compute) + products + collectives) * self.host_backward_s),
             tp_forward=tp_forward, tp_backward=tp_backward, tp_recompute=tp_repeated)
 
     @property
@@ -219,19 +221,23 @@ class LayerOperators:
         compute = _sum(self.compute[name].forward for name in names)
         communication = _sum(self.tensor_parallel[name].forward for name in names)
         collectives = sum(self.tensor_parallel[name].forward.value_s > 0 for name in names)
-        return self._launched(compute, communication, len(names) + collectives), communication
+        return _launched(compute, communication, (len(names) + collectives) * self.host_forward_s), communication
 
-    def _launched(self, compute: Seconds, communication: Seconds, launches: int) -> Seconds:
-        """The compute, with what the device waits for the host where launching takes longer than running."""
-        waits_s = launches * self.host_operator_s - compute.value_s - communication.value_s
-        return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
+
+def _launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
+    """The compute, with what the device waits for the host where launching takes longer than running."""
+    waits_s = host_s - compute.value_s - communication.value_s
+    return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute
 
 
 def price_operators(layer: LayerClass, sharding: Sharding, machine: Machine, training: TrainingSpec) -> LayerOperators:
     """Compute and tensor-parallel communication of every operator of `layer` on one rank."""
     compute = {op.name: operator_time(op, sharding, machine, training) for op in layer.operators}
     communication = _communication(layer, sharding, compute, Inside(sharding.degrees, machine, training.stack))
-    return LayerOperators(layer=layer, host_operator_s=training.stack.host_operator_s, compute=compute, tensor_parallel=communication)
+    host_s = training.stack.host_operator_s
+    return LayerOperators(
+        layer=layer, host_forward_s=host_s * machine.launch_factor("forward"), host_backward_s=host_s * machine.launch_factor("backward"),
+        compute=compute, tensor_parallel=communication)
 
 
 def _exposed(communication: Seconds, window_s: float, training: TrainingSpec) -> Seconds:
@@ -297,7 +303,7 @@ def _over_data(
         gather += collective_time(Collective.ALL_GATHER, training.precision.num_bytes * whole, neighbours, machine)
         reduce += collective_time(Collective.REDUCE_SCATTER, width * whole, neighbours, machine)
         over_copies += collective_time(Collective.ALL_REDUCE, width * owned, copies, machine)
-    return gather, reduce, over_copies
+    return machine.corrected("data", gather), machine.corrected("data", reduce), machine.corrected("data", over_copies)
 
 
 def summed_inside(layer: LayerClass, sharding: Sharding, shards: int, machine: Machine, training: TrainingSpec) -> Seconds:
@@ -314,7 +320,7 @@ def summed_inside(layer: LayerClass, sharding: Sharding, shards: int, machine: M
             if axes:
                 held = -(-math.prod(sharding.parameter_shape(operator, parameter)) // holders(parameter, sharding, shards)) * FP32_BYTES
                 partial = tuple(PARTIAL if axis in axes else None for axis in range(len(degrees)))
-                total += redistribute(held, partial, (None,) * len(degrees), degrees, machine).time
+                total += machine.corrected("tensor", redistribute(held, partial, (None,) * len(degrees), degrees, machine).time)
     return total
 
 
@@ -325,8 +331,8 @@ def tied_reduction(embedding: LayerClass, *, mesh: Mesh, sharding: Sharding, mac
     crosses = stride >= gpus_per_node or mesh.num_ranks > gpus_per_node
     ends = Mesh(pp=2, dp=gpus_per_node if crosses else 1, tp=1)
     elements = sum(p.num_elements for op in embedding.operators for p in op.parameters if op.parallel_dim == "vocab") // sharding.tp
-    return collective_time(
-        Collective.ALL_REDUCE, training.gradient_precision.num_bytes * elements, place(ends, Axis.PP, gpus_per_node), machine)
+    return machine.corrected("data", collective_time(
+        Collective.ALL_REDUCE, training.gradient_precision.num_bytes * elements, place(ends, Axis.PP, gpus_per_node), machine))
 
 
 def has_tied_head(head: LayerClass) -> bool:

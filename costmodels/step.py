@@ -66,10 +66,21 @@ class StepPrice:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a simulation of a strategy starts from: `stages[rank][chunk]`, and by rank the seconds after its last action."""
+    """What a simulation of a strategy starts from: `stages[rank][chunk]`, and by rank the seconds after its last action, `tail_s`.
+
+    reduced_s      exposed reductions and gathers of the step
+    tied_s         the reduction of a tied embedding's two gradients
+    optimizer_s    the update of the parameters
+    """
 
     stages: tuple[tuple[StageCost, ...], ...]
-    tail_s: tuple[float, ...]
+    reduced_s: tuple[float, ...]
+    tied_s: tuple[float, ...]
+    optimizer_s: tuple[float, ...]
+
+    @property
+    def tail_s(self) -> tuple[float, ...]:
+        return tuple(map(sum, zip(self.reduced_s, self.tied_s, self.optimizer_s, strict=True)))
 
 
 def closed_form_s(rank_s: list[float], tail_s: list[float], num_micro_batches: int, share: float) -> float:
@@ -106,10 +117,12 @@ def _replayed_share(frame: Frame, forward: float, weight: float) -> float:
     return max(0.0, step_s - num_micro_batches) / max(1, pp - 1)
 
 
-def _replayed(frame: Frame, stages: tuple[tuple[StageCost, ...], ...], tail_s: tuple[float, ...]) -> SimulatedStep:
+def _replayed(
+    frame: Frame, stages: tuple[tuple[StageCost, ...], ...], tail_s: tuple[float, ...], *, keep_events: bool = False,
+) -> SimulatedStep:
     """The step of the frame's lists. Raises ConfigError when its schedule is not legal."""
     placement = [frame.stages_of(rank) for rank in range(frame.mesh.pp)]
-    return replay(frame.orders(), frame.num_micro_batches, stages, tail_s, placement=placement)
+    return replay(frame.orders(), frame.num_micro_batches, stages, tail_s, keep_events, placement)
 
 
 def transfer_time(rank: int, frame: Frame, book: PriceBook) -> Seconds:
@@ -158,7 +171,14 @@ def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
     frame, ranks = strategy.frame, range(strategy.frame.mesh.pp)
     stages = tuple(
         tuple(_stage_cost(strategy.stages[stage], stage, frame, book) for stage in frame.stages_of(rank)) for rank in ranks)
-    return StepCosts(stages, tuple(_tail(strategy, rank, book).value_s for rank in ranks))
+    tails = [_tail(strategy, rank, book) for rank in ranks]
+    reduced_s, tied_s, optimizer_s = (tuple(part.value_s for part in parts) for parts in zip(*tails, strict=True))
+    return StepCosts(stages, reduced_s, tied_s, optimizer_s)
+
+
+def simulated_step(strategy: Strategy, costs: StepCosts, *, keep_events: bool = False) -> SimulatedStep:
+    """The schedule of `strategy` replayed with the costs of its stages."""
+    return _replayed(strategy.frame, costs.stages, costs.tail_s, keep_events=keep_events)
 
 
 def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
@@ -176,7 +196,7 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     share = bubble_share(frame, book)
     return StepPrice(
         closed_form_s=closed_form_s(micro_batch_s, list(costs.tail_s), frame.num_micro_batches, share), bubble_share=share,
-        simulated=_replayed(frame, costs.stages, costs.tail_s),
+        simulated=simulated_step(strategy, costs),
         ranks=tuple(times),
         memory=memory,
         redundant=tuple(rank_redundancy(strategy, rank, held, book) for rank, held in enumerate(memory)),
@@ -204,13 +224,14 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
         receive_forward_s=receive_forward.value_s, receive_backward_s=receive_backward.value_s)
 
 
-def _tail(strategy: Strategy, rank: int, book: PriceBook) -> Seconds:
-    """What follows the last backward pass of a rank: exposed reductions, the tied embedding, the optimizer."""
-    frame, total = strategy.frame, ZERO
+def _tail(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Seconds, Seconds, Seconds]:
+    """What follows the last backward pass of a rank: exposed reductions, the tied embedding's, and the optimizer."""
+    frame, reduced, updated = strategy.frame, ZERO, ZERO
     for choice in rank_layers(strategy, rank):
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
-        total += data.step + data.optimizer
-    return total + _tied(frame, rank, book)
+        reduced += data.step
+        updated += data.optimizer
+    return reduced, _tied(frame, rank, book), updated
 
 
 def _tied(frame: Frame, rank: int, book: PriceBook) -> Seconds:

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from executor import layout
 from executor.check import table
 from executor.data import TOKEN_TYPES
+from executor.measured import RunFiles, collect
 from executor.train import Options, build_trainer
 from planner.plan import Plan, read
 from profiles.errors import ConfigError, PlannerError
@@ -37,20 +38,30 @@ Example:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the initial parameters and the random tokens.")
 @click.option("--learning-rate", type=float, default=3e-4, show_default=True, help="Of AdamW.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="auto: GPUs if any.")
+@click.option("--run-json", type=click.Path(path_type=Path), metavar="FILE",
+              help="Where to write what was measured. [default: run.json beside PLAN]")
+@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE",
+              help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.")
+@click.option("--no-record", "record", is_flag=True, default=True, flag_value=False, help="Measure step times only, write no file.")
 @click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a stuck collective is an error.")
-def main(plan_file: Path, device: str, timeout: float, **options: object) -> int:
+def main(
+    plan_file: Path, device: str, timeout: float, run_json: Path | None, trace: Path | None, **options: object,
+) -> int:
     """Train the model of PLAN as the plan says; prints loss and speed per step, then predicted against measured bytes."""
     try:
         plan = read(plan_file)
         layout.validate(plan)
         _check_world(plan, plan_file)
         chosen = _device(device)
+        files = RunFiles(run_json or plan_file.with_name("run.json"), trace)
+        if os.environ.get("RANK", "0") == "0":
+            files.require_writable(record=bool(options["record"]))
     except PlannerError as error:
         return _fail(error, speaks=os.environ.get("RANK", "0") == "0")  # every rank meets the same error
     limit = timedelta(seconds=timeout)
     _join(chosen, limit)
     try:
-        _train(plan, Options(**options), chosen, limit)
+        _train(plan, Options(**options), chosen, limit, files)
     except PlannerError as error:
         return _fail(error, speaks=True)
     finally:
@@ -99,7 +110,7 @@ def _store(world: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"try{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _train(plan: Plan, options: Options, device: torch.device, timeout: timedelta) -> None:
+def _train(plan: Plan, options: Options, device: torch.device, timeout: timedelta, files: RunFiles) -> None:
     """Only rank 0 prints."""
     speaks = dist.get_rank() == 0
     trainer = build_trainer(plan, options, device)
@@ -109,10 +120,13 @@ def _train(plan: Plan, options: Options, device: torch.device, timeout: timedelt
         if speaks:
             speed = plan.training.tokens_per_step / result.seconds
             click.echo(f"step {result.step + 1:>4}  loss {result.loss:.6f}  {speed:,.0f} tokens/s")
-    rows = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, trainer.state_bytes())
+    rows, own = [None] * dist.get_world_size(), trainer.state_bytes()
+    dist.all_gather_object(rows, own)
+    run = collect(plan, trainer.recorder, own, device)
     if speaks:
         click.echo(table(rows))
+    if run is not None:
+        files.write(run)
 
 
 def _fail(error: PlannerError, *, speaks: bool) -> int:

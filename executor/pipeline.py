@@ -78,6 +78,7 @@ class Pipeline:
     tp_mesh: DeviceMesh | None
     tied: bool
     tied_group: dist.ProcessGroup | None
+    span: Span = no_span
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -89,9 +90,11 @@ class Pipeline:
         for stage in self.stages:
             stage.begin_step()
         loss = self.run(ids, targets)
-        for stage in self.stages:
-            stage.reduce_gradients(self.tp_mesh)
-        self._sum_tied_gradients()
+        with self.span("reduce", -1, -1):
+            for stage in self.stages:
+                stage.reduce_gradients(self.tp_mesh)
+        with self.span("tied", -1, -1) if self.tied else nullcontext():
+            self._sum_tied_gradients()
         return loss
 
     def _sum_tied_gradients(self) -> None:
@@ -113,7 +116,7 @@ def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: After
         run = partial(_scheduled, _schedule(plan, ranks, stages, after_backward, span), stages)
     return Pipeline(
         stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
-        tied_group=_tied_group(plan, ranks))
+        tied_group=_tied_group(plan, ranks), span=span)
 
 
 def _mean_loss(stage: Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from executor.check import Meter, Row, predicted_state_bytes
 from executor.data import Batches, from_file, synthetic
+from executor.measured import Recorder
 from executor.pipeline import Pipeline, build_pipeline
 from executor.stages import Ranks
 from executor.tensors import local
@@ -32,6 +33,7 @@ class Options:
     learning_rate: float = 3e-4
     data: Path | None = None
     data_dtype: str = "uint16"
+    record: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +56,12 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     batches: Batches
     meter: Meter
+    recorder: Recorder
 
     def gradients(self, step: int) -> Tensor:
         """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
-        ids, targets = (tensor.to(self.ranks.device) for tensor in self.batches(step))
+        with self.recorder.span("data", -1, -1):
+            ids, targets = (tensor.to(self.ranks.device) for tensor in self.batches(step))
         loss = self.pipeline.step(ids, targets)
         # every tensor-parallel rank of the last stage has the whole loss of its data-parallel rank
         share = loss if self.ranks.coordinate("tp") == 0 else torch.zeros_like(loss)
@@ -69,10 +73,14 @@ class Trainer:
         for step in range(self.options.steps):
             started = time.perf_counter()
             self.meter.active = step < METERED_STEPS
+            self.recorder.start()
             loss = self.gradients(step)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            yield StepResult(step=step, loss=loss.item(), seconds=time.perf_counter() - started)
+            with self.recorder.span("optimizer", -1, -1):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            result = StepResult(step=step, loss=loss.item(), seconds=time.perf_counter() - started)
+            self.recorder.finish(result.seconds, result.loss)
+            yield result
 
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
@@ -87,13 +95,14 @@ def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
-    meter = Meter(plan.training.precision)
-    pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=meter.sample)
+    meter, recorder = Meter(plan.training.precision), Recorder(device, options.steps if options.record else 0)
+    pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=meter.sample, span=recorder.span)
     meter.watch(pipeline.stages, pipeline.parameters)
     tokens = options.data
     batches = from_file(plan, dp_rank, tokens, options.data_dtype) if tokens else synthetic(plan, dp_rank, options.seed)
     optimizer = torch.optim.AdamW(_by_mesh(pipeline.parameters), lr=options.learning_rate)
-    return Trainer(plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=optimizer, batches=batches, meter=meter)
+    return Trainer(
+        plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=optimizer, batches=batches, meter=meter, recorder=recorder)
 
 
 def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:

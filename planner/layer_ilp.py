@@ -60,14 +60,13 @@ def evaluate(problem: LayerProblem, options: tuple[Option, ...], *, proven: bool
 
 def _launched_s(problem: LayerProblem, options: tuple[Option, ...], parts: list[list[Cost]]) -> float:
     """The three passes, none faster than the host launches its operators, collectives and both gradients of a product."""
-    host_s = problem.host_operator_s
     forward = [(sum(part.forward_s for part in own), 1 + any(part.sent_forward for part in own)) for own in parts]
     again = [pair for pair, option in zip(forward, options, strict=True) if option.again]
     backward_s = sum(part.backward_s for own in parts for part in own)
     launches = sum(
         1 + product + any(part.sent_backward for part in own) for own, product in zip(parts, problem.products, strict=True))
-    ahead_s = sum(max(sum(s for s, _ in pairs), host_s * sum(n for _, n in pairs)) for pairs in (forward, again))
-    return ahead_s + max(backward_s, host_s * launches)
+    ahead_s = sum(max(sum(s for s, _ in pairs), problem.host_forward_s * sum(n for _, n in pairs)) for pairs in (forward, again))
+    return ahead_s + max(backward_s, problem.host_backward_s * launches)
 
 
 def _sides(problem: LayerProblem, link: Link, options: tuple[Option, ...]) -> tuple[Left, Wanted]:

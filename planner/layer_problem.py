@@ -86,7 +86,7 @@ class Link:
 class LayerProblem:
     """`options[i]` of operator i in topological order, and the links between them; `enters` and `leaves` are fixed.
 
-    products: which operators launch two gradients; host_operator_s: what the host needs to launch one
+    products: which operators launch two gradients; host_forward_s, host_backward_s: what the host needs to launch one
     """
 
     names: tuple[str, ...]
@@ -96,7 +96,8 @@ class LayerProblem:
     leaves: Wanted | None
     workspace_bytes: float = 0.0
     products: tuple[bool, ...] = ()
-    host_operator_s: float = 0.0
+    host_forward_s: float = 0.0
+    host_backward_s: float = 0.0
 
     def incoming(self, reader: int) -> tuple[Link, ...]:
         return tuple(link for link in self.links if link.reader == reader)
@@ -153,10 +154,12 @@ class _Builder:
         links = [link for i in range(len(options)) for link in self._links(i, options, boundary)]
         if leaves is not None:
             links.append(self._last_link(options, leaves))
+        host_s = self.training.stack.host_operator_s
         return LayerProblem(
             tuple(self.index), options, tuple(links), boundary, leaves, workspace_bytes=self.training.stack.workspace_bytes,
             products=tuple(operator.kind is OperatorKind.MATMUL for operator in self.layer.operators),
-            host_operator_s=self.training.stack.host_operator_s)
+            host_forward_s=host_s * self.inside.machine.launch_factor("forward"),
+            host_backward_s=host_s * self.inside.machine.launch_factor("backward"))
 
     def _options(self, operator: Operator) -> Iterator[Option]:
         legal, _ = operator_splits(operator, self.sharding.degrees)

@@ -29,6 +29,7 @@ from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
+from profiles.own import applied, read
 from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.units import GB, GIB, MIB, TERA
@@ -55,6 +56,8 @@ class Asked:
     fp8: bool = False
     stack: str | None = None
     attention: str | None = None
+    profile: str | None = None
+    force_profile: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,8 @@ def question(asked: Asked) -> Question:
     if training.fp8_matmuls and FP8 not in cluster.device.peak_flops_per_s:
         raise ConfigError(f"{cluster.device.name} has no fp8 arithmetic", hint="leave out --fp8, or plan for a device of Hopper or later")
     _check_positions(entry.spec, training)
+    if asked.profile is not None:
+        cluster, training = applied(read(Path(asked.profile)), cluster, training, asked.profile, force=asked.force_profile)
     return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training))
 
 

@@ -6,8 +6,6 @@ says whether it was measured, interpolated or computed.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +19,7 @@ from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from profiles.catalog import cluster_document, cluster_from_document
 from profiles.errors import ConfigError, unknown_name_error
+from profiles.files import write_text
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.provenance import Kind
@@ -353,20 +352,7 @@ def to_yaml(plan: Plan) -> str:
 
 def write(plan: Plan, path: Path) -> None:
     """Write the plan atomically: a reader sees the old file or the new one, never a part. Raises ConfigError."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", text=True)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(to_yaml(plan))
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another file with --output") from None
+    write_text(to_yaml(plan), path, hint="choose another file with --output")
 
 
 def read(path: Path) -> Plan:
@@ -379,30 +365,35 @@ def read(path: Path) -> Plan:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         place = f"{path}:{line + 1}" if line is not None else str(path)
         raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}", hint="make the plan again") from None
+    return from_document(body, str(path))
+
+
+def from_document(body: Any, where: str) -> Plan:
+    """The plan of what `to_document` gives. Raises ConfigError with `where`, as `read` does."""
     if not isinstance(body, dict):
-        raise ConfigError(f"{path}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again")
+        raise ConfigError(f"{where}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again")
     version = body.get("plan_version")
     found = "missing" if version is None else repr(version)
     if version != PLAN_VERSION:
         raise ConfigError(
-            f"{path}: plan_version is {found}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
+            f"{where}: plan_version is {found}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
     if "cluster" in body:
-        body = {**body, "cluster": cluster_from_document(body["cluster"], f"{path}: cluster")}
-    plan = parse(Plan, body, str(path))
-    _require_whole(plan, path)
+        body = {**body, "cluster": cluster_from_document(body["cluster"], f"{where}: cluster")}
+    plan = parse(Plan, body, where)
+    _require_whole(plan, where)
     return plan
 
 
-def _require_whole(plan: Plan, path: Path) -> None:
+def _require_whole(plan: Plan, where: str) -> None:
     """Raises ConfigError where the parts of a file do not fit together: stages without their plan, rank or memory."""
     known, ranks = plan.layer_plans, range(plan.mesh.pp)
     for index, stage in enumerate(plan.stages):
         unknown = [run.plan for run in stage.layers if run.plan not in known]
         if unknown:
-            raise unknown_name_error("layer plan", unknown[0], known, where=f"{path}: stages.{index}")
+            raise unknown_name_error("layer plan", unknown[0], known, where=f"{where}: stages.{index}")
         if stage.rank not in ranks:
-            raise ConfigError(f"{path}: stages.{index}: rank is {stage.rank}, the mesh has pp {plan.mesh.pp}", hint="make the plan again")
+            raise ConfigError(f"{where}: stages.{index}: rank is {stage.rank}, the mesh has pp {plan.mesh.pp}", hint="make the plan again")
     if [memory.stage for memory in plan.predicted.memory_gib] != list(ranks):
         raise ConfigError(
-            f"{path}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}",
+            f"{where}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}",
             hint="make the plan again")

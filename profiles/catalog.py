@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, cast
 import yaml
 from pydantic import Field
 
+from profiles.calibration import Calibration
 from profiles.errors import ConfigError, unknown_name_error
 from profiles.hardware import Cluster, Device, Link
 from profiles.huggingface import entry_from_config
@@ -102,6 +103,7 @@ class _ClusterDocument:
     device: _DeviceDocument
     node: _NodeDocument
     nodes: _Count = 1
+    calibration: Calibration | None = None
 
 
 def model_names() -> tuple[str, ...]:
@@ -182,6 +184,7 @@ def cluster_from_document(document: object, where: str) -> Cluster:
         nic=_link(node.nic),
         host_memory_bytes=_bytes(node.host_memory_gib),
         pcie_bytes_per_s=_per_s(node.pcie_gb_per_s),
+        calibration=cluster.calibration,
     )
 
 
@@ -206,8 +209,11 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             host_memory_gib=_shortest(cluster.host_memory_bytes, GIB, _bytes),
             pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s)),
         nodes=cluster.nodes,
+        calibration=cluster.calibration,
     )
     result: dict[str, Any] = document(body)
+    if cluster.calibration is None:
+        del result["calibration"]
     return result
 
 

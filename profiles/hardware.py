@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from profiles.calibration import Calibration
 from profiles.errors import ConfigError
 
 _FORBID = {"extra": "forbid"}
@@ -46,7 +47,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs leave the node."""
+    """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs leave the node.
+
+    calibration: what the user's own runs say of the prices on it, None without any
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -59,6 +63,7 @@ class Cluster:
     nic: Link
     host_memory_bytes: int
     pcie_bytes_per_s: float
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         for field in ("nodes", "gpus_per_node", "nics_per_node"):

@@ -15,7 +15,7 @@ from typing import Any
 from profiles.curves import CollectiveCurve, FlashCurve, MatmulCurve, MemoryCurve
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
-from profiles.provenance import Kind
+from profiles.provenance import Kind, Seconds
 from profiles.schema import parse
 from profiles.stack import FlashKernel
 from profiles.terms import Terms, shipped_terms
@@ -127,6 +127,16 @@ class Machine:
 
     cluster: Cluster
     profile: Profile
+
+    def corrected(self, cause: str, seconds: Seconds) -> Seconds:
+        """A price as the cluster's own runs correct it, by its cause (profiles/calibration.py)."""
+        calibration = self.cluster.calibration
+        return seconds if calibration is None else calibration.factor(cause).corrected(seconds)
+
+    def launch_factor(self, cause: str) -> float:
+        """The same for what the host needs to launch the kernels of the forward or the backward pass."""
+        calibration = self.cluster.calibration
+        return 1.0 if calibration is None else calibration.factor(cause).value
 
     @functools.cached_property
     def collective_curves(self) -> Mapping[str, tuple[CollectiveCurve, ...]]:

@@ -284,7 +284,9 @@ def test_the_published_schema_is_that_of_the_code():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["show"], ["estimate"], ["compare"], ["models"], ["clusters"], ["stacks"], ["schema"], ["validate"]], ids="-".join)
+    "command", [
+        [], ["show"], ["estimate"], ["compare"], ["models"], ["clusters"], ["stacks"], ["schema"], ["validate"], ["calibrate"], ["trace"]],
+    ids="-".join)
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_help_has_an_example(command, flag):
     assert "\nExample:\n  plan" in succeed(*command, flag).stdout

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +12,8 @@ import numpy as np
 import pytest
 
 from executor.__main__ import run
-from planner.plan import write
+from planner.plan import read, write
+from planner.runs import read as read_run
 from tests.executor_plans import LLAMA, SEQ_LENGTH, make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +46,7 @@ def test_torchrun_trains_a_plan_on_a_token_file_and_reports_equal_bytes(tmp_path
     assert done.returncode == 0, done.stderr
     assert [line.split()[:3] for line in lines[:3]] == [["step", str(step), "loss"] for step in (1, 2, 3)]
     assert all(line.endswith("tokens/s") for line in lines[:3])
-    assert [line.split()[-1] for line in lines[4:]] == ["equal", "equal"]
+    assert [line.split()[-1] for line in lines[4:6]] == ["equal", "equal"]
     losses = [float(line.split()[3]) for line in lines[:3]]
     assert losses[2] < losses[0]  # the next token is always the last plus one
 
@@ -54,6 +57,39 @@ def test_one_rank_runs_without_torchrun(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert out.startswith("step    1  loss 4.8")
     assert err == ""
+
+
+def test_a_run_leaves_its_file_and_a_trace_and_shows_predicted_beside_measured(tmp_path, monkeypatch, capsys):
+    plan = _write(make_plan(), tmp_path)
+
+    assert _run(monkeypatch, plan, "--steps", 4, "--trace", tmp_path / "t.json") == 0
+
+    out = capsys.readouterr().out
+    assert re.search(r"predicted +measured +off by\n +step, median of 2 ", out)
+    assert f"wrote {tmp_path / 'run.json'}\nwrote {tmp_path / 't.json'}; open it in https://ui.perfetto.dev\n" in out
+    run = read_run(tmp_path / "run.json")
+    assert run.recorded_steps == 2
+    assert run.the_plan() == read(plan)
+    assert {event["ph"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]} == {"M", "X"}
+
+
+def test_nothing_is_recorded_where_nothing_is_wanted(tmp_path, monkeypatch, capsys):
+    assert _run(monkeypatch, _write(make_plan(), tmp_path), "--steps", 1, "--no-record") == 0
+
+    assert not (tmp_path / "run.json").exists()
+    assert "predicted  measured" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    pytest.param(("--no-record", "--trace", "t.json"), "--trace needs what --no-record leaves out", id="no-record"),
+    pytest.param(("--run-json", "none/run.json"), "cannot write none/run.json: no folder to write in", id="no-folder"),
+])
+def test_a_file_that_cannot_be_is_refused_before_the_run(options, message, tmp_path, monkeypatch, capsys):
+    assert _run(monkeypatch, _write(make_plan(), tmp_path), *options) == 2
+
+    out, err = capsys.readouterr()
+    assert message in err
+    assert out == ""
 
 
 def test_help_ends_with_an_example(monkeypatch, capsys):

@@ -62,7 +62,7 @@ def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
 
         priced = price_operators(layer, own, MACHINE, training).time(again)
         assert found.cost.time_s == pytest.approx(priced.total_s, rel=1e-12)
-        slow = replace(problem, host_operator_s=HOST_S)
+        slow = replace(problem, host_forward_s=HOST_S, host_backward_s=HOST_S)
         slow_training = replace(training, stack=replace(training.stack, host_operator_s=HOST_S))
         launched = price_operators(layer, own, MACHINE, slow_training).time(again)
         assert evaluate(slow, options).launched_s == pytest.approx(launched.total_s, rel=1e-12)

@@ -91,6 +91,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "blocks of experts are divided over tp as Megatron divides them, and recompute nothing, a selection or everything"
     else:
         yield "band unknown: no measured steps on this device"
+    if plan.cluster.calibration:
+        yield "prices follow runs of your own (cluster.calibration has the factors)" + ("; the band is of prices without" if band else "")
     if not plan.training.stack.name.startswith(EXECUTORS_STACK):
         yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is nearest to --stack {EXECUTORS_STACK}"
 

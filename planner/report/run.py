@@ -1,0 +1,68 @@
+"""The table at the end of a run: predicted beside measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+
+from planner.report.text import joined, labelled, percent, print_table, say, seconds_text
+from planner.runs import Beside, Run
+from profiles.units import format_bytes
+
+_PARTS = {
+    "F": "forward, stage", "B": "backward, stage", "receive_F": "wait for input, stage", "receive_B": "wait for gradient, stage",
+    "reduce": "reduction, rank", "tied": "tied embedding's reduction, rank", "optimizer": "optimizer, rank", "data": "data, rank"}
+MOST_STAGES = 8  # of a kind of work in the table; the file has all
+
+
+def print_run(run: Run, out: Console) -> None:
+    """Print what was predicted of the step and of memory, and what was measured."""
+    say(out)
+    rows = [*_step(run), *_parts(run), *_memory(run)]
+    print_table(out, ("", "predicted", "measured", "off by"), rows, left=("",))
+    for index, note in enumerate(_notes(run)):
+        say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
+
+
+def _row(name: str, figure: Beside, show: Callable[[float], str]) -> tuple[str, str, str, str]:
+    there, here = figure.predicted, figure.measured
+    off = f"{100 * (here / there - 1):+.0f} %" if there and here is not None else ""
+    predicted, measured = ("-" if value is None else show(value) for value in (there, here))
+    return name, predicted, measured, off
+
+
+def _step(run: Run) -> Iterator[tuple[str, str, str, str]]:
+    figures = run.figures
+    yield _row(f"step, median of {len(run.steps.seconds) - run.steps.warm_up}", figures.step_time_s, seconds_text)
+    yield _row("tokens/s", figures.tokens_per_s, "{:,.0f}".format)
+    yield _row("tokens/s/GPU", figures.tokens_per_s_per_gpu, "{:,.0f}".format)
+    yield _row("MFU", figures.mfu, percent)
+    yield (*_row("idle", figures.idle_share, percent)[:3], "")
+
+
+def _parts(run: Run) -> Iterator[tuple[str, str, str, str]]:
+    for part in sorted(run.parts, key=lambda part: (list(_PARTS).index(part.work) if part.work in _PARTS else len(_PARTS), part.stage)):
+        if part.stage < MOST_STAGES:
+            name = f"{_PARTS.get(part.work, part.work)} {part.stage}"
+            yield _row(name, Beside(predicted=part.predicted_s, measured=part.measured_s), seconds_text)
+
+
+def _memory(run: Run) -> Iterator[tuple[str, str, str, str]]:
+    def fullest(name: str) -> Beside:
+        figures = [getattr(rank, name) for rank in run.ranks]
+        most = max(figures, key=lambda figure: (figure.measured or 0, figure.predicted or 0))
+        return Beside(predicted=most.predicted, measured=most.measured)
+
+    yield _row("peak allocated", fullest("peak_allocated_bytes"), format_bytes)
+    yield _row("peak reserved", fullest("peak_reserved_bytes"), format_bytes)
+
+
+def _notes(run: Run) -> Iterator[str]:
+    if run.ranks[0].peak_allocated_bytes.measured is None:
+        most = max(rank.host_rss_bytes for rank in run.ranks)
+        yield f"host memory of a process at most {format_bytes(most)}, with Python and its libraries: no figure that is predicted"
+    if run.environment.device == "cpu":
+        yield "prices of the device cpu are assumed: 'plan calibrate run.json -o mine.yaml' takes them from this run"
+    if run.clock_error_s:
+        yield f"clocks of the machines agree to within about {seconds_text(run.clock_error_s)}"
