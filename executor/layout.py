@@ -9,8 +9,7 @@ from costmodels.actions import check
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule, csv_rows
 from executor.divisions import validate_divisions
-from planner.plan import LayerPlan, LayerRun, Plan
-from planner.reprice import frame_of
+from planner.plan import LayerPlan, LayerRun, Plan, frame_of
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import Precision
