@@ -36,9 +36,9 @@ from planner.baselines.optimum import fastest, leanest
 from planner.baselines.space import data_parallel_frames, megatron_frames, megatron_meshes, strategies
 from planner.infeasible import limit_bytes
 from planner.options import Asked, question
-from planner.plan import Objective
+from planner.plan import Objective, frame_of
 from planner.report.text import print_table, say
-from planner.reprice import frame_of, reprice
+from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from planner.space import divisors, illegal_tensor_parallel

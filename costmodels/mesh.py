@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from profiles.errors import ConfigError
+from profiles.spec import ModelSpec
 
 _FORBID = {"extra": "forbid"}
 
@@ -109,3 +110,12 @@ def place_axis(degree: int, stride: int, num_ranks: int, gpus_per_node: int) -> 
     ranks_per_node = math.gcd(degree, max(1, local // stride)) if stride < local else 1
     nodes = degree // ranks_per_node
     return Placement(nodes=nodes, ranks_per_node=ranks_per_node, groups_per_node=max(1, local // ranks_per_node) if nodes > 1 else 1)
+
+
+def illegal_expert_parallel(mesh: Mesh, model: ModelSpec) -> str | None:
+    """Why the experts of this model cannot be divided over the `ep` of a mesh, or None."""
+    if mesh.ep > 1 and not model.num_experts:
+        return f"ep {mesh.ep} divides experts, {model.name} has none"
+    if model.num_experts % mesh.ep:
+        return f"ep {mesh.ep} does not divide the {model.num_experts} experts"
+    return None

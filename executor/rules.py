@@ -13,15 +13,13 @@ from itertools import groupby
 from typing import Any
 
 from costmodels.actions import check
-from costmodels.mesh import Mesh
+from costmodels.mesh import Mesh, illegal_expert_parallel
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule, legal
 from executor.divisions import misplaced, nearest_placement, undivided
 from executor.expert_rules import mixture_problems
 from executor.layout import PlacedLayer, action_rows, effective_zero, layer_operators, stage_layers, zero_ranks
-from planner.plan import LayerPlan, LayerRun, Pipeline, Plan, StagePlan
-from planner.reprice import frame_of
-from planner.space import illegal_expert_parallel
+from planner.plan import LayerPlan, LayerRun, Pipeline, Plan, StagePlan, frame_of
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import Positions, Precision

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from costmodels.actions import check
 from costmodels.book import PriceBook
+from costmodels.mesh import illegal_expert_parallel
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
@@ -15,7 +16,7 @@ from planner.assemble import assemble
 from planner.columns import MixTable, RankColumns, block_counts, to_strategy
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints
-from planner.space import illegal_expert_parallel, illegal_frame, illegal_tensor_parallel
+from planner.space import illegal_frame, illegal_tensor_parallel
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for

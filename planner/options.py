@@ -16,7 +16,7 @@ from typing import Any
 
 from costmodels.actions import placement_of
 from costmodels.book import PriceBook
-from costmodels.mesh import Mesh
+from costmodels.mesh import Mesh, illegal_expert_parallel
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
@@ -24,7 +24,7 @@ from planner.band import margin_text, memory_margin
 from planner.forbid import parse_bans
 from planner.plan import Objective
 from planner.request import Constraints, SearchOptions, SolverName
-from planner.space import illegal_expert_parallel, illegal_tensor_parallel
+from planner.space import illegal_tensor_parallel
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster

@@ -17,6 +17,7 @@ import yaml
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule
+from costmodels.strategy import Frame
 from profiles.catalog import cluster_document, cluster_from_document
 from profiles.errors import ConfigError, unknown_name_error
 from profiles.files import write_text
@@ -336,6 +337,15 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted: Prediction
     search: SearchRecord
+
+
+def frame_of(plan: Plan) -> Frame:
+    """The outer choices of a plan."""
+    pipeline = plan.pipeline
+    return Frame(
+        mesh=plan.mesh, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages, micro_batch_size=pipeline.micro_batch_size,
+        num_micro_batches=pipeline.num_micro_batches, sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()),
+        actions=pipeline.actions)
 
 
 def to_document(plan: Plan) -> dict[str, Any]:

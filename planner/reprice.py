@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from costmodels.book import PriceBook
 from costmodels.sharding import Placements, Splits, placed_splits
 from costmodels.step import StepPrice, price_step
-from costmodels.strategy import Frame, LayerChoice, Strategy
+from costmodels.strategy import LayerChoice, Strategy
 from planner.assemble import assemble
-from planner.plan import LayerPlan, Plan, StagePlan
+from planner.plan import LayerPlan, Plan, StagePlan, frame_of
 from profiles.errors import ConfigError
 from profiles.measured import machine_for
 from profiles.model import LayerKind, Operator
@@ -23,15 +23,6 @@ class Repriced:
     strategy: Strategy
     price: StepPrice
     book: PriceBook
-
-
-def frame_of(plan: Plan) -> Frame:
-    """The outer choices of a plan."""
-    pipeline = plan.pipeline
-    return Frame(
-        mesh=plan.mesh, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages, micro_batch_size=pipeline.micro_batch_size,
-        num_micro_batches=pipeline.num_micro_batches, sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()),
-        actions=pipeline.actions)
 
 
 def book_of(plan: Plan) -> PriceBook:

@@ -64,15 +64,6 @@ def expert_degrees(dp: int, model: ModelSpec) -> tuple[int, ...]:
     return divisors(gcd(dp, model.num_experts)) if model.num_experts else (1,)
 
 
-def illegal_expert_parallel(mesh: Mesh, model: ModelSpec) -> str | None:
-    """Why the experts of this model cannot be divided over the `ep` of a mesh, or None."""
-    if mesh.ep > 1 and not model.num_experts:
-        return f"ep {mesh.ep} divides experts, {model.name} has none"
-    if model.num_experts % mesh.ep:
-        return f"ep {mesh.ep} does not divide the {model.num_experts} experts"
-    return None
-
-
 def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str | None:
     """Why a frame on a legal mesh cannot run, or None: batch, schedule and sequence rules."""
     mesh, batch = frame.mesh, training.global_batch_size

@@ -9,7 +9,7 @@ import pytest
 from planner.account import predict
 from planner.calibrate import calibrate, unexercised
 from planner.estimate import estimate_plan
-from planner.reprice import frame_of
+from planner.plan import frame_of
 from profiles.calibration import CAUSES, Calibration, Factor
 from profiles.errors import ConfigError
 from profiles.provenance import Kind

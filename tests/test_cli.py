@@ -17,7 +17,7 @@ import yaml
 import cli_options
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
-from costmodels.schedules import Schedule
+from costmodels.schedules import Schedule, csv_rows
 from planner.band import margin_text
 from planner.plan import Objective, Status, read
 from planner.report.text import band_text
@@ -227,6 +227,32 @@ def test_estimate_prices_a_layout_and_derives_the_data_parallel_degree():
     assert "wrote hand.yaml" in output
 
 
+def test_estimate_prices_schedules_that_split_the_backward_by_name_and_from_a_file():
+    layout = ("estimate", "--model", "gpt-tiny", "--gpus", "2", "--pp", "2", "--global-batch-size", "4", "--json")
+    rows = csv_rows(Schedule.ZBV, 2, 4, 2)
+    Path("lists.csv").write_text("\n".join(rows))
+
+    named, own = (json.loads(succeed(*layout, *how).stdout) for how in (("--schedule", "zbv"), ("--schedule-file", "lists.csv")))
+
+    assert (named["pipeline"]["schedule"], named["pipeline"]["virtual_stages"]) == ("zbv", 2)
+    assert own["pipeline"]["actions"] == list(rows)
+    assert named["predicted"]["step_time_s"] == own["predicted"]["step_time_s"]
+
+
+@pytest.mark.parametrize(("text", "how", "message"), [
+    ("0F0,0B0", (), "lists.csv is of 1 pipeline ranks, --pp is 2"),
+    ("0F0,0B0\n1F0,1B0\n", ("--schedule", "1f1b"), "--schedule-file says the schedule"),
+    ("0F0,0B0\n1F0,1B0\n", (), "stage 0 and micro-batch 1 have nothing"),
+    ("0F0;0B0\n1F0,1B0\n", (), "'0F0;0B0' is no action"),
+])
+def test_a_schedule_file_that_does_not_fit_is_an_error_with_the_place(text, how, message):
+    Path("lists.csv").write_text(text)
+
+    layout = ("--model", "gpt-tiny", "--gpus", "2", "--pp", "2", "--global-batch-size", "2")
+
+    assert message in fail(2, "estimate", *layout, "--schedule-file", "lists.csv", *how)
+
+
 def test_estimate_writes_nothing_unless_asked():
     succeed("estimate", *TINY)
 
@@ -297,7 +323,7 @@ def test_version_is_printed():
 
 
 def test_the_choices_of_the_options_are_those_of_the_planner():
-    assert set(Schedule) == set(cli_options.SCHEDULES)
+    assert set(Schedule) - {Schedule.CUSTOM} == set(cli_options.SCHEDULES)  # that one comes with --schedule-file
     assert set(Recompute) == set(cli_options.RECOMPUTE)
     assert set(Offload) == set(cli_options.OFFLOAD)
     assert set(Precision) == set(cli_options.PRECISIONS)
