@@ -26,6 +26,7 @@ from cli_options import (
     explaining,
     searching,
 )
+from cli_run import tokenize
 from cli_style import INTERRUPTED, List, Main, option, show_version
 
 if TYPE_CHECKING:
@@ -443,6 +444,8 @@ def schema() -> None:
 
     _print_json(plan_schema())
 
+
+main.add_command(tokenize)
 
 if __name__ == "__main__":
     main()

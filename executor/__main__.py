@@ -14,43 +14,58 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from cli_style import Command, option
 from executor import layout
 from executor.check import table
-from executor.data import TOKEN_TYPES
-from executor.train import Options, build_trainer
+from executor.options import LearningRateSchedule, Options
+from executor.tokens import TOKEN_TYPES
+from executor.train import StepResult, build_trainer
 from planner.plan import Plan, read
 from profiles.errors import ConfigError, PlannerError
 
-EXAMPLE = """
-\b
-Example:
-  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5
-  torchrun --nproc-per-node 8 -m executor plan.yaml --data tokens.bin --data-dtype uint16
-"""
+EXAMPLE = (
+    "  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5\n"
+    "  torchrun --nproc-per-node 8 -m executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50")
 
 
-@click.command(epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
+DATA, OPTIMIZER, RUN = "Data", "Optimizer", "Run"
+
+
+@click.command(cls=Command, epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Optimizer steps to run.")
-@click.option("--data", type=click.Path(path_type=Path), help="File of token ids; without it they are random.")
-@click.option("--data-dtype", type=click.Choice(sorted(TOKEN_TYPES)), default="uint16", show_default=True, help="Type of the ids.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the initial parameters and the random tokens.")
-@click.option("--learning-rate", type=float, default=3e-4, show_default=True, help="Of AdamW.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="auto: GPUs if any.")
-@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a stuck collective is an error.")
+@option(DATA, "--data", type=click.Path(path_type=Path), metavar="FILE",
+        help="Token ids: a .bin, which `plan tokenize` writes, or a flat .npy. Without it they are random.")
+@option(DATA, "--data-dtype", type=click.Choice(sorted(TOKEN_TYPES)), metavar="TYPE",
+        help="uint16 or uint32, of a .bin with no .json beside it. [default: uint16]")
+@option(DATA, "--shuffle/--no-shuffle", default=True, show_default=True, help="Take the file's sequences in an order of the seed's.")
+@option(OPTIMIZER, "--learning-rate", type=float, default=3e-4, show_default=True, metavar="RATE", help="Of AdamW.")
+@option(OPTIMIZER, "--lr-schedule", type=click.Choice([schedule.value for schedule in LearningRateSchedule]), default="constant",
+        show_default=True, metavar="NAME", help="constant, cosine or linear: how the rate falls until --steps.")
+@option(OPTIMIZER, "--warmup-steps", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Steps it rises over.")
+@option(OPTIMIZER, "--min-learning-rate", type=float, default=0.0, show_default=True, metavar="RATE", help="Where cosine and linear end.")
+@option(OPTIMIZER, "--weight-decay", type=float, default=0.01, show_default=True, metavar="SHARE", help="Of matrices, not of vectors.")
+@option(OPTIMIZER, "--betas", type=float, nargs=2, default=(0.9, 0.999), show_default=True, metavar="B1 B2", help="Of AdamW.")
+@option(OPTIMIZER, "--clip-gradients", type=float, default=1.0, show_default=True, metavar="NORM",
+        help="Scale gradients down to this norm over the whole model; 0: never.")
+@option(RUN, "--steps", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="Optimizer steps to run.")
+@option(RUN, "--seed", type=int, default=0, show_default=True, metavar="N",
+        help="Of the initial parameters, the order of the data and the random tokens.")
+@option(RUN, "--compile", is_flag=True, help="Compile every block with torch.compile.")
+@option(RUN, "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="auto: GPUs if any.")
+@option(RUN, "--timeout", type=float, default=600.0, show_default=True, metavar="SECONDS", help="Until a stuck collective is an error.")
 def main(plan_file: Path, device: str, timeout: float, **options: object) -> int:
-    """Train the model of PLAN as the plan says; prints loss and speed per step, then predicted against measured bytes."""
+    """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes."""
     try:
         plan = read(plan_file)
         layout.validate(plan)
         _check_world(plan, plan_file)
-        chosen = _device(device)
+        chosen, trained = _device(device), Options(**options)
     except PlannerError as error:
         return _fail(error, speaks=os.environ.get("RANK", "0") == "0")  # every rank meets the same error
     limit = timedelta(seconds=timeout)
     _join(chosen, limit)
     try:
-        _train(plan, Options(**options), chosen, limit)
+        _train(plan, trained, chosen, limit)
     except PlannerError as error:
         return _fail(error, speaks=True)
     finally:
@@ -107,12 +122,20 @@ def _train(plan: Plan, options: Options, device: torch.device, timeout: timedelt
         _set_pg_timeout(timeout, group)  # torch gives a mesh's groups its own default instead
     for result in trainer.run():
         if speaks:
-            speed = plan.training.tokens_per_step / result.seconds
-            click.echo(f"step {result.step + 1:>4}  loss {result.loss:.6f}  {speed:,.0f} tokens/s")
+            click.echo(_step_line(plan, options, result))
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, trainer.state_bytes())
     if speaks:
         click.echo(table(rows))
+
+
+def _step_line(plan: Plan, options: Options, result: StepResult) -> str:
+    norm = f"grad norm {result.gradient_norm:.4g}"
+    if 0 < options.clip_gradients < result.gradient_norm:
+        norm += f" clipped to {options.clip_gradients:g}"
+    rate = f"  lr {result.learning_rate:.2e}" if options.lr_varies else ""
+    speed = plan.training.tokens_per_step / result.seconds
+    return f"step {result.step + 1:>4}  loss {result.loss:.6f}  {norm}{rate}  {speed:,.0f} tokens/s"
 
 
 def _fail(error: PlannerError, *, speaks: bool) -> int:

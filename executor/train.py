@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from executor.check import Meter, Row, predicted_state_bytes
-from executor.data import Batches, from_file, synthetic
+from executor.data import Batches, build_batches
+from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, set_learning_rate
+from executor.options import Options
 from executor.pipeline import Pipeline, build_pipeline
 from executor.stages import Ranks
 from planner.plan import Plan
@@ -23,22 +23,13 @@ METERED_STEPS = 2  # what is held repeats from then on, and looking at every ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the plan leaves open. Without `data` the tokens are random."""
-
-    steps: int = 5
-    seed: int = 0
-    learning_rate: float = 3e-4
-    data: Path | None = None
-    data_dtype: str = "uint16"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`loss` is the mean over all tokens of the global batch, the same on every rank."""
+    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping: the same on every rank."""
 
     step: int
     loss: float
+    gradient_norm: float
+    learning_rate: float
     seconds: float
 
 
@@ -69,9 +60,19 @@ class Trainer:
             started = time.perf_counter()
             self.meter.active = step < METERED_STEPS
             loss = self.gradients(step)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            yield StepResult(step=step, loss=loss.item(), seconds=time.perf_counter() - started)
+            norm = self.update(step)
+            yield StepResult(
+                step=step, loss=loss.item(), gradient_norm=norm.item(), learning_rate=self.optimizer.param_groups[0]["lr"],
+                seconds=time.perf_counter() - started)
+
+    def update(self, step: int) -> Tensor:
+        """The optimizer's update for the gradients that are there; returns their norm over the whole model."""
+        norm = gradient_norm(self.plan, self.pipeline.stages, self.ranks.device)
+        clip_gradients(self.optimizer, self.options.clip_gradients, norm)
+        set_learning_rate(self.optimizer, self.options, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
 
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
@@ -89,15 +90,7 @@ def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer
     meter = Meter(plan.training.precision)
     pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=meter.sample)
     meter.watch(pipeline.stages, pipeline.parameters)
-    tokens = options.data
-    batches = from_file(plan, dp_rank, tokens, options.data_dtype) if tokens else synthetic(plan, dp_rank, options.seed)
-    optimizer = torch.optim.AdamW(_by_mesh(pipeline.parameters), lr=options.learning_rate)
+    batches = build_batches(plan, dp_rank, options)
+    optimizer = build_optimizer(pipeline.parameters, options)
     return Trainer(plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=optimizer, batches=batches, meter=meter)
 
-
-def _by_mesh(parameters: list[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:
-    """Parameter groups of one device mesh each: the optimizer's fused loops cannot mix meshes."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    return [{"params": group} for group in groups.values()]

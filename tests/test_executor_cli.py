@@ -59,7 +59,7 @@ def test_one_rank_runs_without_torchrun(tmp_path, monkeypatch, capsys):
 def test_help_ends_with_an_example(monkeypatch, capsys):
     assert _run(monkeypatch, "--help") == 0
 
-    assert "Example:\n    torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5" in capsys.readouterr().out
+    assert "Example:\n  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5" in capsys.readouterr().out
 
 
 def test_a_wrong_number_of_ranks_says_which_command_to_use(tmp_path, monkeypatch, capsys):
