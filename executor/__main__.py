@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from cli_style import Command, option
 from executor import layout
 from executor.check import table
+from executor.compiled import validate_compiled
 from executor.options import LearningRateSchedule, Options
 from executor.tokens import TOKEN_TYPES
 from executor.train import StepResult, build_trainer
@@ -60,6 +61,8 @@ def main(plan_file: Path, device: str, timeout: float, **options: object) -> int
         layout.validate(plan)
         _check_world(plan, plan_file)
         chosen, trained = _device(device), Options(**options)
+        if trained.compile:
+            validate_compiled(plan, chosen)
     except PlannerError as error:
         return _fail(error, speaks=os.environ.get("RANK", "0") == "0")  # every rank meets the same error
     limit = timedelta(seconds=timeout)

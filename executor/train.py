@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from executor.check import Meter, Row, predicted_state_bytes
+from executor.compiled import compile_blocks
 from executor.data import Batches, build_batches
 from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, set_learning_rate
 from executor.options import Options
@@ -89,6 +90,8 @@ def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
     meter = Meter(plan.training.precision)
     pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=meter.sample)
+    if options.compile:
+        compile_blocks(pipeline.stages)
     meter.watch(pipeline.stages, pipeline.parameters)
     batches = build_batches(plan, dp_rank, options)
     optimizer = build_optimizer(pipeline.parameters, options)
