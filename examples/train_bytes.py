@@ -36,7 +36,6 @@ model:
   head_dim: 32
   ffn_hidden_size: 512
   vocab_size: 257  # bytes, and the end of a document
-  vocab_multiple: 64
   max_seq_length: 128
   norm: layer_norm
   positions: learned
@@ -88,7 +87,8 @@ def losses(folder: Path, ranks: int, plan: str, steps: int) -> list[float]:
     """Train until `steps`, from the newest checkpoint; the loss of every step that ran."""
     lines = run(
         folder, "torchrun", "--nproc-per-node", str(ranks), "-m", "executor", plan, "--data", "tokens.bin", "--steps", str(steps),
-        "--learning-rate", "1e-3", "--warmup-steps", "10", "--checkpoint-dir", "checkpoints", "--checkpoint-every", "20", "--resume", "auto")
+        "--learning-rate", "1e-3", "--warmup-steps", "10",
+        "--checkpoint-dir", "checkpoints", "--checkpoint-every", "20", "--resume", "auto")
     return [float(line.split()[3]) for line in lines if line.startswith("step ")]
 
 
