@@ -89,12 +89,12 @@ def load_tokenizer(name: str) -> Tokenizer:
 def _hugging_face(name: str) -> Tokenizer:
     try:
         from transformers import AutoTokenizer
-    except ImportError:
-        raise ConfigError(f"--tokenizer {name} needs the package transformers", hint="pip install 'parplan[tokenize]'") from None
+    except ImportError as error:
+        raise ConfigError(f"--tokenizer {name} needs the package transformers: {error}", hint="pip install 'parplan[tokenize]'") from None
     try:
         loaded = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        reason = " ".join(str(error).split())
         raise ConfigError(f"--tokenizer {name}: {reason}", hint="give 'bytes', or the folder of a Hugging Face tokenizer") from None
     if loaded.eos_token_id is None:
         raise ConfigError(f"--tokenizer {name} has no end-of-document token (eos_token)", hint="set eos_token in its tokenizer_config.json")
