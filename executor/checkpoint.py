@@ -42,7 +42,7 @@ class Checkpoints:
         self.note = note if dist.get_rank() == 0 else _silent
         self.group = dist.new_group(backend="gloo", timeout=timeout)
         self.held = held(trainer.pipeline.stages, tied=trainer.plan.model.tied_embeddings)
-        self.extra = {f"extra.{name}": state for name, state in (extra or {}).items()}
+        self.extra = dict(extra or {})
         device = trainer.ranks.device.type
         self.document = {**describe(trainer.plan, trainer.options), "device": device}
         self._stager = DefaultStager(StagingOptions(

@@ -54,7 +54,7 @@ def choose(options: CheckpointOptions, plan: Plan, note: Note) -> Choice:
     """
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     present = _prepare(options.directory) if options.directory else []
-    if restarted and present or options.resume == AUTO:
+    if (restarted and present) or options.resume == AUTO:
         return _newest(present, options, plan, note)
     if options.resume == NEVER:
         if present and not restarted:
@@ -99,8 +99,8 @@ def _named(path: Path, present: list[Path], plan: Plan) -> Choice:
     try:
         found = _accepted(path, plan)
     except ValueError as error:
-        raise ConfigError(
-            f"--resume {path}: not a whole checkpoint: {error}", hint="name a folder such as DIR/step-000120, or use --resume auto") from None
+        hint = "name a folder such as DIR/step-000120, or use --resume auto"
+        raise ConfigError(f"--resume {path}: not a whole checkpoint: {error}", hint=hint) from None
     if present and checkpoint_step(present[0]) > found["step"]:
         raise ConfigError(
             f"--resume {path}: {present[0]} is newer and would be gone on from after a restart", hint="choose another --checkpoint-dir")
@@ -115,7 +115,7 @@ def _accepted(path: Path, plan: Plan) -> Document:
         was, now = getattr(saved, field.name), getattr(plan.model, field.name)
         if field.name not in FREE and was != now:
             raise ConfigError(
-                f"{path} is of another model: {field.name} is {was}, the plan's {now}", hint="choose another --checkpoint-dir, or --resume never")
+                f"{path} is of another model: its {field.name} is {was}, the plan's {now}", hint="choose another --checkpoint-dir or plan")
     return found
 
 

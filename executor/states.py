@@ -23,7 +23,7 @@ from executor.stages import Stage
 TIED = "embedding.tokens.weight"
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of checkpoint_wrapper and torch.compile
 
-Tensors = dict[str, Tensor]
+Tensors = dict[str, dict[str, Tensor]]  # the first part of the name, and the rest: torch.distributed.checkpoint joins them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,9 @@ def _plain(name: str) -> str:
 
 def training_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> Tensors:
     """Parameters and their optimizer states; what is loaded into these tensors is loaded into the run."""
-    found = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
-    for name, parameter in parameters.items():
-        found |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return found
+    states = {
+        f"{name}.{key}": value for name, parameter in parameters.items() for key, value in optimizer.state[parameter].items()}
+    return {"model": {name: parameter.detach() for name, parameter in parameters.items()}, "optimizer": states}
 
 
 def make_optimizer_states(optimizer: torch.optim.Optimizer) -> None:
@@ -69,14 +68,14 @@ def make_optimizer_states(optimizer: torch.optim.Optimizer) -> None:
 
 def random_states(device: torch.device) -> Tensors:
     """The states of this rank's generators."""
-    found = {f"rng.{dist.get_rank()}.cpu": torch.get_rng_state()}
+    found = {f"{dist.get_rank()}.cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        found[f"rng.{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        found[f"{dist.get_rank()}.cuda"] = torch.cuda.get_rng_state(device)
+    return {"rng": found}
 
 
 def set_random_states(states: Tensors, device: torch.device) -> None:
     """Go on from `random_states`."""
-    torch.set_rng_state(states[f"rng.{dist.get_rank()}.cpu"])
+    torch.set_rng_state(states["rng"][f"{dist.get_rank()}.cpu"])
     if device.type == "cuda":
-        torch.cuda.set_rng_state(states[f"rng.{dist.get_rank()}.cuda"], device)
+        torch.cuda.set_rng_state(states["rng"][f"{dist.get_rank()}.cuda"], device)

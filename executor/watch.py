@@ -158,10 +158,8 @@ class Watch:
         busy = [rank for rank, state in states.items() if not state.waits]
         least = min(gone or busy or states, key=lambda rank: (states[rank].step, states[rank].micro_batch, -states[rank].idle_s))
         state = states[least]
-        if gone:
-            what = "it does not answer, so it is stopped, dead or stuck outside Python"
-        else:
-            what = f"it {state.doing}{state.place}"
+        silence = "it does not answer, so it is stopped, dead or stuck outside Python"
+        what = silence if gone else f"it {state.doing}{state.place}"
         waiting = "" if len(states) == 1 else "; the others wait for it" if gone or busy else "; all wait for one another"
         name = self._name(least, len(gone) - 1)
         return f"{name} has not moved since {_position(state)}, for {self.timeout_s:g} s: {what}{waiting}"
