@@ -70,6 +70,7 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch the thread that made the watch."""
+        self._say()
         self._thread.start()
 
     def stop(self) -> None:
