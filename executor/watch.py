@@ -59,7 +59,7 @@ class Watch:
         self.mesh = mesh
         self.progress = progress
         self.timeout_s = timeout_s
-        self.beat_s = BEAT_S * max(1.0, mesh.num_ranks / RANKS_PER_BEAT)
+        self.beat_s = min(BEAT_S * max(1.0, mesh.num_ranks / RANKS_PER_BEAT), SLACK_S / 4)
         self.quiet_s = max(5 * self.beat_s, min(timeout_s / 2, SLACK_S / 2))  # no beat for so long is no answer
         self._beat = 0
         self._moved = (-1, time.monotonic())
@@ -90,6 +90,8 @@ class Watch:
 
         torchrun asks the ranks that are left to end; they do, when they have said this.
         """
+        if self.mesh.num_ranks == 1:
+            return None
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             beats = {rank: state.beat for rank, state in self._states()}
