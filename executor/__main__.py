@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -172,6 +173,8 @@ def run() -> int:
     """The command with its exit code: 0, or that of the error."""
     # the modules never write in place to what a layer returned
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # it prints the whole schedule with an exception that it raises again
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     try:
         return main(prog_name="python -m executor", standalone_mode=False)
     except click.ClickException as error:

@@ -92,6 +92,7 @@ class Watch:
         """
         if self.mesh.num_ranks == 1:
             return None
+        self.progress.at("asks which rank is gone")
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             beats = {rank: state.beat for rank, state in self._states()}
