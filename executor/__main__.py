@@ -173,8 +173,8 @@ def run() -> int:
     """The command with its exit code: 0, or that of the error."""
     # the modules never write in place to what a layer returned
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # it prints the whole schedule with an exception that it raises again
-    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
+    for part in ("pipelining.schedules", "checkpoint.state_dict_loader"):  # they print pages about what they raise as well
+        logging.getLogger(f"torch.distributed.{part}").setLevel(logging.CRITICAL)
     try:
         return main(prog_name="python -m executor", standalone_mode=False)
     except click.ClickException as error:

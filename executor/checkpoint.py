@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from executor.folder import AtomicWriter, Document, checkpoint_name, remove_temporaries
+from executor.folder import AtomicWriter, CheckedReader, Document, checkpoint_name, remove_temporaries
 from executor.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint
 from executor.states import Tensors, held, make_optimizer_states, random_states, set_random_states, training_tensors
 from executor.train import Trainer
@@ -122,7 +122,7 @@ class Checkpoints:
             torch.manual_seed(torch.initial_seed() + 1_000_000_007 * document["step"])
 
     def _read(self, path: Path, states: dict[str, Any]) -> None:
-        dcp.load(states, storage_reader=dcp.FileSystemReader(path), process_group=self.group)
+        dcp.load(states, storage_reader=CheckedReader(path), process_group=self.group)
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> Tensors:
         return training_tensors(parameters, self.trainer.optimizer)

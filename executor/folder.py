@@ -6,15 +6,17 @@ trained, and the size of every file, so that a copy that is not whole is told fr
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from torch.distributed.checkpoint import FileSystemWriter, Metadata
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 FORMAT = 1
@@ -90,6 +92,17 @@ class AtomicWriter(FileSystemWriter):
         _replace(folder, self.final)
         for old in checkpoint_paths(self.final.parent)[self.keep:]:
             _remove(old)
+
+
+class CheckedReader(FileSystemReader):
+    """Compares what it reads with the checksum that is written with every tensor, which torch.load does not."""
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        data = io.BytesIO(super()._slice_file(file, sinfo).read())
+        if zipfile.ZipFile(data).testzip() is not None:
+            raise ValueError(f"{sinfo.relative_path} is damaged near byte {sinfo.offset}")
+        data.seek(0)
+        return data
 
 
 def _write_document(folder: Path, document: Document) -> None:

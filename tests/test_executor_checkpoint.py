@@ -7,6 +7,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import tempfile
@@ -22,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from costmodels.mesh import Mesh
-from executor import folder
+from executor import checkpoint, folder
 from executor.checkpoint import Checkpoints
 from executor.data import synthetic
 from executor.resume import CheckpointOptions
@@ -254,15 +255,21 @@ def test_a_truncated_checkpoint_is_skipped_with_a_note_and_written_again(tmp_pat
     assert train(make_plan(), 5, resume=str(tmp_path / "step-000003"))[0][0] == losses[1]
 
 
-def test_a_checkpoint_that_cannot_be_read_is_skipped_with_a_note(tmp_path, alone):
+def test_a_damaged_checkpoint_is_skipped_with_a_note(tmp_path, alone, monkeypatch):
     train(make_plan(), 2, directory=tmp_path, every=1)
     path = _data_file(tmp_path / "step-000002")
-    path.write_bytes(bytes(path.stat().st_size))
+    data = bytearray(path.read_bytes())
+    values = data.find(b"archive/data/0") + 1000
+    data[values : values + 4] = (byte ^ 0xFF for byte in data[values : values + 4])
+    path.write_bytes(data)
 
-    losses, notes = train(make_plan(), 2, directory=tmp_path)
+    losses, notes = train(make_plan(), 3, directory=tmp_path)
+    monkeypatch.setattr(checkpoint, "CheckedReader", folder.FileSystemReader)
+    silent, _ = train(make_plan(), 3, resume=str(path.parent))
 
-    assert notes[0].startswith("step-000002 is skipped, it cannot be read: ")
-    assert losses == train(make_plan(), 2)[0][1:]
+    assert re.fullmatch(r"step-000002 is skipped, it cannot be read: __0_0\.distcp is damaged near byte \d+ \(rank 0\)", notes[0])
+    assert losses == train(make_plan(), 3)[0][1:]
+    assert silent != losses[1:]
 
 
 def test_a_folder_without_a_whole_checkpoint_is_an_error_and_not_a_new_start(tmp_path, alone):
