@@ -79,9 +79,9 @@ def _watched(plan: Plan, options: Options, checkpoints: CheckpointOptions, devic
         _train(plan, options, checkpoints, device, limit, progress)
         dist.destroy_process_group()
     except PlannerError as error:
-        speaks = watch.claim()
+        code = _fail(error, speaks=watch.claim())
         dist.destroy_process_group()
-        return _fail(error, speaks=speaks)
+        return code
     except (RuntimeError, CheckpointException):
         lost = watch.lost()
         if lost is None:

@@ -130,11 +130,11 @@ class Watch:
         return idle_s
 
     def _waits(self) -> bool:
-        """Whether the main thread, or one that it waits for, is inside a collective."""
+        """Whether the main thread is inside a collective, or one of autograd's, which Python did not start."""
         if self.progress.doing.startswith("waits"):
             return True
-        frames = sys._current_frames()
-        return any(_in_collective(frame) for ident, frame in frames.items() if ident != threading.get_ident())
+        others = {thread.ident for thread in threading.enumerate()} - {self._main}  # this one, and the one that saves
+        return any(_in_collective(frame) for ident, frame in sys._current_frames().items() if ident not in others)
 
     def _states(self) -> Iterator[tuple[int, State]]:
         """The ranks that have ever said anything."""
@@ -158,9 +158,10 @@ class Watch:
         never = [rank for rank in range(self.mesh.num_ranks) if rank not in states]
         if never:
             return f"{self._name(never[0], len(never) - 1)} has not started within {self.timeout_s:g} s"
-        gone = [rank for rank in silent if not states[rank].ended]
-        busy = [rank for rank, state in states.items() if not state.waits]
-        least = min(gone or busy or states, key=lambda rank: (states[rank].step, states[rank].micro_batch, -states[rank].idle_s))
+        running = [rank for rank, state in states.items() if not state.ended]
+        gone = [rank for rank in running if rank in silent]
+        busy = [rank for rank in running if not states[rank].waits]
+        least = min(gone or busy or running, key=lambda rank: (states[rank].step, states[rank].micro_batch, -states[rank].idle_s))
         state = states[least]
         silence = "it does not answer, so it is stopped, dead or stuck outside Python"
         what = silence if gone else f"it {state.doing}{state.place}"
