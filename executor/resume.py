@@ -35,10 +35,10 @@ Choice = tuple[tuple[Path, Document], ...]  # the checkpoints to try, the newest
 
 
 def describe(plan: Plan, options: object) -> dict[str, Any]:
-    """What a checkpoint says of its run: model, training, mesh, and the options without their paths."""
-    return {
-        "model": document(plan.model), "training": document(plan.training), "mesh": document(plan.mesh),
-        "options": {field.name: _fingerprint(getattr(options, field.name)) for field in dataclasses.fields(options)}}  # type: ignore[arg-type]
+    """What a checkpoint says of its run; of a file of data its name and size."""
+    parts = {name: document(getattr(plan, name)) for name in ("model", "training", "mesh", "pipeline")}
+    fields = dataclasses.fields(options)  # type: ignore[arg-type]
+    return parts | {"options": {field.name: _fingerprint(getattr(options, field.name)) for field in fields}}
 
 
 def _fingerprint(value: object) -> Any:
@@ -120,13 +120,15 @@ def _accepted(path: Path, plan: Plan) -> Document:
 
 
 def differences(saved: Document, now: Mapping[str, Any]) -> Iterator[str]:
-    """What the run changes against the one it goes on from, as notes; the mesh may change as well, and says nothing."""
+    """What the run changes against the one it goes on from, as notes; another mesh or schedule changes nothing but dropout."""
     for part in ("training", "options"):
         for name, value in now[part].items():
             was = saved[part].get(name)
             if name != "steps" and not isinstance(value, dict) and value != was:
                 yield f"{name} is {value}, until the checkpoint it was {was}"
+    if any(now["training"][name] != saved["training"].get(name) for name in ("global_batch_size", "seq_length")):
+        yield "the data goes on at this run's position of that step, which skips or repeats some"
     if now["model"]["dropout"] != saved["model"].get("dropout"):
         yield f"dropout is {now['model']['dropout']}, until the checkpoint it was {saved['model'].get('dropout')}"
-    if now["model"]["dropout"] and now["mesh"] != saved["mesh"]:
-        yield "another mesh: the dropout masks are others than this run would have drawn"
+    if now["model"]["dropout"] and any(now[part] != saved.get(part) for part in ("mesh", "pipeline")):
+        yield "another mesh or schedule: the dropout masks are others than the run before would have drawn"
