@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -12,24 +13,30 @@ from pathlib import Path
 import click
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cli_style import Command, option
 from executor import layout
 from executor.check import table
+from executor.checkpoint import Checkpoints
 from executor.compiled import validate_compiled
 from executor.options import LearningRateSchedule, Options
+from executor.progress import Progress
+from executor.resume import CheckpointOptions
 from executor.tokens import TOKEN_TYPES
 from executor.train import StepResult, build_trainer
+from executor.watch import SLACK_S, Watch, own_connection
 from planner.plan import Plan, read
 from profiles.errors import ConfigError, PlannerError
 
 EXAMPLE = (
     "  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5\n"
-    "  torchrun --nproc-per-node 8 -m executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50")
+    "  torchrun --nproc-per-node 8 -m executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50\n"
+    "  torchrun --nproc-per-node 8 --max-restarts 3 -m executor plan.yaml --steps 1000 --checkpoint-dir checkpoints")
 
 
-DATA, OPTIMIZER, RUN = "Data", "Optimizer", "Run"
+DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
 
 
 @click.command(cls=Command, epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
@@ -48,13 +55,24 @@ DATA, OPTIMIZER, RUN = "Data", "Optimizer", "Run"
 @option(OPTIMIZER, "--betas", type=float, nargs=2, default=(0.9, 0.999), show_default=True, metavar="B1 B2", help="Of AdamW.")
 @option(OPTIMIZER, "--clip-gradients", type=float, default=1.0, show_default=True, metavar="NORM",
         help="Scale gradients down to this norm over the whole model; 0: never.")
-@option(RUN, "--steps", type=click.IntRange(min=1), default=5, show_default=True, metavar="N", help="Optimizer steps to run.")
+@option(CHECKPOINTS, "--checkpoint-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where they go; all nodes share it.")
+@option(CHECKPOINTS, "--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, metavar="N",
+        help="Steps from one to the next.")
+@option(CHECKPOINTS, "--resume", metavar="auto|never|PATH", default="auto", show_default=True,
+        help="auto: from the newest in --checkpoint-dir, if any; PATH: from that one, of any mesh or plan of the model.")
+@option(CHECKPOINTS, "--keep", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Newest ones to keep.")
+@option(RUN, "--steps", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
+        help="Optimizer steps, those before a resume included.")
 @option(RUN, "--seed", type=int, default=0, show_default=True, metavar="N",
         help="Of the initial parameters, the order of the data and the random tokens.")
 @option(RUN, "--compile", is_flag=True, help="Compile every block with torch.compile.")
 @option(RUN, "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="auto: GPUs if any.")
-@option(RUN, "--timeout", type=float, default=600.0, show_default=True, metavar="SECONDS", help="Until a stuck collective is an error.")
-def main(plan_file: Path, device: str, timeout: float, **options: object) -> int:
+@option(RUN, "--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, metavar="SECONDS",
+        help="Without progress on any rank until the run ends (within 10 more) and names the rank that is behind.")
+def main(
+    plan_file: Path, device: str, timeout: float, checkpoint_dir: Path | None, checkpoint_every: int, resume: str, keep: int,
+    **options: object,
+) -> int:
     """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes."""
     try:
         plan = read(plan_file)
@@ -65,14 +83,32 @@ def main(plan_file: Path, device: str, timeout: float, **options: object) -> int
             validate_compiled(plan, chosen)
     except PlannerError as error:
         return _fail(error, speaks=os.environ.get("RANK", "0") == "0")  # every rank meets the same error
-    limit = timedelta(seconds=timeout)
-    _join(chosen, limit)
+    checkpoints = CheckpointOptions(directory=checkpoint_dir, every=checkpoint_every, resume=resume, keep=keep)
+    return _watched(plan, trained, checkpoints, chosen, timeout)
+
+
+def _watched(plan: Plan, options: Options, checkpoints: CheckpointOptions, device: torch.device, timeout_s: float) -> int:
+    """Train; every way in which that can end gives one error on one rank, and an exit code."""
+    limit = timedelta(seconds=timeout_s + 2 * SLACK_S)  # the watch says more than a collective's own timeout
+    rank, store = int(os.environ.get("RANK", "0")), _store(plan.mesh.num_ranks, limit)
+    progress = Progress()
+    watch = Watch(own_connection(store), rank, plan.mesh, progress, timeout_s)
+    watch.start()
     try:
-        _train(plan, trained, chosen, limit)
-    except PlannerError as error:
-        return _fail(error, speaks=True)
-    finally:
+        _join(device, store, rank, plan.mesh.num_ranks, limit)
+        _train(plan, options, checkpoints, device, limit, progress)
         dist.destroy_process_group()
+    except PlannerError as error:
+        code = _fail(error, speaks=watch.claim())
+        dist.destroy_process_group()
+        return code
+    except (RuntimeError, CheckpointException):
+        lost = watch.lost()
+        if lost is None:
+            raise
+        return _fail(PlannerError(lost, hint="torchrun's --max-restarts goes on from a checkpoint"), speaks=watch.claim())
+    finally:
+        watch.stop()
     return 0
 
 
@@ -98,13 +134,12 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _join(device: torch.device, timeout: timedelta) -> None:
+def _join(device: torch.device, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
     """Join the process group: nccl between GPUs, gloo between CPUs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=_store(world, timeout), rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _store(world: int, timeout: timedelta) -> dist.Store:
@@ -117,15 +152,24 @@ def _store(world: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"try{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _train(plan: Plan, options: Options, device: torch.device, timeout: timedelta) -> None:
+def _train(
+    plan: Plan, options: Options, checkpoint_options: CheckpointOptions, device: torch.device, timeout: timedelta, progress: Progress,
+) -> None:
     """Only rank 0 prints."""
     speaks = dist.get_rank() == 0
-    trainer = build_trainer(plan, options, device)
+    trainer = build_trainer(plan, options, device, progress)
     for group in trainer.ranks.groups:
         _set_pg_timeout(timeout, group)  # torch gives a mesh's groups its own default instead
-    for result in trainer.run():
+    checkpoints = Checkpoints(trainer, checkpoint_options, timeout=timeout, note=_note)
+    first = checkpoints.resume()
+    for result in trainer.run(first):
         if speaks:
             click.echo(_step_line(plan, options, result))
+        checkpoints.after_step(result.step + 1)
+    if first >= options.steps:
+        checkpoints.note(f"nothing to do: --steps {options.steps}, {first} are done")
+        return
+    checkpoints.finish(options.steps)
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, trainer.state_bytes())
     if speaks:
@@ -141,6 +185,10 @@ def _step_line(plan: Plan, options: Options, result: StepResult) -> str:
     return f"step {result.step + 1:>4}  loss {result.loss:.6f}  {norm}{rate}  {speed:,.0f} tokens/s"
 
 
+def _note(text: str) -> None:
+    click.echo(f"note: {text}", err=True)
+
+
 def _fail(error: PlannerError, *, speaks: bool) -> int:
     if speaks:
         click.echo(f"error: {error.message}", err=True)
@@ -153,6 +201,8 @@ def run() -> int:
     """The command with its exit code: 0, or that of the error."""
     # the modules never write in place to what a layer returned
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for part in ("pipelining.schedules", "checkpoint.state_dict_loader"):  # they print pages about what they raise as well
+        logging.getLogger(f"torch.distributed.{part}").setLevel(logging.CRITICAL)
     try:
         return main(prog_name="python -m executor", standalone_mode=False)
     except click.ClickException as error:

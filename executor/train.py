@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from executor.data import Batches, build_batches
 from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, set_learning_rate
 from executor.options import Options
 from executor.pipeline import Pipeline, build_pipeline
+from executor.progress import Progress
 from executor.stages import Ranks
 from planner.plan import Plan
 
@@ -45,22 +46,26 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     batches: Batches
     meter: Meter
+    progress: Progress = field(default_factory=Progress)
 
     def gradients(self, step: int) -> Tensor:
         """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
+        self.progress.begin_step(step)
         ids, targets = (tensor.to(self.ranks.device) for tensor in self.batches(step))
+        self.progress.at("runs forward and backward passes")
         loss = self.pipeline.step(ids, targets)
         # every tensor-parallel rank of the last stage has the whole loss of its data-parallel rank
         share = loss if self.ranks.coordinate("tp") == 0 else torch.zeros_like(loss)
         dist.all_reduce(share)
         return share
 
-    def run(self) -> Iterator[StepResult]:
-        """Train for `options.steps` steps."""
-        for step in range(self.options.steps):
+    def run(self, first: int = 0) -> Iterator[StepResult]:
+        """Train from step `first`, of which all before are done, to `options.steps`."""
+        for step in range(first, self.options.steps):
             started = time.perf_counter()
-            self.meter.active = step < METERED_STEPS
+            self.meter.active = step - first < METERED_STEPS
             loss = self.gradients(step)
+            self.progress.at("updates its parameters")
             norm = self.update(step)
             yield StepResult(
                 step=step, loss=loss.item(), gradient_norm=norm.item(), learning_rate=self.optimizer.param_groups[0]["lr"],
@@ -81,19 +86,26 @@ class Trainer:
         return (pp, dp, tp), predicted_state_bytes(self.plan, pp, dp), self.meter.measured(self.optimizer)
 
 
-def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer:
+def build_trainer(plan: Plan, options: Options, device: torch.device, progress: Progress | None = None) -> Trainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
+    progress = progress or Progress()
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
     ranks = Ranks(device=device, mesh=mesh)
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
     meter = Meter(plan.training.precision)
-    pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=meter.sample)
+
+    def after_backward() -> None:
+        progress.end_micro_batch()
+        meter.sample()
+
+    pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=after_backward)
     if options.compile:
         compile_blocks(pipeline.stages)
     meter.watch(pipeline.stages, pipeline.parameters)
     batches = build_batches(plan, dp_rank, options)
     optimizer = build_optimizer(pipeline.parameters, options)
-    return Trainer(plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=optimizer, batches=batches, meter=meter)
+    return Trainer(
+        plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=optimizer, batches=batches, meter=meter, progress=progress)
 
