@@ -452,8 +452,8 @@ def schema() -> None:
     _print_json(plan_schema())
 
 
-main.add_command(cli_run.calibrate)
-main.add_command(cli_run.trace)
+for command in (cli_run.calibrate, cli_run.tokenize, cli_run.trace):
+    main.add_command(command)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""The commands for what comes after a plan: what a run measured, and where its time goes."""
+"""The commands around the run of a plan: the data it trains on, what it measured, and where its time goes."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -68,3 +69,37 @@ def trace(plan_file: Path, output: Path) -> None:
         return
     write_text(text, output, hint="choose another file with --output")
     click.echo(f"wrote {output}; open it in https://ui.perfetto.dev")
+
+
+_TOKENS = "Tokens"
+
+
+@click.command(
+    cls=Command,
+    epilog="  plan tokenize book.txt -o tokens.bin\n  plan tokenize ~/src --glob '**/*.py' -o code.bin\n"
+           "  plan tokenize corpus/ --tokenizer ./llama-3-8b -o corpus.bin")
+@click.argument("inputs", metavar="INPUT...", type=click.Path(path_type=Path), nargs=-1, required=True)
+@option(_TOKENS, "--tokenizer", default="bytes", show_default=True, metavar="NAME|PATH",
+        help="bytes, or a Hugging Face tokenizer: its folder, or its name where there is a network.")
+@option(_TOKENS, "--glob", "pattern", default="*.txt", show_default=True, metavar="PATTERN", help="Files of an INPUT that is a folder.")
+@option(_TOKENS, "--dtype", type=click.Choice(("auto", "uint16", "uint32")), default="auto", show_default=True,
+        help="Of an id; auto: the smallest that holds the vocabulary.")
+@option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="tokens.bin", show_default=True, metavar="FILE",
+        help="A .bin; what it holds goes beside it as FILE.json.")
+@as_json
+def tokenize(inputs: tuple[Path, ...], tokenizer: str, pattern: str, dtype: str, output: Path, as_json: bool) -> None:
+    """Turn text files into a file of token ids for `python -m executor --data`.
+
+    Every INPUT is a file or a folder. A file is a document; the tokenizer's end-of-document id follows each.
+    """
+    from executor.tokens import documents, load_tokenizer, write_tokens
+    from profiles.units import format_bytes
+
+    found = write_tokens(documents(inputs, pattern), output, load_tokenizer(tokenizer), dtype)
+    if as_json:
+        click.echo(json.dumps(asdict(found), indent=2))
+        return
+    size = format_bytes(output.stat().st_size)
+    click.echo(
+        f"wrote {output}: {found.count:,} tokens of {found.documents:,} documents, {size} of {found.dtype}\n"
+        f"tokenizer {found.tokenizer}, vocabulary {found.vocab_size:,}: the model needs a vocab_size of {found.largest_id + 1:,} or more")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -12,60 +13,113 @@ from pathlib import Path
 import click
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from cli_style import Command, option
 from executor import layout
 from executor.check import table
-from executor.data import TOKEN_TYPES
+from executor.checkpoint import Checkpoints
+from executor.compiled import validate_compiled
 from executor.measured import RunFiles, collect
-from executor.train import Options, build_trainer
+from executor.options import LearningRateSchedule, Options
+from executor.progress import Progress
+from executor.resume import CheckpointOptions
+from executor.tokens import TOKEN_TYPES
+from executor.train import StepResult, build_trainer
+from executor.watch import SLACK_S, Watch, own_connection
 from planner.plan import Plan, read
 from profiles.errors import ConfigError, PlannerError
 
-EXAMPLE = """
-\b
-Example:
-  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5
-  torchrun --nproc-per-node 8 -m executor plan.yaml --data tokens.bin --data-dtype uint16
-"""
+EXAMPLE = (
+    "  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5\n"
+    "  torchrun --nproc-per-node 8 -m executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50\n"
+    "  torchrun --nproc-per-node 8 --max-restarts 3 -m executor plan.yaml --steps 1000 --checkpoint-dir checkpoints")
 
 
-@click.command(epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
+DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
+
+
+@click.command(cls=Command, epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Optimizer steps to run.")
-@click.option("--data", type=click.Path(path_type=Path), help="File of token ids; without it they are random.")
-@click.option("--data-dtype", type=click.Choice(sorted(TOKEN_TYPES)), default="uint16", show_default=True, help="Type of the ids.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the initial parameters and the random tokens.")
-@click.option("--learning-rate", type=float, default=3e-4, show_default=True, help="Of AdamW.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="auto: GPUs if any.")
-@click.option("--run-json", type=click.Path(path_type=Path), metavar="FILE",
-              help="Where to write what was measured. [default: run.json beside PLAN]")
-@click.option("--trace", type=click.Path(path_type=Path), metavar="FILE",
-              help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.")
-@click.option("--no-record", "record", is_flag=True, default=True, flag_value=False, help="Measure step times only, write no file.")
-@click.option("--timeout", type=float, default=600.0, show_default=True, help="Seconds until a stuck collective is an error.")
+@option(DATA, "--data", type=click.Path(path_type=Path), metavar="FILE",
+        help="Token ids: a .bin, which `plan tokenize` writes, or a flat .npy. Without it they are random.")
+@option(DATA, "--data-dtype", type=click.Choice(sorted(TOKEN_TYPES)), metavar="TYPE",
+        help="uint16 or uint32, of a .bin with no .json beside it. [default: uint16]")
+@option(DATA, "--shuffle/--no-shuffle", default=True, show_default=True, help="Take the file's sequences in an order of the seed's.")
+@option(OPTIMIZER, "--learning-rate", type=float, default=3e-4, show_default=True, metavar="RATE", help="Of AdamW.")
+@option(OPTIMIZER, "--lr-schedule", type=click.Choice([schedule.value for schedule in LearningRateSchedule]), default="constant",
+        show_default=True, metavar="NAME", help="constant, cosine or linear: how the rate falls until --steps.")
+@option(OPTIMIZER, "--warmup-steps", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Steps it rises over.")
+@option(OPTIMIZER, "--min-learning-rate", type=float, default=0.0, show_default=True, metavar="RATE", help="Where cosine and linear end.")
+@option(OPTIMIZER, "--weight-decay", type=float, default=0.01, show_default=True, metavar="SHARE", help="Of matrices, not of vectors.")
+@option(OPTIMIZER, "--betas", type=float, nargs=2, default=(0.9, 0.999), show_default=True, metavar="B1 B2", help="Of AdamW.")
+@option(OPTIMIZER, "--clip-gradients", type=float, default=1.0, show_default=True, metavar="NORM",
+        help="Scale gradients down to this norm over the whole model; 0: never.")
+@option(CHECKPOINTS, "--checkpoint-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where they go; all nodes share it.")
+@option(CHECKPOINTS, "--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, metavar="N",
+        help="Steps from one to the next.")
+@option(CHECKPOINTS, "--resume", metavar="auto|never|PATH", default="auto", show_default=True,
+        help="auto: from the newest in --checkpoint-dir, if any; PATH: from that one, of any mesh or plan of the model.")
+@option(CHECKPOINTS, "--keep", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Newest ones to keep.")
+@option(RUN, "--steps", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
+        help="Optimizer steps, those before a resume included.")
+@option(RUN, "--seed", type=int, default=0, show_default=True, metavar="N",
+        help="Of the initial parameters, the order of the data and the random tokens.")
+@option(RUN, "--compile", is_flag=True, help="Compile every block with torch.compile.")
+@option(RUN, "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="auto: GPUs if any.")
+@option(RUN, "--run-json", type=click.Path(path_type=Path), metavar="FILE",
+        help="Where to write what was measured. [default: run.json beside PLAN]")
+@option(RUN, "--trace", type=click.Path(path_type=Path), metavar="FILE",
+        help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.")
+@option(RUN, "--no-record", "record", is_flag=True, default=True, flag_value=False, help="Measure step times only, write no file.")
+@option(RUN, "--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, metavar="SECONDS",
+        help="Without progress on any rank until the run ends (within 10 more) and names the rank that is behind.")
 def main(
-    plan_file: Path, device: str, timeout: float, run_json: Path | None, trace: Path | None, **options: object,
+    plan_file: Path, device: str, timeout: float, checkpoint_dir: Path | None, checkpoint_every: int, resume: str, keep: int,
+    run_json: Path | None, trace: Path | None, **options: object,
 ) -> int:
-    """Train the model of PLAN as the plan says; prints loss and speed per step, then predicted against measured bytes."""
+    """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes."""
     try:
         plan = read(plan_file)
         layout.validate(plan)
         _check_world(plan, plan_file)
-        chosen = _device(device)
+        chosen, trained = _device(device), Options(**options)
+        if trained.compile:
+            validate_compiled(plan, chosen)
         files = RunFiles(run_json or plan_file.with_name("run.json"), trace)
         if os.environ.get("RANK", "0") == "0":
-            files.require_writable(record=bool(options["record"]))
+            files.require_writable(record=trained.record)
     except PlannerError as error:
         return _fail(error, speaks=os.environ.get("RANK", "0") == "0")  # every rank meets the same error
-    limit = timedelta(seconds=timeout)
-    _join(chosen, limit)
+    checkpoints = CheckpointOptions(directory=checkpoint_dir, every=checkpoint_every, resume=resume, keep=keep)
+    return _watched(plan, trained, checkpoints, chosen, timeout, files)
+
+
+def _watched(
+    plan: Plan, options: Options, checkpoints: CheckpointOptions, device: torch.device, timeout_s: float, files: RunFiles,
+) -> int:
+    """Train; every way in which that can end gives one error on one rank, and an exit code."""
+    limit = timedelta(seconds=timeout_s + 2 * SLACK_S)  # the watch says more than a collective's own timeout
+    rank, store = int(os.environ.get("RANK", "0")), _store(plan.mesh.num_ranks, limit)
+    progress = Progress()
+    watch = Watch(own_connection(store), rank, plan.mesh, progress, timeout_s)
+    watch.start()
     try:
-        _train(plan, Options(**options), chosen, limit, files)
-    except PlannerError as error:
-        return _fail(error, speaks=True)
-    finally:
+        _join(device, store, rank, plan.mesh.num_ranks, limit)
+        _train(plan, options, checkpoints, device, limit, progress, files)
         dist.destroy_process_group()
+    except PlannerError as error:
+        code = _fail(error, speaks=watch.claim())
+        dist.destroy_process_group()
+        return code
+    except (RuntimeError, CheckpointException):
+        lost = watch.lost()
+        if lost is None:
+            raise
+        return _fail(PlannerError(lost, hint="torchrun's --max-restarts goes on from a checkpoint"), speaks=watch.claim())
+    finally:
+        watch.stop()
     return 0
 
 
@@ -91,13 +145,12 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _join(device: torch.device, timeout: timedelta) -> None:
+def _join(device: torch.device, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
     """Join the process group: nccl between GPUs, gloo between CPUs."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=_store(world, timeout), rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _store(world: int, timeout: timedelta) -> dist.Store:
@@ -110,16 +163,25 @@ def _store(world: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"try{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _train(plan: Plan, options: Options, device: torch.device, timeout: timedelta, files: RunFiles) -> None:
+def _train(
+    plan: Plan, options: Options, checkpoint_options: CheckpointOptions, device: torch.device, timeout: timedelta, progress: Progress,
+    files: RunFiles,
+) -> None:
     """Only rank 0 prints."""
     speaks = dist.get_rank() == 0
-    trainer = build_trainer(plan, options, device)
+    trainer = build_trainer(plan, options, device, progress)
     for group in trainer.ranks.groups:
         _set_pg_timeout(timeout, group)  # torch gives a mesh's groups its own default instead
-    for result in trainer.run():
+    checkpoints = Checkpoints(trainer, checkpoint_options, timeout=timeout, note=_note)
+    first = checkpoints.resume()
+    for result in trainer.run(first):
         if speaks:
-            speed = plan.training.tokens_per_step / result.seconds
-            click.echo(f"step {result.step + 1:>4}  loss {result.loss:.6f}  {speed:,.0f} tokens/s")
+            click.echo(_step_line(plan, options, result))
+        checkpoints.after_step(result.step + 1)
+    if first >= options.steps:
+        checkpoints.note(f"nothing to do: --steps {options.steps}, {first} are done")
+        return
+    checkpoints.finish(options.steps)
     rows, own = [None] * dist.get_world_size(), trainer.state_bytes()
     dist.all_gather_object(rows, own)
     run = collect(plan, trainer.recorder, own, device)
@@ -127,6 +189,19 @@ def _train(plan: Plan, options: Options, device: torch.device, timeout: timedelt
         click.echo(table(rows))
     if run is not None:
         files.write(run)
+
+
+def _step_line(plan: Plan, options: Options, result: StepResult) -> str:
+    norm = f"grad norm {result.gradient_norm:.4g}"
+    if 0 < options.clip_gradients < result.gradient_norm:
+        norm += f" clipped to {options.clip_gradients:g}"
+    rate = f"  lr {result.learning_rate:.2e}" if options.lr_varies else ""
+    speed = plan.training.tokens_per_step / result.seconds
+    return f"step {result.step + 1:>4}  loss {result.loss:.6f}  {norm}{rate}  {speed:,.0f} tokens/s"
+
+
+def _note(text: str) -> None:
+    click.echo(f"note: {text}", err=True)
 
 
 def _fail(error: PlannerError, *, speaks: bool) -> int:
@@ -141,6 +216,8 @@ def run() -> int:
     """The command with its exit code: 0, or that of the error."""
     # the modules never write in place to what a layer returned
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for part in ("pipelining.schedules", "checkpoint.state_dict_loader"):  # they print pages about what they raise as well
+        logging.getLogger(f"torch.distributed.{part}").setLevel(logging.CRITICAL)
     try:
         return main(prog_name="python -m executor", standalone_mode=False)
     except click.ClickException as error:

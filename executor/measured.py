@@ -47,8 +47,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, num_steps: int) -> None:
         self.on_gpu = device.type == "cuda"
-        self.warm_up = min(WARM_UP_STEPS, max(0, num_steps - 1))
-        self.first = max(self.warm_up, num_steps - RECORDED_STEPS) if num_steps else sys.maxsize
+        self.expect(num_steps)
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.steps: list[RecordedStep] = []
@@ -56,6 +55,11 @@ class Recorder:
         self._marks: list[tuple[str, int, int, Mark, Mark]] = []
         self._started_s = 0.0
         self._anchor: Mark = 0.0
+
+    def expect(self, num_steps: int) -> None:
+        """So many steps will be run."""
+        self.warm_up = min(WARM_UP_STEPS, max(0, num_steps - 1))
+        self.first = max(self.warm_up, num_steps - RECORDED_STEPS) if num_steps > 0 else sys.maxsize
 
     def start(self) -> None:
         """A step begins."""

@@ -4,44 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from executor.check import Meter, Row, predicted_state_bytes
-from executor.data import Batches, from_file, synthetic
+from executor.compiled import compile_blocks
+from executor.data import Batches, build_batches
 from executor.measured import Recorder
+from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, set_learning_rate
+from executor.options import Options
 from executor.pipeline import Pipeline, build_pipeline
+from executor.progress import Progress
 from executor.stages import Ranks
-from executor.tensors import local
 from planner.plan import Plan
 
 METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What the plan leaves open. Without `data` the tokens are random."""
-
-    steps: int = 5
-    seed: int = 0
-    learning_rate: float = 3e-4
-    data: Path | None = None
-    data_dtype: str = "uint16"
-    record: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`loss` is the mean over all tokens of the global batch, the same on every rank."""
+    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping: the same on every rank."""
 
     step: int
     loss: float
+    gradient_norm: float
+    learning_rate: float
     seconds: float
 
 
@@ -57,30 +50,46 @@ class Trainer:
     batches: Batches
     meter: Meter
     recorder: Recorder
+    progress: Progress = field(default_factory=Progress)
 
     def gradients(self, step: int) -> Tensor:
         """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
+        self.progress.begin_step(step)
         with self.recorder.span("data", -1, -1):
             ids, targets = (tensor.to(self.ranks.device) for tensor in self.batches(step))
+        self.progress.at("runs forward and backward passes")
         loss = self.pipeline.step(ids, targets)
         # every tensor-parallel rank of the last stage has the whole loss of its data-parallel rank
         share = loss if self.ranks.coordinate("tp") == 0 else torch.zeros_like(loss)
         dist.all_reduce(share)
         return share
 
-    def run(self) -> Iterator[StepResult]:
-        """Train for `options.steps` steps."""
-        for step in range(self.options.steps):
+    def run(self, first: int = 0) -> Iterator[StepResult]:
+        """Train from step `first`, of which all before are done, to `options.steps`."""
+        if self.options.record:
+            self.recorder.expect(self.options.steps - first)
+        for step in range(first, self.options.steps):
             started = time.perf_counter()
-            self.meter.active = step < METERED_STEPS
+            self.meter.active = step - first < METERED_STEPS
             self.recorder.start()
             loss = self.gradients(step)
+            self.progress.at("updates its parameters")
             with self.recorder.span("optimizer", -1, -1):
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-            result = StepResult(step=step, loss=loss.item(), seconds=time.perf_counter() - started)
+                norm = self.update(step)
+            result = StepResult(
+                step=step, loss=loss.item(), gradient_norm=norm.item(), learning_rate=self.optimizer.param_groups[0]["lr"],
+                seconds=time.perf_counter() - started)
             self.recorder.finish(result.seconds, result.loss)
             yield result
+
+    def update(self, step: int) -> Tensor:
+        """The optimizer's update for the gradients that are there; returns their norm over the whole model."""
+        norm = gradient_norm(self.plan, self.pipeline.stages, self.ranks.device)
+        clip_gradients(self.optimizer, self.options.clip_gradients, norm)
+        set_learning_rate(self.optimizer, self.options, step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
 
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
@@ -88,21 +97,31 @@ class Trainer:
         return (pp, dp, tp), predicted_state_bytes(self.plan, pp, dp), self.meter.measured(self.optimizer)
 
 
-def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer:
+def build_trainer(plan: Plan, options: Options, device: torch.device, progress: Progress | None = None) -> Trainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
+    progress = progress or Progress()
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
     ranks = Ranks(device=device, mesh=mesh, sharded=_sharded(plan, mesh), expert_mesh=_expert_mesh(plan, device))
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
     meter, recorder = Meter(plan.training.precision), Recorder(device, options.steps if options.record else 0)
-    pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=meter.sample, span=recorder.span)
+
+    def after_backward() -> None:
+        progress.end_micro_batch()
+        meter.sample()
+
+    def span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
+        progress.moves += 1
+        return recorder.span(work, stage, micro_batch)
+
+    pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=after_backward, span=span)
+    if options.compile:
+        compile_blocks(pipeline.stages)
     meter.watch(pipeline.stages, pipeline.parameters)
-    tokens = options.data
-    batches = from_file(plan, dp_rank, tokens, options.data_dtype) if tokens else synthetic(plan, dp_rank, options.seed)
-    optimizer = torch.optim.AdamW(_by_mesh(pipeline.parameters), lr=options.learning_rate)
     return Trainer(
-        plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=optimizer, batches=batches, meter=meter, recorder=recorder)
+        plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=build_optimizer(pipeline.parameters, options),
+        batches=build_batches(plan, dp_rank, options), meter=meter, recorder=recorder, progress=progress)
 
 
 def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
@@ -117,12 +136,3 @@ def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
     if mesh.ep == 1:
         return None
     return init_device_mesh(device.type, (mesh.pp, mesh.expert_dp, mesh.ep, mesh.tp), mesh_dim_names=("pp", "copies", "ep", "tp"))
-
-
-def _by_mesh(parameters: list[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:
-    """Parameter groups of one device mesh and one device each: the optimizer's fused loops cannot mix them."""
-    groups: dict[object, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((mesh, local(parameter.detach()).device), []).append(parameter)
-    return [{"params": group} for group in groups.values()]

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from costmodels.memory import StateBytes
 from executor.data import synthetic
 from executor.models import build_layer
-from executor.train import Options, Trainer, build_trainer
+from executor.options import Options
+from executor.train import Trainer, build_trainer
 from planner.plan import Plan
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
@@ -31,9 +32,11 @@ from profiles.spec import ModelSpec, TrainingSpec
 # of EXECUTOR.md in fp32: max |g - ref| / max(|ref| max, 1e-4) of first-step gradients, relative error of losses
 GRADIENT_TOLERANCE = 1e-6
 LOSS_TOLERANCE = 5e-7
+NORM_TOLERANCE = 2e-6  # a norm sums the squares of gradients that are equal to GRADIENT_TOLERANCE
 # bf16 keeps 8 bits: one rounding is 2^-9 = 0.002, a gradient that sums many is compared with the largest entry
 BF16_GRADIENT_TOLERANCE = 0.08
 BF16_LOSS_TOLERANCE = 1e-3
+BF16_NORM_TOLERANCE = 0.02
 
 STEPS = 3
 OPTIONS = Options(steps=STEPS, seed=7, learning_rate=1e-2)
@@ -41,10 +44,12 @@ OPTIONS = Options(steps=STEPS, seed=7, learning_rate=1e-2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Losses of all steps, first-step gradients by parameter name, per rank the predicted and measured bytes, and what
-    rank 0 sent in the first step, by kind; what DTensor's own rules send for the embedding is not counted."""
+    """Losses of all steps, norms of their gradients before clipping, first-step gradients by parameter name, per rank the
+    predicted and measured bytes, and what rank 0 sent in the first step, by kind; what DTensor's own rules send for the
+    embedding is not counted."""
 
     losses: list[float]
+    norms: list[float]
     gradients: dict[str, Tensor]
     states: dict[tuple[int, int, int], tuple[StateBytes, StateBytes]]
     collectives: Counter[str]
@@ -82,14 +87,14 @@ def _rank(rank: int, world: int, plans: list[Plan], folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _train(plan: Plan) -> tuple[list[float], dict[str, Tensor], tuple, Counter[str]]:
+def _train(plan: Plan) -> tuple[list[tuple[float, float]], dict[str, Tensor], tuple, Counter[str]]:
     trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
     with CountCollectives() as counted:
         trainer.gradients(0)
     gradients = whole_gradients(trainer)
     trainer.optimizer.zero_grad()
-    losses = [result.loss for result in trainer.run()]
-    return losses, gradients, trainer.state_bytes(), counted.calls
+    steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
+    return steps, gradients, trainer.state_bytes(), counted.calls
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
@@ -107,9 +112,10 @@ def _joined(results: list[tuple]) -> Outcome:
     for _, found, _, _ in results:
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, gradients.setdefault(name, gradient), rtol=0, atol=0)
-    assert all(losses == results[0][0] for losses, *_ in results)
+    assert all(steps == results[0][0] for steps, *_ in results)
+    losses, norms = (list(values) for values in zip(*results[0][0], strict=True))
     states = {at: (predicted, measured) for _, _, (at, predicted, measured), _ in results}
-    return Outcome(losses=results[0][0], gradients=gradients, states=states, collectives=results[0][3])
+    return Outcome(losses=losses, norms=norms, gradients=gradients, states=states, collectives=results[0][3])
 
 
 def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> torch.nn.ModuleDict:
@@ -131,12 +137,19 @@ def forward(layers: torch.nn.ModuleDict, ids: Tensor) -> Tensor:
     return x
 
 
+def reference_optimizer(layers: torch.nn.Module, options: Options) -> torch.optim.Optimizer:
+    """AdamW in torch's plain loop, without decay of vectors."""
+    decays = {True: [p for p in layers.parameters() if p.ndim > 1], False: [p for p in layers.parameters() if p.ndim == 1]}
+    groups = [{"params": decays[True], "weight_decay": options.weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, foreach=False)
+
+
 def run_reference(plan: Plan) -> Outcome:
     """The same batches through plain modules, whole batch at once: no mesh, no micro-batches, no wrappers."""
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
-    optimizer = torch.optim.AdamW(layers.parameters(), lr=OPTIONS.learning_rate)
+    optimizer = reference_optimizer(layers, OPTIONS)
     batches = synthetic(plan, 0, OPTIONS.seed)
-    losses, first = [], {}
+    losses, norms, first = [], [], {}
     for step in range(STEPS):
         ids, targets = batches(step)
         logits = forward(layers, ids)
@@ -145,9 +158,10 @@ def run_reference(plan: Plan) -> Outcome:
         loss.backward()
         if step == 0:
             first = {name: parameter.grad.clone() for name, parameter in layers.named_parameters(remove_duplicate=False)}
+        norms.append(torch.nn.utils.clip_grad_norm_(layers.parameters(), OPTIONS.clip_gradients).item())
         optimizer.step()
         losses.append(loss.item())
-    return Outcome(losses=losses, gradients=first, states={}, collectives=Counter())
+    return Outcome(losses=losses, norms=norms, gradients=first, states={}, collectives=Counter())
 
 
 def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:

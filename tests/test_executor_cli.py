@@ -92,10 +92,40 @@ def test_a_file_that_cannot_be_is_refused_before_the_run(options, message, tmp_p
     assert out == ""
 
 
+def test_a_step_says_its_gradient_norm_and_a_rate_that_varies(tmp_path, monkeypatch, capsys):
+    plan = _write(make_plan(), tmp_path)
+
+    assert _run(monkeypatch, plan, "--steps", 2, "--warmup-steps", 2, "--learning-rate", 0.01, "--clip-gradients", 0.5) == 0
+
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert " clipped to 0.5  lr 5.00e-03  " in first
+    assert "  grad norm " in first
+    assert "  lr 1.00e-02  " in second
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    pytest.param(["--learning-rate", -1], "--learning-rate is -1, it must be positive", id="rate"),
+    pytest.param(["--min-learning-rate", 1e-4], "with --lr-schedule constant", id="schedule"),
+])
+def test_a_wrong_option_is_one_line_before_anything_starts(tmp_path, monkeypatch, capsys, arguments, message):
+    assert _run(monkeypatch, _write(make_plan(), tmp_path), *arguments) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert message in err
+
+
+def test_compile_is_refused_where_a_block_is_no_single_graph(tmp_path, monkeypatch, capsys):
+    assert _run(monkeypatch, _write(make_plan(recompute=("norm1",)), tmp_path), "--compile") == 2
+
+    assert "hint: leave --compile out, or make a plan with --recompute none,full" in capsys.readouterr().err
+
+
 def test_help_ends_with_an_example(monkeypatch, capsys):
     assert _run(monkeypatch, "--help") == 0
 
-    assert "Example:\n    torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5" in capsys.readouterr().out
+    assert "Example:\n  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5" in capsys.readouterr().out
 
 
 def test_a_wrong_number_of_ranks_says_which_command_to_use(tmp_path, monkeypatch, capsys):

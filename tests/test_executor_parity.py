@@ -17,8 +17,10 @@ from tests.executor_plans import GPT, LLAMA, make_plan
 from tests.executor_world import (
     BF16_GRADIENT_TOLERANCE,
     BF16_LOSS_TOLERANCE,
+    BF16_NORM_TOLERANCE,
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
+    NORM_TOLERANCE,
     Outcome,
     run_plans,
     run_reference,
@@ -123,6 +125,7 @@ def test_a_plan_trains_like_one_process(name):
 
     assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), parameter
     assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+    assert found.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE if exact else BF16_NORM_TOLERANCE)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -1,0 +1,150 @@
+"""Checkpoints of a run: written beside the training, whole or not there at all, and read on any mesh or plan of the model.
+
+Every N steps the states are copied (that is all that training waits for) and torch.distributed.checkpoint writes the copy
+in a thread; a save waits for the one before it. A batch is a function of the step, so the step is the data's position.
+What cannot be written costs a warning and that checkpoint; at the end of a run, the exit code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.stateful import Stateful
+
+from executor.folder import AtomicWriter, CheckedReader, Document, checkpoint_name, remove_temporaries
+from executor.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint
+from executor.states import Tensors, held, make_optimizer_states, random_states, set_random_states, training_tensors
+from executor.train import Trainer
+from profiles.errors import PlannerError
+
+
+class Checkpoints:
+    """The checkpoints of one run. Every method is collective; rank 0 alone gives notes.
+
+    extra: further objects with state, the same on every rank, by name
+    """
+
+    def __init__(
+        self, trainer: Trainer, options: CheckpointOptions, *, timeout: timedelta, note: Note, extra: Mapping[str, Stateful] | None = None,
+    ) -> None:
+        self.trainer = trainer
+        self.options = options
+        self.note = note if dist.get_rank() == 0 else _silent
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.held = held(trainer.pipeline.stages, tied=trainer.plan.model.tied_embeddings)
+        self.extra = dict(extra or {})
+        device = trainer.ranks.device.type
+        self.document = {**describe(trainer.plan, trainer.options), "device": device}
+        self._stager = DefaultStager(StagingOptions(
+            use_pinned_memory=device == "cuda", use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=device == "cuda"))
+        self._saved = -1
+        self._pending: tuple[int, Future[None]] | None = None
+
+    def resume(self) -> int:
+        """Go on from a checkpoint, if there is one; returns the number of steps that are done. Raises ConfigError."""
+        choice: Choice = self._on_rank_0(lambda: choose(self.options, self.trainer.plan, self.note))
+        for path, document in choice:
+            try:
+                self._load(path, document)
+            except CheckpointException as error:
+                self.note(f"{path.name} is skipped, it cannot be read: {_reason(error)}")
+                continue
+            for line in (*differences(document, self.document), f"goes on from {path}, after step {document['step']}"):
+                self.note(line)
+            self._saved = document["step"] if path.parent == self.options.directory else -1
+            return int(document["step"])
+        if choice:
+            raise no_whole_checkpoint(choice[0][0].parent)
+        return 0
+
+    def after_step(self, step: int) -> None:
+        """Begin to save if it is time to, after `step` steps."""
+        if self.options.directory is not None and step % self.options.every == 0:
+            self._save(step, self.options.directory)
+
+    def finish(self, step: int) -> None:
+        """Save the end of the run, after `step` steps, and wait for it. Raises PlannerError if it cannot be written."""
+        if self.options.directory is not None and self._saved != step:
+            self._save(step, self.options.directory)
+        failure = self._settled()
+        self._stager.close()
+        if failure:
+            raise PlannerError(failure, hint="make room and start the run again, it goes on from the checkpoint before")
+
+    def _save(self, step: int, folder: Path) -> None:
+        if failure := self._settled():
+            self.note(f"{failure}; the training goes on without it")
+        self.trainer.progress.at(f"copies the states of step {step}")
+        states = {**self._tensors(self.held.own), **random_states(self.trainer.ranks.device), **self.extra}
+        writer = AtomicWriter(folder / checkpoint_name(step), {"step": step, **self.document}, self.options.keep)
+        future = dcp.async_save(states, storage_writer=writer, process_group=self.group, async_stager=self._stager)
+        self._pending = step, future
+        self._saved = step
+
+    def _settled(self) -> str:
+        """Wait for the save that runs; says what went wrong with it, if anything did."""
+        if self._pending is None:
+            return ""
+        step, future = self._pending
+        self._pending = None
+        self.trainer.progress.at(f"waits for the save of step {step}")
+        try:
+            future.result()
+        except CheckpointException as error:
+            if dist.get_rank() == 0 and self.options.directory:
+                remove_temporaries(self.options.directory)
+            return f"the checkpoint of step {step} was not written: {_reason(error)}"
+        return ""
+
+    def _load(self, path: Path, document: Document) -> None:
+        """Load everything in place. Raises CheckpointException, on every rank."""
+        device = self.trainer.ranks.device
+        self.trainer.progress.at(f"reads {path.name}")
+        make_optimizer_states(self.trainer.optimizer)
+        same = all(document.get(key) == self.document[key] for key in ("mesh", "device"))
+        random = random_states(device) if same else {}
+        self._read(path, {**self._tensors(self.held.own), **random, **self.extra})
+        if self.trainer.plan.model.tied_embeddings and self.trainer.plan.mesh.pp > 1:  # on every rank: reading is collective
+            self._read(path, self._tensors(self.held.copies))
+        if same:
+            set_random_states(random, device)
+        else:
+            torch.manual_seed(torch.initial_seed() + 1_000_000_007 * document["step"])
+
+    def _read(self, path: Path, states: dict[str, Any]) -> None:
+        dcp.load(states, storage_reader=CheckedReader(path), process_group=self.group)
+
+    def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> Tensors:
+        return training_tensors(parameters, self.trainer.optimizer)
+
+    def _on_rank_0(self, find: Callable[[], Any]) -> Any:
+        """What `find` returns on rank 0; or the PlannerError that it raises, on every rank."""
+        answer: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                answer = [find()]
+            except PlannerError as error:
+                answer = [error]
+        dist.broadcast_object_list(answer, src=0, group=self.group)
+        if isinstance(answer[0], PlannerError):
+            raise answer[0]
+        return answer[0]
+
+
+def _silent(text: str) -> None:
+    """A note that rank 0 gives."""
+
+
+def _reason(error: CheckpointException) -> str:
+    rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"{' '.join(str(failure).split())} (rank {rank})"

@@ -1,0 +1,100 @@
+"""AdamW on what each rank owns: weight decay of matrices only, the learning rate of each step, clipping by the global norm.
+
+torch's fused loops run on GPUs and CPUs alike (on two CPU cores 4 times as fast on DTensors as its plain loop, equal to a
+rounding). The learning rate is a function of the step and not one of torch's schedulers, which count their own steps:
+a run that goes on needs to know no more than where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from executor.options import LearningRateSchedule, Options
+from executor.stages import Stage
+from executor.tensors import local
+from planner.plan import Plan
+
+
+def build_optimizer(parameters: Sequence[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    """Fused AdamW; vectors (biases, weights of norms) do not decay."""
+    groups: dict[tuple[object, torch.device, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        # one device mesh and one device a group: the fused loops cannot mix them
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((mesh, local(parameter.detach()).device, decays(parameter)), []).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": group, "weight_decay": options.weight_decay if decay else 0.0} for (_, _, decay), group in groups.items()],
+        lr=options.learning_rate, betas=options.betas, fused=True)
+
+
+def decays(parameter: Tensor) -> bool:
+    """Whether weight decay pulls on a parameter: on matrices and tables, as GPT-2 and Llama are trained."""
+    return parameter.ndim > 1
+
+
+def learning_rate(options: Options, step: int) -> float:
+    """Of step 0, 1, ...: a straight line up over the warm-up, then the schedule from the full rate towards the least one.
+
+        cosine: least + (full - least) (1 + cos(pi x)) / 2        linear: full - (full - least) x
+
+    with x the share of the steps after the warm-up that are done (cosine: Loshchilov and Hutter 2017, arXiv 1608.03983).
+    """
+    full, least = options.learning_rate, options.min_learning_rate
+    if step < options.warmup_steps:
+        return full * (step + 1) / options.warmup_steps
+    done = min(1.0, (step - options.warmup_steps) / max(1, options.steps - options.warmup_steps))
+    if options.lr_schedule is LearningRateSchedule.COSINE:
+        return least + (full - least) * (1 + math.cos(math.pi * done)) / 2
+    return full - (full - least) * done if options.lr_schedule is LearningRateSchedule.LINEAR else full
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(options, step)
+
+
+@torch.no_grad()
+def gradient_norm(plan: Plan, stages: Sequence[Stage], device: torch.device) -> Tensor:
+    """The 2-norm of the gradients of the whole model, each parameter counted once: the same on every rank. Collective.
+
+    A rank adds the square of its parts over the number of ranks that hold the same part; `stages` are this rank's.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for parameter in _counted(plan, stages):
+        if parameter.grad is not None:
+            by_copies.setdefault(_copies(plan, parameter), []).append(local(parameter.grad))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, parts in by_copies.items():
+        total += get_total_norm(parts).to(total).square() / copies
+    dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, largest: float, norm: Tensor) -> None:
+    """Scale all gradients down so that their norm is `largest`, if `norm` is above it; 0 is no limit."""
+    if largest:
+        for group in optimizer.param_groups:
+            clip_grads_with_norm_(group["params"], largest, norm)
+
+
+def _counted(plan: Plan, stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
+    """This rank's parameters without the head's copy of a tied embedding: the first stage's copy has the same gradient."""
+    parameters = dict.fromkeys(parameter for stage in stages for parameter in stage.parameters())
+    copies = [stage.tied_weight() for stage in stages if plan.model.tied_embeddings and plan.mesh.pp > 1 and stage.ends_model]
+    return (parameter for parameter in parameters if not any(parameter is copy for copy in copies))
+
+
+def _copies(plan: Plan, parameter: nn.Parameter) -> int:
+    """How many of the data and tensor parallel ranks of a stage hold the same part of `parameter`."""
+    parts = 1
+    if isinstance(parameter, DTensor):
+        placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        parts = math.prod(size for placement, size in placed if not placement.is_replicate())
+    return plan.mesh.dp * plan.mesh.tp // parts

@@ -1,0 +1,224 @@
+"""Files of token ids: what lies beside them, and how text becomes one. Needs no torch.
+
+A token file is the ids alone, little-endian, as nanoGPT and Megatron's readers have them; `tokens.bin.json` beside it
+says what they are. Every document is followed by the tokenizer's end-of-document id. Text is read and written in pieces,
+so a corpus of any size takes the same memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from profiles.errors import ConfigError, unknown_name_error
+from profiles.units import MIB
+
+SIDECAR_VERSION = 1
+TOKEN_TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+PIECE = 4 * MIB  # characters or bytes of a document that are held at once; a longer document is cut after a newline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """What `tokens.bin.json` says: `count` ids of `dtype`, none above `largest_id`, of a tokenizer with `vocab_size` ids."""
+
+    version: int
+    dtype: str
+    count: int
+    documents: int
+    vocab_size: int
+    largest_id: int
+    end_of_document: int
+    tokenizer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizer:
+    """`encode` turns a document, as an open binary file, into ids, piece by piece. Ids are below `vocab_size`."""
+
+    name: str
+    vocab_size: int
+    end_of_document: int
+    encode: Callable[[IO[bytes]], Iterator[Sequence[int] | np.ndarray]]
+
+
+def sidecar_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")
+
+
+def read_sidecar(path: Path) -> TokenFile | None:
+    """What lies beside the token file at `path`, or None. Raises ConfigError for one that cannot be read."""
+    beside = sidecar_path(path)
+    try:
+        found = json.loads(beside.read_text(encoding="utf-8"))
+        version = found["version"]
+        if version != SIDECAR_VERSION:
+            raise ConfigError(f"{beside}: version {version}, this reads version {SIDECAR_VERSION}", hint="write it again: plan tokenize")
+        sidecar = TokenFile(**found)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"cannot read {beside}: {error}", hint="write it again: plan tokenize") from None
+    if sidecar.dtype not in TOKEN_TYPES:
+        raise unknown_name_error("dtype", str(sidecar.dtype), TOKEN_TYPES, where=str(beside))
+    return sidecar
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Every byte is its own id, 256 ends a document."""
+
+    def encode(document: IO[bytes]) -> Iterator[np.ndarray]:
+        while piece := document.read(PIECE):
+            yield np.frombuffer(piece, dtype=np.uint8)
+
+    return Tokenizer(name="bytes", vocab_size=257, end_of_document=256, encode=encode)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """`bytes`, or a Hugging Face tokenizer by its folder or name. Raises ConfigError."""
+    return bytes_tokenizer() if name == "bytes" else _hugging_face(name)
+
+
+def _hugging_face(name: str) -> Tokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(f"--tokenizer {name} needs the package transformers: {error}", hint="pip install 'parplan[tokenize]'") from None
+    try:
+        loaded = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--tokenizer {name}: {reason}", hint="give 'bytes', or the folder of a Hugging Face tokenizer") from None
+    if loaded.eos_token_id is None:
+        raise ConfigError(f"--tokenizer {name} has no end-of-document token (eos_token)", hint="set eos_token in its tokenizer_config.json")
+
+    def encode(document: IO[bytes]) -> Iterator[Sequence[int]]:
+        for piece in text_pieces(document):
+            yield loaded(piece, add_special_tokens=False, verbose=False)["input_ids"]
+
+    vocab_size = max(loaded.get_vocab().values()) + 1  # not len(): ids may have gaps
+    return Tokenizer(name=name, vocab_size=vocab_size, end_of_document=loaded.eos_token_id, encode=encode)
+
+
+def text_pieces(document: IO[bytes], size: int = PIECE) -> Iterator[str]:
+    """The document's UTF-8 text in pieces that end where the next starts with no white space, after a newline.
+
+    That is where the tokenizers that split text into words (GPT-2's, Llama 3's) split it anyway; a document shorter than
+    `size` bytes is one piece. Raises ConfigError for other text.
+    """
+    held = document.read(size)
+    while more := document.read(size):
+        if end := _cut(held):
+            yield _text(held[:end], document)
+        held = held[end:] + more
+    if held:
+        yield _text(held, document)
+
+
+def _cut(held: bytes) -> int:
+    """Where `held` can be cut last: after a newline that something other than white space follows; 0 for nowhere."""
+    end = len(held)
+    while (end := held.rfind(b"\n", 0, end)) >= 0:
+        if held[end + 1 : end + 2].strip():
+            return end + 1
+    return 0
+
+
+def _text(piece: bytes, document: IO[bytes]) -> str:
+    try:
+        return piece.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{document.name}: not UTF-8, {error.reason} 0x{piece[error.start]:02x}", hint="convert it, or use --tokenizer bytes") from None
+
+
+def documents(inputs: Iterable[Path], pattern: str) -> tuple[Path, ...]:
+    """The files among `inputs`, and those in folders that match `pattern`, each folder's in order. Raises ConfigError."""
+    found: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            inside = sorted(file for file in path.glob(pattern) if file.is_file())
+            if not inside:
+                raise ConfigError(f"{path}: no file matches --glob {pattern!r}", hint="--glob '**/*.txt' looks in every folder below")
+            found += inside
+        elif path.is_file():
+            found.append(path)
+        else:
+            raise ConfigError(f"{path}: no such file or folder", hint="check INPUT")
+    return tuple(found)
+
+
+def write_tokens(inputs: Sequence[Path], output: Path, tokenizer: Tokenizer, dtype: str = "auto") -> TokenFile:
+    """Write the ids of `inputs` to `output` and what they are beside it; neither is there before both are whole.
+
+    Empty documents are left out. Raises ConfigError, and then leaves `output` as it was.
+    """
+    name = _chosen_dtype(tokenizer, dtype)
+    if output.suffix != ".bin":
+        raise ConfigError(f"--output {output}: token files are named .bin", hint=f"-o {output.with_suffix('.bin')}")
+    with _replacing(output) as file:
+        count, num_documents, largest = _write_documents(inputs, file, tokenizer, TOKEN_TYPES[name])
+        if not count:
+            raise ConfigError(f"all {len(inputs)} documents are empty", hint="check INPUT")
+        found = TokenFile(
+            version=SIDECAR_VERSION, dtype=name, count=count, documents=num_documents, vocab_size=tokenizer.vocab_size, largest_id=largest,
+            end_of_document=tokenizer.end_of_document, tokenizer=tokenizer.name)
+    with _replacing(sidecar_path(output)) as file:
+        file.write(json.dumps(asdict(found), indent=2).encode() + b"\n")
+    return found
+
+
+def _chosen_dtype(tokenizer: Tokenizer, dtype: str) -> str:
+    if dtype == "auto":
+        return "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
+    if dtype not in TOKEN_TYPES:
+        raise unknown_name_error("token type", dtype, TOKEN_TYPES, where="--dtype")
+    if tokenizer.vocab_size > np.iinfo(TOKEN_TYPES[dtype]).max + 1:
+        raise ConfigError(f"--dtype {dtype}: the tokenizer has {tokenizer.vocab_size} ids", hint="use --dtype uint32, or auto")
+    return dtype
+
+
+def _write_documents(inputs: Sequence[Path], file: IO[bytes], tokenizer: Tokenizer, dtype: np.dtype[Any]) -> tuple[int, int, int]:
+    """Ids written, documents that were not empty, the largest id."""
+    count = num_documents = largest = 0
+    end = np.array([tokenizer.end_of_document], dtype=dtype)
+    for path in inputs:
+        before = count
+        for ids in _encoded(path, tokenizer, dtype):
+            file.write(ids.tobytes())
+            count, largest = count + len(ids), max(largest, int(ids.max()))
+        if count > before:
+            file.write(end.tobytes())
+            count, num_documents, largest = count + 1, num_documents + 1, max(largest, tokenizer.end_of_document)
+    return count, num_documents, largest
+
+
+def _encoded(path: Path, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Iterator[np.ndarray]:
+    try:
+        with path.open("rb") as document:
+            for ids in tokenizer.encode(document):
+                if len(ids):
+                    yield np.asarray(ids).astype(dtype)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="check INPUT") from None
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` once it is whole; a failure leaves nothing behind."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as file:
+            yield file
+        os.replace(partial, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}", hint="check --output") from None
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,213 @@
+"""Ends a run that no longer moves, with one error that names the rank that is behind.
+
+A thread of every rank writes its state to the job's store a few times a second. A rank that has not moved for half the
+timeout reads everybody's; when nobody has moved for the whole of it, the run ends on every rank that still can. Behind is
+a rank whose thread is silent too (stopped, dead, or in code that holds the interpreter), else one that does not wait for
+others, else the one that came least far. The same states say which rank died when a collective fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from costmodels.mesh import Mesh
+from executor.progress import Progress
+
+BEAT_S = 0.2
+RANKS_PER_BEAT = 64  # more ranks write less often, so that their store has as little to do
+SLACK_S = 10.0  # the end comes at most so long after the timeout
+LOST_S = 1.5  # without a beat after a collective failed: gone
+# a thread that waits in a collective has one of these near the end of its stack
+_COLLECTIVES = ("distributed_c10d", "_functional_collectives", "torch/distributed/fsdp/", "torch/distributed/pipelining/")
+_DEPTH = 3
+_LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What a rank says of itself. `idle_s` is the time since it moved; `place` is where its main thread is."""
+
+    beat: int
+    step: int
+    micro_batch: int
+    doing: str
+    idle_s: float
+    waits: bool
+    place: str
+    ended: bool = False
+
+
+class Watch:
+    """The watch of one rank. `store` must be its own connection: others may block in theirs."""
+
+    def __init__(self, store: dist.Store, rank: int, mesh: Mesh, progress: Progress, timeout_s: float) -> None:
+        self.store = dist.PrefixStore("watch", store)
+        self.rank = rank
+        self.mesh = mesh
+        self.progress = progress
+        self.timeout_s = timeout_s
+        self.beat_s = min(BEAT_S * max(1.0, mesh.num_ranks / RANKS_PER_BEAT), SLACK_S / 4)
+        self.quiet_s = max(5 * self.beat_s, min(timeout_s / 2, SLACK_S / 2))  # no beat for so long is no answer
+        self._beat = 0
+        self._moved = (-1, time.monotonic())
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._stopped = threading.Event()
+        self._main = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch the thread that made the watch."""
+        self._say()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The rank has come to its end, and does not count as silent from now on."""
+        self._stopped.set()
+        self._thread.join()
+
+    def claim(self) -> bool:
+        """Whether this rank is the first to end the run: the one that says why."""
+        try:
+            return self.store.add("ends", 1) == 1
+        except RuntimeError:  # the store went with the rank that held it
+            return True
+
+    def lost(self) -> str | None:
+        """After a collective failed: which rank is gone, or None if all are there. Takes a second or two.
+
+        torchrun asks the ranks that are left to end; they do, when they have said this.
+        """
+        if self.mesh.num_ranks == 1:
+            return None
+        self.progress.at("asks which rank is gone")
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            beats = {rank: state.beat for rank, state in self._states()}
+            time.sleep(max(LOST_S, 5 * self.beat_s))
+            gone = {rank: state for rank, state in self._states() if state.beat == beats.get(rank)}
+        except RuntimeError:
+            return "the job's store is gone, and with it the rank or the torchrun that held it"
+        if not gone:
+            signal.signal(signal.SIGTERM, before)
+            return None
+        rank = min(gone, key=lambda rank: not gone[rank].ended)
+        return f"{self._name(rank, len(gone) - 1)} {'ended' if gone[rank].ended else 'died'} in {_position(gone[rank])}"
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(self.beat_s):
+                idle_s = self._say()
+                if idle_s >= self.timeout_s / 2:
+                    self._look(idle_s)
+            self._say(ended=True)
+        except RuntimeError:
+            return  # no store: its holder has ended, which a collective will tell
+
+    def _say(self, *, ended: bool = False) -> float:
+        """Write this rank's state; returns the seconds since it moved."""
+        progress, now = self.progress, time.monotonic()
+        if progress.moves != self._moved[0]:
+            self._moved = (progress.moves, now)
+        idle_s = now - self._moved[1]
+        stuck = idle_s >= self.timeout_s / 4
+        self._beat += 1
+        self.store.set(str(self.rank), json.dumps(asdict(State(
+            beat=self._beat, step=progress.step, micro_batch=progress.micro_batch, doing=progress.doing, idle_s=idle_s,
+            waits=stuck and self._waits(), place=_place(sys._current_frames()[self._main]) if stuck else "", ended=ended))))
+        return idle_s
+
+    def _waits(self) -> bool:
+        """Whether the main thread is inside a collective, or one of autograd's, which Python did not start."""
+        if self.progress.doing.startswith("waits"):
+            return True
+        others = {thread.ident for thread in threading.enumerate()} - {self._main}  # this one, and the one that saves
+        return any(_in_collective(frame) for ident, frame in sys._current_frames().items() if ident not in others)
+
+    def _states(self) -> Iterator[tuple[int, State]]:
+        """The ranks that have ever said anything."""
+        for rank in range(self.mesh.num_ranks):
+            if self.store.check([str(rank)]):
+                yield rank, State(**json.loads(self.store.get(str(rank))))
+
+    def _look(self, own_idle_s: float) -> None:
+        """End the run if nobody has moved for the timeout."""
+        now = time.monotonic()
+        states = dict(self._states())
+        for rank, state in states.items():
+            if self._seen.get(rank, (-1, 0.0))[0] != state.beat:
+                self._seen[rank] = (state.beat, now)
+        silent = [rank for rank in states if now - self._seen[rank][1] >= self.quiet_s]
+        idle_s = [state.idle_s for rank, state in states.items() if rank not in silent]
+        if own_idle_s >= self.timeout_s and min(idle_s, default=own_idle_s) >= self.timeout_s - 2 * self.beat_s:
+            self._end(self._verdict(states, silent))
+
+    def _verdict(self, states: dict[int, State], silent: Sequence[int]) -> str:
+        never = [rank for rank in range(self.mesh.num_ranks) if rank not in states]
+        if never:
+            return f"{self._name(never[0], len(never) - 1)} has not started within {self.timeout_s:g} s"
+        running = [rank for rank, state in states.items() if not state.ended]
+        gone = [rank for rank in running if rank in silent]
+        busy = [rank for rank in running if not states[rank].waits]
+        least = min(gone or busy or running, key=lambda rank: (states[rank].step, states[rank].micro_batch, -states[rank].idle_s))
+        state = states[least]
+        silence = "it does not answer, so it is stopped, dead or stuck outside Python"
+        what = silence if gone else f"it {state.doing}{state.place}"
+        waiting = "" if len(states) == 1 else "; the others wait for it" if gone or busy else "; all wait for one another"
+        name = self._name(least, len(gone) - 1)
+        return f"{name} has not moved since {_position(state)}, for {self.timeout_s:g} s: {what}{waiting}"
+
+    def _name(self, rank: int, others: int) -> str:
+        """A rank with its coordinates: the mesh counts tp first, then dp, then pp."""
+        rest, tp = divmod(rank, self.mesh.tp)
+        pp, dp = divmod(rest, self.mesh.dp)
+        return f"rank {rank} (pp {pp}, dp {dp}, tp {tp}){f' and {others} more' if others > 0 else ''}"
+
+    def _end(self, text: str) -> None:
+        if self.claim():
+            os.write(sys.stderr.fileno(), f"error: {text}\nhint: a longer --timeout lets a slow step end\n".encode())
+        else:
+            time.sleep(self.beat_s)  # so that torchrun does not stop the one that speaks first
+        os._exit(1)
+
+
+def _position(state: State) -> str:
+    if state.step < 0:
+        return "its start"
+    return f"step {state.step + 1}, {f'after micro-batch {state.micro_batch}' if state.micro_batch else 'micro-batch 1'}"
+
+
+def _in_collective(frame: FrameType | None) -> bool:
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        if any(part in frame.f_code.co_filename for part in _COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost line that is not torch's or Python's own."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return "" if frame is None else f" ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}, {frame.f_code.co_name})"
+
+
+def own_connection(store: dist.Store) -> dist.Store:
+    """A second connection to the store of the job, in which nobody blocks."""
+    store = store.clone()
+    store.set_timeout(timedelta(seconds=SLACK_S))
+    return store
