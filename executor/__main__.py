@@ -106,7 +106,9 @@ def _watched(
     watch = Watch(own_connection(store), rank, plan.mesh, progress, timeout_s)
     watch.start()
     try:
+        progress.at("joins the other ranks")
         _join(device, store, rank, plan.mesh.num_ranks, limit)
+        progress.at("builds its layers")
         _train(plan, options, checkpoints, device, limit, progress, files)
         dist.destroy_process_group()
     except PlannerError as error:

@@ -3,7 +3,8 @@
 A thread of every rank writes its state to the job's store a few times a second. A rank that has not moved for half the
 timeout reads everybody's; when nobody has moved for the whole of it, the run ends on every rank that still can. Behind is
 a rank whose thread is silent too (stopped, dead, or in code that holds the interpreter), else one that does not wait for
-others, else the one that came least far. The same states say which rank died when a collective fails.
+others, else the one that came least far; where it is said to be is where its last beat was. The same states say which
+rank died when a collective fails.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def undisturbed(plan: Plan, steps: int) -> list[float]:
 
 # each plan makes two steps from the checkpoint that the one before left, the last on one rank
 CHAINS = {
-    "gpt-tied": [make_plan(GPT, dp=2, zero=(3,)), make_plan(GPT, tp=2, sp=True), make_plan(GPT, pp=2), make_plan(GPT, dp=2, zero=(1,))],
+    "gpt-tied": [make_plan(GPT, dp=2, zero=(3,)), make_plan(GPT, tp=2, sp=True), make_plan(GPT, pp=2)],
     "llama": [
         make_plan(LLAMA, pp=2, blocks=(0, 2)), make_plan(LLAMA, dp=2, zero=(0, 2)), make_plan(LLAMA, tp=2, recompute="full"),
         make_plan(LLAMA, dp=2)],
@@ -144,9 +144,9 @@ def test_strided_shards_of_data_and_tensor_parallelism_are_read_back_by_another_
     options = {"directory": tmp_path}
     both, pipelined = make_plan(LLAMA, dp=2, tp=2, sp=True, zero=(3, 1)), make_plan(LLAMA, pp=2, dp=2, zero=(2, 0))
 
-    parts = run_world([(both, 2, options), (pipelined, 4, options), (both, 6, options)])
+    parts = run_world([(both, 1, options), (pipelined, 2, options), (both, 4, options)])
 
-    assert [loss for part in parts for loss in part] == pytest.approx(undisturbed(both, 6), rel=2 * LOSS_TOLERANCE)
+    assert [loss for part in parts for loss in part] == pytest.approx(undisturbed(both, 4), rel=2 * LOSS_TOLERANCE)
 
 
 @pytest.mark.multiproc

@@ -24,7 +24,7 @@ from executor.watch import SLACK_S, State, Watch
 from planner.plan import Plan, write
 from tests.executor_plans import GPT, make_plan
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 4.0  # longer than a start takes
 FORK = multiprocessing.get_context("fork")
 
 
@@ -46,21 +46,23 @@ def _fail() -> None:
     raise RuntimeError("a bug")
 
 
-def _end(plan: Plan, path: Path, store: dist.TCPStore, action, *options: str, ranks=(1,), restart: int = 0) -> list[int | None]:
+def _end(
+    plan: Plan, path: Path, store: dist.TCPStore, action, *options: str, ranks=(1,), restart: int = 0, timeout_s: float = 60.0,
+) -> list[int | None]:
     """Run `python -m executor` on two ranks, of which some act so when they read the batch of the fourth step; the exit codes.
 
     A rank that never ends has None, and is ended.
     """
     write(plan, path / "plan.yaml")
     torch.set_num_threads(1)
-    arguments = [str(path / "plan.yaml"), "--steps", "5", "--timeout", str(TIMEOUT_S), *options]
+    arguments = [str(path / "plan.yaml"), "--steps", "5", "--timeout", str(timeout_s), *options]
     processes = [
         FORK.Process(target=_rank, args=(rank, restart, store.port, arguments, action if rank in ranks else None)) for rank in range(2)]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + TIMEOUT_S + SLACK_S
+    deadline = time.monotonic() + 2 * SLACK_S + timeout_s
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()) if process is processes[0] else 1.0)
+        process.join(max(0.0, deadline - time.monotonic()) if process is processes[0] else 5.0)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
@@ -97,23 +99,23 @@ def store() -> dist.TCPStore:
 
 @pytest.mark.multiproc
 def test_a_rank_that_does_not_come_along_is_named_with_its_place(tmp_path, store, capfd):
-    codes = _end(make_plan(GPT, dp=2), tmp_path, store, _sleep)
+    codes = _end(make_plan(GPT, dp=2), tmp_path, store, _sleep, timeout_s=TIMEOUT_S)
 
     assert codes == [1, 1]
     error, hint = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"error: rank 1 \(pp 0, dp 1, tp 0\) has not moved since step 4, micro-batch 1, for 2 s: it reads its batch "
+        r"error: rank 1 \(pp 0, dp 1, tp 0\) has not moved since step 4, micro-batch 1, for 4 s: it reads its batch "
         r"\(test_executor_watch\.py:\d+, _sleep\); the others wait for it", error)
     assert hint.startswith("hint: ")
 
 
 @pytest.mark.multiproc
 def test_a_rank_that_is_stopped_is_named(tmp_path, store, capfd):
-    codes = _end(make_plan(GPT, pp=2), tmp_path, store, _stop)
+    codes = _end(make_plan(GPT, pp=2), tmp_path, store, _stop, timeout_s=TIMEOUT_S)
 
     assert codes == [1, None]
     assert capfd.readouterr().err.splitlines()[0] == (
-        "error: rank 1 (pp 1, dp 0, tp 0) has not moved since step 4, micro-batch 1, for 2 s: it does not answer, so it is stopped, dead "
+        "error: rank 1 (pp 1, dp 0, tp 0) has not moved since step 4, micro-batch 1, for 4 s: it does not answer, so it is stopped, dead "
         "or stuck outside Python; the others wait for it")
 
 
