@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from executor.tensors import local
+from executor.tensors import local, memory_of
 
 Make = Callable[..., tuple[Tensor, ...]]
 
@@ -114,13 +114,13 @@ class Recipes:
 
     def keep(self, tensor: Tensor) -> Kept:
         """What to keep of `tensor`: itself, or the recipe of the tensor it is a view of."""
-        reference, recipe, index = self._made.get(_address(tensor), (None, None, 0))
+        reference, recipe, index = self._made.get(memory_of(tensor), (None, None, 0))
         if reference is None or recipe is None or reference.expired():  # memory that is gone left its address to another tensor
             return tensor.detach()
         return _view(recipe, index, tensor)
 
     def _enter(self, tensor: Tensor, recipe: _Recipe, index: int) -> None:
-        self._made[_address(tensor)] = (StorageWeakRef(local(tensor.detach()).untyped_storage()), recipe, index)
+        self._made[memory_of(tensor)] = (StorageWeakRef(local(tensor.detach()).untyped_storage()), recipe, index)
 
 
 def again(kept: Kept) -> Tensor:
@@ -134,10 +134,6 @@ def again(kept: Kept) -> Tensor:
 def _view(recipe: _Recipe, index: int, tensor: Tensor) -> _Again:
     part = local(tensor.detach())
     return _Again(recipe, index, part.size(), part.stride(), int(part.storage_offset()), _wrapping(tensor))
-
-
-def _address(tensor: Tensor) -> int:
-    return local(tensor.detach()).untyped_storage().data_ptr()
 
 
 def _wrapping(tensor: Tensor) -> Callable[[Any], Tensor]:

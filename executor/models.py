@@ -277,11 +277,18 @@ def build_layer(model: ModelSpec, training: TrainingSpec, kind: LayerKind, index
             LayerKind.BLOCK: lambda: Block(model, training),
             LayerKind.HEAD: lambda: Head(model),
         }[kind]()
-    layer.to_empty(device=device)
+    _materialize(layer, device)
     for name, parameter in layer.named_parameters():
         tied = model.tied_embeddings and name == "lm_head.weight"
         _init(parameter, f"{seed}/0/tokens.weight" if tied else f"{seed}/{index}/{name}")
     return layer
+
+
+def _materialize(layer: nn.Module, device: torch.device) -> None:
+    """Give every parameter memory on `device`. Not `to_empty`, which cannot do it to fake tensors (executor/dryrun.py)."""
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device=device)))
 
 
 @torch.no_grad()

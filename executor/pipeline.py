@@ -132,8 +132,8 @@ def _tied_group(plan: Plan, ranks: Ranks) -> dist.ProcessGroup | None:
     """The first and last pipeline ranks of this rank's dp and tp coordinates, where each holds a copy of a tied weight."""
     if not plan.model.tied_embeddings or plan.mesh.pp == 1:
         return None
-    own = None
-    for first, last in zip(ranks.mesh.mesh[0].flatten().tolist(), ranks.mesh.mesh[-1].flatten().tolist(), strict=True):
+    own, count = None, plan.mesh.ranks_per_stage
+    for first, last in zip(range(count), range(plan.mesh.num_ranks - count, plan.mesh.num_ranks), strict=True):
         group = dist.new_group([first, last])  # collective: every rank makes every group
         own = group if dist.get_rank() in (first, last) else own
     return own

@@ -81,12 +81,20 @@ class Trainer:
 
 def build_trainer(plan: Plan, options: Options, device: torch.device) -> Trainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
+    return trainer_of(plan, options, ranks_of(plan, device), Meter(plan.training.precision))
+
+
+def ranks_of(plan: Plan, device: torch.device) -> Ranks:
+    """This rank's place in the mesh of the plan; collective."""
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
-    ranks = Ranks(device=device, mesh=mesh)
+    return Ranks(device=device, mesh=mesh)
+
+
+def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter) -> Trainer:
+    """The trainer of the rank at `ranks`; collective. Raises ConfigError."""
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
-    meter = Meter(plan.training.precision)
     pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=meter.sample)
     meter.watch(pipeline.stages, pipeline.parameters)
     tokens = options.data

@@ -1,0 +1,81 @@
+"""One rank of a plan by itself: a process group in which nobody answers, tensors without data, and the kernels of a GPU.
+
+Everything else is the executor's own: its stages, its schedule with torch's runtime, its optimizer. What is put aside, and why:
+
+- the vote of torch.distributed.pipelining on whether shapes are known reads a number that another rank sent; they are given
+- between CPUs DTensor gathers where GPUs exchange, and dropout keeps a mask of its input's type; torch's attention, when it
+  drops out, keeps the scores: for a plan of GPUs the operators that run there stand in, on the same shapes
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import _resolve_group
+from torch.distributed.pipelining._utils import InferenceMode
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.tensor import placement_types
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from planner.plan import Plan
+
+CPU = "cpu"  # the device of configs/clusters/cpu.yaml
+
+
+@contextmanager
+def alone(plan: Plan, rank: int) -> Iterator[None]:
+    """A process group of all ranks of the plan, as `rank` sees it; transfers and collectives end at once."""
+    torch.set_num_threads(1)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.mesh.num_ranks)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _vote))
+            for owner, name, stand_in in _gpu_kernels() if plan.cluster.device.name != CPU else ():
+                stack.enter_context(patch.object(owner, name, stand_in))
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _vote(_: Any, stages: Any, has_backward: bool, __: bool) -> None:
+    for stage in stages:
+        assert not InferenceMode.needs_dynamic(stage._user_meta, has_backward), "the executor gives its stages their shapes"
+        stage._inference_mode = InferenceMode.STATIC
+
+
+def _gpu_kernels() -> tuple[tuple[Any, str, Any], ...]:
+    return (
+        (placement_types, "shard_dim_alltoall", _exchange),
+        (functional, "dropout", _dropout),
+        (functional, "scaled_dot_product_attention", _attention(functional.scaled_dot_product_attention)),
+    )
+
+
+def _exchange(x: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
+    """`torch.distributed.tensor._collective_utils.shard_dim_alltoall` between GPUs."""
+    return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, _resolve_group((mesh, mesh_dim)).group_name)
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """The fused kernel of GPUs, which keeps a byte an element."""
+    return torch.native_dropout(x, p, training)[0] if training and p else x
+
+
+def _attention(kernel: Any) -> Any:
+    """Fused attention of GPUs drops out without a mask."""
+
+    def without_mask(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Tensor:
+        return kernel(query, key, value, attn_mask=attn_mask, dropout_p=0.0, **rest)
+
+    return without_mask
