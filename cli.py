@@ -26,6 +26,7 @@ from cli_options import (
     explaining,
     searching,
 )
+from cli_run import check
 from cli_style import INTERRUPTED, List, Main, option, show_version
 
 if TYPE_CHECKING:
@@ -442,6 +443,9 @@ def schema() -> None:
     from planner.report.documents import plan_schema
 
     _print_json(plan_schema())
+
+
+main.add_command(check)
 
 
 if __name__ == "__main__":

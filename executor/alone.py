@@ -9,8 +9,6 @@ Everything else is the executor's own: its stages, its schedule with torch's run
 
 from __future__ import annotations
 
-import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,7 +17,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import _resolve_group
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import _PipelineSchedule
 from torch.distributed.tensor import placement_types
@@ -34,9 +31,6 @@ CPU = "cpu"  # the device of configs/clusters/cpu.yaml
 @contextmanager
 def alone(plan: Plan, rank: int) -> Iterator[None]:
     """A process group of all ranks of the plan, as `rank` sees it; transfers and collectives end at once."""
-    torch.set_num_threads(1)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.mesh.num_ranks)
     try:
         with ExitStack() as stack:
@@ -64,7 +58,7 @@ def _gpu_kernels() -> tuple[tuple[Any, str, Any], ...]:
 
 def _exchange(x: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Tensor:
     """`torch.distributed.tensor._collective_utils.shard_dim_alltoall` between GPUs."""
-    return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, _resolve_group((mesh, mesh_dim)).group_name)
+    return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, mesh.get_group(mesh_dim).group_name)
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

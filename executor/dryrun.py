@@ -20,6 +20,7 @@ from costmodels.usage import RankUse
 from executor.alone import alone
 from executor.check import Meter, optimizer_states
 from executor.loss import Loss
+from executor.stages import Ranks
 from executor.tensors import part
 from executor.train import Options, Trainer, ranks_of, trainer_of
 from executor.watch import OTHER, Watch
@@ -45,8 +46,9 @@ def dry_run(plan: Plan, pipeline_rank: int, on_backward: OnBackward = lambda: No
     runs: list[RankUse] = []
     counts = counted_micro_batches(plan, pipeline_rank)
     with alone(plan, pipeline_rank * plan.mesh.ranks_per_stage):
+        ranks = ranks_of(plan, torch.device("cpu"))
         for count in counts:
-            runs.append(_step(with_micro_batches(plan, count), on_backward))
+            runs.append(_step(with_micro_batches(plan, count), ranks, on_backward))
     use = runs[0] if len(runs) == 1 else extrapolated(runs[0], runs[1], counts, plan.pipeline.num_micro_batches)
     return DryRun(pipeline_rank=pipeline_rank, use=use, micro_batches=counts)
 
@@ -89,9 +91,8 @@ def extrapolated(first: RankUse, second: RankUse, counts: tuple[int, ...], whole
         sent=tuple(sent))
 
 
-def _step(plan: Plan, on_backward: OnBackward) -> RankUse:
+def _step(plan: Plan, ranks: Ranks, on_backward: OnBackward) -> RankUse:
     """One step of the rank that this process is, and the update after it."""
-    ranks = ranks_of(plan, torch.device("cpu"))
     with FakeTensorMode(), Watch() as memory:
         moments = _Moments(plan.training.precision, memory, on_backward)
         trainer = trainer_of(plan, Options(), ranks, moments)
