@@ -3,8 +3,8 @@
 Everything else is the executor's own: its stages, its schedule with torch's runtime, its optimizer. What is put aside, and why:
 
 - the vote of torch.distributed.pipelining on whether shapes are known reads a number that another rank sent; they are given
-- between CPUs DTensor gathers where GPUs exchange, and dropout keeps a mask of its input's type; torch's attention, when it
-  drops out, keeps the scores: for a plan of GPUs the operators that run there stand in, on the same shapes
+- between CPUs DTensor gathers where GPUs exchange, dropout keeps a mask of its input's type, an RMS norm copies in fp32, and
+  attention that drops out keeps the scores: for a plan of GPUs the operators that run there stand in, on the same shapes
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def _gpu_kernels() -> tuple[tuple[Any, str, Any], ...]:
     return (
         (placement_types, "shard_dim_alltoall", _exchange),
         (functional, "dropout", _dropout),
+        (functional, "rms_norm", _rms_norm),
         (functional, "scaled_dot_product_attention", _attention(functional.scaled_dot_product_attention)),
     )
 
@@ -64,6 +65,24 @@ def _exchange(x: Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: i
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """The fused kernel of GPUs, which keeps a byte an element."""
     return torch.native_dropout(x, p, training)[0] if training and p else x
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The memory of the fused kernel of GPUs, which keeps its input and a number a token; the values are nobody's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _rms_norm(x: Tensor, _: Any, weight: Tensor, __: float | None = None) -> Tensor:
+    return _RMSNorm.apply(x, weight)
 
 
 def _attention(kernel: Any) -> Any:

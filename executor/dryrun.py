@@ -75,7 +75,7 @@ def with_micro_batches(plan: Plan, count: int) -> Plan:
 
 
 def extrapolated(first: RankUse, second: RankUse, counts: tuple[int, ...], whole: int) -> RankUse:
-    """What a step of `whole` micro-batches uses, from two steps of `counts`."""
+    """What a step of `whole` micro-batches uses, from two steps of `counts`; temporaries do not grow."""
     more = (whole - counts[1]) / (counts[1] - counts[0])
 
     def line(a: int, b: int) -> int:
@@ -86,9 +86,7 @@ def extrapolated(first: RankUse, second: RankUse, counts: tuple[int, ...], whole
     for later in second.sent:
         earlier = before.get((later.axis, later.kind), Sent(later.axis, later.kind, 0, 0))
         sent.append(replace(later, calls=line(earlier.calls, later.calls), num_bytes=line(earlier.num_bytes, later.num_bytes)))
-    return replace(
-        second, activations=line(first.activations, second.activations), temporaries=line(first.temporaries, second.temporaries),
-        sent=tuple(sent))
+    return replace(second, activations=line(first.activations, second.activations), sent=tuple(sent))
 
 
 def _step(plan: Plan, ranks: Ranks, on_backward: OnBackward) -> RankUse:
