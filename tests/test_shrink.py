@@ -46,7 +46,8 @@ def random_plan(seed: int) -> Plan:
     zero = (draw.randrange(4),) if draw.random() < 0.5 else (2, 1, 3)
     plan = make_plan(
         model, pp=pp, dp=dp, tp=tp, sp=tp > 1 and draw.random() < 0.5, zero=zero, recompute=draw.choice(RECOMPUTE), schedule=schedule,
-        virtual_stages=chunks, num_micro_batches=count, global_batch_size=dp * size * count, precision=draw.choice((Precision.FP32, Precision.BF16)))
+        virtual_stages=chunks, num_micro_batches=count, global_batch_size=dp * size * count,
+        precision=draw.choice((Precision.FP32, Precision.BF16)))
     return with_divisions(plan, *draw.sample(DIVISIONS, 2)) if tp > 1 else plan
 
 

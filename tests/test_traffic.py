@@ -27,10 +27,10 @@ def book(model=LLAMA, training=TRAINING) -> PriceBook:
     return PriceBook(model, training, MACHINE)
 
 
-def strategy(model, *, pp=1, dp=1, tp=1, zero=0, sp=False, num_micro_batches=4, virtual_stages=1, schedule=Schedule.ONE_F_ONE_B) -> Strategy:
+def strategy(model, *, pp=1, dp=1, tp=1, zero=0, virtual_stages=1, schedule=Schedule.ONE_F_ONE_B) -> Strategy:
     frame = Frame(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=2,
-        num_micro_batches=num_micro_batches, sequence_parallel=sp)
+        num_micro_batches=4, sequence_parallel=False)
     layers = [LayerChoice(kind, (), zero) for kind in (LayerKind.EMBEDDING, *[LayerKind.BLOCK] * model.num_layers, LayerKind.HEAD)]
     size = len(layers) // frame.num_virtual_stages
     cuts = [layers[k * size : (k + 1) * size] for k in range(frame.num_virtual_stages - 1)]
