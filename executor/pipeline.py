@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from costmodels.schedules import Schedule
 from executor.layout import local_stages, stage_layers
+from executor.messages import LeanStage
 from executor.stages import Ranks, Stage, border_example, build_stages
 from executor.tensors import local
 from planner.plan import Plan
@@ -22,7 +23,7 @@ from planner.plan import Plan
 AfterBackward = Callable[[], None]
 
 
-class _ReportingStage(PipelineStage):
+class _ReportingStage(LeanStage):
     """A pipeline stage that says when the backward pass of a micro-batch is over."""
 
     after_backward: AfterBackward
