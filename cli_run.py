@@ -51,7 +51,7 @@ def _require_torch() -> None:
 
 
 def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
-    from planner.check import check_ranks
+    from planner.check import check_ranks, priced
     from planner.report.check import check_document, print_check
     from planner.report.progress import count_bar
     from planner.report.text import console
@@ -60,11 +60,12 @@ def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
     chosen = sorted(set(ranks)) or list(range(plan.mesh.pp))
     if chosen[-1] >= plan.mesh.pp:
         raise ConfigError(f"--rank {chosen[-1]}: the plan has pipeline ranks 0 to {plan.mesh.pp - 1}", hint="choose one of them")
+    today = priced(plan)
     from executor.crew import dry_runs, num_actions
 
     with count_bar(console(sys.stderr), "checking", num_actions(plan, chosen)) as on_done:
         runs = dry_runs(plan, chosen, on_done)
-    checks = check_ranks(plan, {run.pipeline_rank: (run.use, run.micro_batches) for run in runs})
+    checks = check_ranks(today, {run.pipeline_rank: (run.use, run.micro_batches) for run in runs})
     if as_json:
         click.echo(json.dumps(check_document(checks), indent=2))
     else:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from costmodels.book import PriceBook
 from costmodels.occupancy import occupied_bytes
+from costmodels.strategy import Strategy
 from costmodels.traffic import Sent
 from costmodels.usage import RankUse, predicted_use
-from planner.plan import Plan
+from planner.plan import Plan, StageMemory
 from planner.reprice import strategy_of
 from profiles.measured import machine_for
+from profiles.units import GIB, MIB
 
 STATES = ("parameters", "gradients", "optimizer")
 CLASSES = (*STATES, "activations", "temporaries", "held")
@@ -22,16 +24,23 @@ CLOSE = 0.05  # of the peak: what a plan's memory margin (planner/band.py) takes
 class RankCheck:
     """One pipeline rank: predicted and found.
 
+    planned: the predicted peak that stands in the plan file, rounded
     occupied: bytes of the device with what is no tensor; micro_batches: of the steps that were run, of as many as `of`
     """
 
     rank: int
     predicted: RankUse
     found: RankUse
+    planned: float
     occupied: float
     capacity: int
     micro_batches: tuple[int, ...]
     of: int
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the plan file was written under other prices than today's."""
+        return abs(self.planned - self.predicted.held) > MIB + self.predicted.held / 1000
 
     @property
     def fits(self) -> bool:
@@ -43,6 +52,15 @@ class RankCheck:
         if predicted == found:
             return 0.0
         return found / predicted - 1 if predicted else None
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A plan, the strategy that it holds, and today's prices."""
+
+    plan: Plan
+    strategy: Strategy
+    book: PriceBook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,15 +79,25 @@ def class_bytes(use: RankUse, name: str) -> int:
     return n_bytes
 
 
-def check_ranks(plan: Plan, found: Mapping[int, tuple[RankUse, tuple[int, ...]]]) -> tuple[RankCheck, ...]:
-    """Each pipeline rank of `found` (its use, and the steps that were run) beside its prediction. Raises ConfigError."""
+def priced(plan: Plan) -> Priced:
+    """What a plan is priced as today. Raises ConfigError where the prices do not know its placements."""
     book = PriceBook(plan.model, plan.training, machine_for(plan.cluster))
-    strategy = strategy_of(plan, book)
+    return Priced(plan, strategy_of(plan, book), book)
+
+
+def check_ranks(today: Priced, found: Mapping[int, tuple[RankUse, tuple[int, ...]]]) -> tuple[RankCheck, ...]:
+    """Each pipeline rank of `found` (its use, and the steps that were run) beside its prediction."""
+    plan, book = today.plan, today.book
     return tuple(
         RankCheck(
-            rank=rank, predicted=predicted_use(strategy, rank, book), found=use, occupied=occupied_bytes(use.held, plan.mesh, book),
-            capacity=plan.cluster.device.memory_bytes, micro_batches=steps, of=plan.pipeline.num_micro_batches)
+            rank=rank, predicted=predicted_use(today.strategy, rank, book), found=use,
+            planned=_planned_bytes(plan.predicted.memory_gib[rank]), occupied=occupied_bytes(use.held, plan.mesh, book), capacity=plan.cluster.device.memory_bytes, micro_batches=steps,
+            of=plan.pipeline.num_micro_batches)
         for rank, (use, steps) in sorted(found.items()))
+
+
+def _planned_bytes(memory: StageMemory) -> float:
+    return GIB * (memory.total - memory.reserve)
 
 
 def sent_checks(check: RankCheck) -> tuple[SentCheck, ...]:

@@ -83,6 +83,25 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_exits_with_3(tmp_path):
     assert found["ranks"][0]["occupied_bytes"] > found["ranks"][0]["capacity_bytes"] == MIB
 
 
+def test_a_plan_file_of_other_prices_is_said_to_be_old(tmp_path):
+    plan = tiny()
+    memory = dataclasses.replace(plan.predicted.memory_gib[0], total=7.0)
+    plan = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory_gib=(memory,)))
+
+    assert "make the plan again" in " ".join(run(plan, tmp_path).stdout.split())
+
+
+def test_placements_that_have_no_price_are_an_error_before_anything_runs(tmp_path, monkeypatch):
+    plan = make_plan(GPT, tp=2)
+    odd = {name: dataclasses.replace(layer, recompute=("nothing",)) for name, layer in plan.layer_plans.items()}
+    monkeypatch.setattr("executor.crew.dry_runs", lambda *_: pytest.fail("it ran"))
+
+    result = run(dataclasses.replace(plan, layer_plans=odd), tmp_path)
+
+    assert result.exit_code == 2
+    assert "recompute names nothing" in result.stderr
+
+
 def test_only_the_ranks_that_were_asked_for_are_run(tmp_path):
     found = json.loads(run(tiny(pp=2, dp=1), tmp_path, "--rank", "1", "--json").stdout)
 
@@ -149,7 +168,8 @@ def use(activations: int, *sent: Sent, gradients: int = 4) -> RankUse:
 
 def a_check(predicted: RankUse, found: RankUse, capacity: int = 10**6) -> RankCheck:
     return RankCheck(
-        rank=0, predicted=predicted, found=found, occupied=float(found.held), capacity=capacity, micro_batches=(4,), of=4)
+        rank=0, predicted=predicted, found=found, planned=float(predicted.held), occupied=float(found.held), capacity=capacity,
+        micro_batches=(4,), of=4)
 
 
 @pytest.mark.parametrize(("found", "expected"), [

@@ -19,7 +19,7 @@ from executor.alone import CPU
 from executor.crew import dry_runs, num_actions
 from executor.dryrun import DryRun, counted_micro_batches, dry_run
 from executor.watch import _CALLS
-from planner.check import check_ranks
+from planner.check import check_ranks, priced
 from planner.estimate import estimate_plan
 from planner.plan import Plan
 from profiles.catalog import load_cluster, load_model, with_gpus
@@ -128,11 +128,12 @@ def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
     plan = estimate_plan(spec, with_gpus(load_cluster("a100-80gb"), 8), training, frame, zero=zero)
 
     run = dry_run(plan, 0)
-    (check,) = check_ranks(plan, {0: (run.use, run.micro_batches)})
+    (check,) = check_ranks(priced(plan), {0: (run.use, run.micro_batches)})
 
     assert check.found.states == check.predicted.states
     assert check.found.saved == pytest.approx(check.predicted.saved, rel=0.01)
     assert check.fits
+    assert not check.outdated
 
 
 def test_progress_counts_every_backward_pass():
