@@ -91,8 +91,8 @@ def check_ranks(today: Priced, found: Mapping[int, tuple[RankUse, tuple[int, ...
     return tuple(
         RankCheck(
             rank=rank, predicted=predicted_use(today.strategy, rank, book), found=use,
-            planned=_planned_bytes(plan.predicted.memory_gib[rank]), occupied=occupied_bytes(use.held, plan.mesh, book), capacity=plan.cluster.device.memory_bytes, micro_batches=steps,
-            of=plan.pipeline.num_micro_batches)
+            planned=_planned_bytes(plan.predicted.memory_gib[rank]), occupied=occupied_bytes(use.held, plan.mesh, book),
+            capacity=plan.cluster.device.memory_bytes, micro_batches=steps, of=plan.pipeline.num_micro_batches)
         for rank, (use, steps) in sorted(found.items()))
 
 
