@@ -1,7 +1,7 @@
 """The dry run of one pipeline rank: a step at full size on fake tensors, with everything it holds and sends written down.
 
-Of a step with many micro-batches two short ones are run, both past the warm-up of the schedule: what a step holds and sends
-is linear in their number from there on.
+Of a step with many micro-batches two short ones are run, one of them past the warm-up of the schedule: what a step sends is
+linear in their number, and what it holds stays the same from there on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from profiles.spec import Precision
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 
+BUILDING = 2  # micro-batches that take as long as to build a rank again
+
 OnBackward = Callable[[], None]
 
 
@@ -49,22 +51,27 @@ def dry_run(plan: Plan, pipeline_rank: int, on_backward: OnBackward = lambda: No
         ranks = ranks_of(plan, torch.device("cpu"))
         for count in counts:
             runs.append(_step(with_micro_batches(plan, count), ranks, on_backward))
-    use = runs[0] if len(runs) == 1 else extrapolated(runs[0], runs[1], counts, plan.pipeline.num_micro_batches)
+    use = runs[0] if len(runs) == 1 else extrapolated(*runs, counts, plan)
     return DryRun(pipeline_rank=pipeline_rank, use=use, micro_batches=counts)
 
 
 def counted_micro_batches(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
-    """Two numbers of micro-batches past the warm-up, or the plan's own where that is less work."""
+    """A number of micro-batches to count by and a larger one past the warm-up, or the plan's own where that is less work."""
     pipeline, pp = plan.pipeline, plan.mesh.pp
-    whole, chunks = pipeline.num_micro_batches, pipeline.virtual_stages
-    step = pp if pipeline.schedule is Schedule.INTERLEAVED else 1
-    first = step * -(-max(pp, 2) // step)
-    if pipeline.schedule is not Schedule.GPIPE:  # which holds all micro-batches: linear from the first on
+    whole, chunks, in_turn = pipeline.num_micro_batches, pipeline.virtual_stages, pipeline.schedule is Schedule.INTERLEAVED
+    step = pp if in_turn else 1
+    if pipeline.schedule is Schedule.GPIPE:  # which holds all micro-batches: linear as soon as there are gradients
+        first = max(pp, 2)
+        last = first + 1
+    else:
+        first = pp
         most = in_flight(pipeline.schedule, pipeline_rank, pp, whole, chunks)
-        # by then every chunk has had a backward pass, so that there are gradients beside a full set of activations
-        while first < whole and first * chunks < most + step * (chunks - 1) + 1:
-            first += step
-    return (first, first + step) if 2 * first + step < whole else (whole,)
+        # every chunk has had a backward pass, so that there are gradients beside a full set of activations
+        last = first + step
+        while last < whole and last * chunks < most + step * (chunks - 1) + 1:
+            last += step
+        last += step if in_turn else 0
+    return (first, last) if BUILDING + first + last < whole else (whole,)
 
 
 def with_micro_batches(plan: Plan, count: int) -> Plan:
@@ -74,19 +81,26 @@ def with_micro_batches(plan: Plan, count: int) -> Plan:
         plan, pipeline=replace(plan.pipeline, num_micro_batches=count), training=replace(plan.training, global_batch_size=size))
 
 
-def extrapolated(first: RankUse, second: RankUse, counts: tuple[int, ...], whole: int) -> RankUse:
-    """What a step of `whole` micro-batches uses, from two steps of `counts`; temporaries do not grow."""
-    more = (whole - counts[1]) / (counts[1] - counts[0])
+def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: Plan) -> RankUse:
+    """What a step of the plan uses, from two steps of `counts`.
+
+    Collectives are linear in the number of micro-batches. Of what is held only token ids are, and in GPipe activations.
+    """
+    pipeline = plan.pipeline
+    more = pipeline.num_micro_batches - counts[1]
 
     def line(a: int, b: int) -> int:
-        return round(b + more * (b - a))
+        return b + more * (b - a) // (counts[1] - counts[0])
 
     before = {(sent.axis, sent.kind): sent for sent in first.sent}
     sent = []
-    for later in second.sent:
+    for later in last.sent:
         earlier = before.get((later.axis, later.kind), Sent(later.axis, later.kind, 0, 0))
         sent.append(replace(later, calls=line(earlier.calls, later.calls), num_bytes=line(earlier.num_bytes, later.num_bytes)))
-    return replace(second, activations=line(first.activations, second.activations), sent=tuple(sent))
+    ids = 2 * 8 * more * pipeline.micro_batch_size * plan.training.seq_length  # and targets, in int64
+    gpipe = pipeline.schedule is Schedule.GPIPE
+    return replace(
+        last, activations=line(first.activations, last.activations) if gpipe else last.activations + ids, sent=tuple(sent))
 
 
 def _step(plan: Plan, ranks: Ranks, on_backward: OnBackward) -> RankUse:
@@ -96,9 +110,9 @@ def _step(plan: Plan, ranks: Ranks, on_backward: OnBackward) -> RankUse:
         trainer = trainer_of(plan, Options(), ranks, moments)
         memory.axes = _axes(trainer)
         sequences = plan.pipeline.micro_batch_size * plan.pipeline.num_micro_batches
-        ids = torch.empty((sequences, plan.training.seq_length), dtype=torch.int64)
+        ids, targets = (torch.empty((sequences, plan.training.seq_length), dtype=torch.int64) for _ in range(2))
         memory.start()
-        trainer.pipeline.step(ids, ids)
+        trainer.pipeline.step(ids, targets)
         fullest, sent = sum(memory.fullest().values()), memory.sent()
         trainer.optimizer.step()
     states = moments.measured(trainer.optimizer)

@@ -44,7 +44,7 @@ def growth(monkeypatch) -> int:
 
 
 def test_more_micro_batches_hold_no_more_messages(monkeypatch):
-    ids = 8 * SEQ_LENGTH * 8  # of eight sequences, in int64
+    ids = 2 * 8 * SEQ_LENGTH * 8  # of eight sequences and their targets, in int64
 
     assert growth(monkeypatch) == ids
 

@@ -96,13 +96,14 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
     if short:
         most = max(short, key=lambda check: check.micro_batches)
         yield (f"counted on steps of {' and '.join(map(str, most.micro_batches))} micro-batches, of {most.of}: "
-               "from there on all is linear in their number")
+               "what is sent is linear in their number, what is held stays")
     old = [check for check in checks if check.outdated]
     if old:
         yield (f"the plan file predicts a peak of {format_bytes(old[0].planned)} on stage {old[0].rank}, today's prices "
                f"{format_bytes(old[0].predicted.held)}: make the plan again")
     yield ("found: one rank of the executor, its kernels' own workspace left out; predicted: what the stack of the plan holds "
-           "and sends; peak: tensors alone, the device also holds the reserve")
+           "and sends; temporaries: what the fullest moment holds beyond states and the most activations; peak: tensors alone, "
+           "the device also holds the reserve")
 
 
 def verdict(checks: Sequence[RankCheck]) -> str:
