@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
 from costmodels.memory import StateBytes
 from costmodels.mesh import Mesh
@@ -15,7 +16,7 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from costmodels.traffic import MESSAGE
 from executor import crew, dryrun
-from executor.alone import CPU
+from executor.alone import CPU, Chunks
 from executor.crew import dry_runs, num_actions
 from executor.dryrun import DryRun, counted_micro_batches, dry_run
 from executor.watch import _CALLS
@@ -134,6 +135,16 @@ def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
     assert check.found.saved == pytest.approx(check.predicted.saved, rel=0.01)
     assert check.fits
     assert not check.outdated
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(8, 4), (7, 3), (5, 4), (2, 4), (1, 1)])
+def test_the_chunks_of_a_parameter_are_those_of_fsdp(rows, parts):
+    tensor = torch.arange(rows * 3.0).reshape(rows, 3)
+    expected = _chunk_with_empty(tensor, parts, 0)
+
+    for index in range(parts):
+        assert Chunks(tensor, parts, 0)[index].shape == expected[index].shape
+        assert torch.equal(Chunks(tensor, parts, 0)[index], expected[index])
 
 
 def test_progress_counts_every_backward_pass():
