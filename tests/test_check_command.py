@@ -83,14 +83,6 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_exits_with_3(tmp_path):
     assert found["ranks"][0]["occupied_bytes"] > found["ranks"][0]["capacity_bytes"] == MIB
 
 
-def test_a_plan_file_of_other_prices_is_said_to_be_old(tmp_path):
-    plan = tiny()
-    memory = dataclasses.replace(plan.predicted.memory_gib[0], total=7.0)
-    plan = dataclasses.replace(plan, predicted=dataclasses.replace(plan.predicted, memory_gib=(memory,)))
-
-    assert "make the plan again" in " ".join(run(plan, tmp_path).stdout.split())
-
-
 def test_placements_that_have_no_price_are_an_error_before_anything_runs(tmp_path, monkeypatch):
     plan = make_plan(GPT, tp=2)
     odd = {name: dataclasses.replace(layer, recompute=("nothing",)) for name, layer in plan.layer_plans.items()}
@@ -187,6 +179,13 @@ def test_the_verdict_says_what_is_as_predicted_and_what_is_not(found, expected):
 
     assert verdict(checks).replace("+0.1 %", "+0.10 %") == expected
     assert matches(checks) == expected.startswith("matches")
+
+
+def test_a_plan_file_of_other_prices_is_said_to_be_old():
+    check = a_check(use(10 * MIB), use(10 * MIB))
+
+    assert not check.outdated
+    assert dataclasses.replace(check, planned=20.0 * MIB).outdated
 
 
 def test_the_worst_deviation_of_all_stages_counts():
