@@ -452,7 +452,7 @@ def schema() -> None:
     _print_json(plan_schema())
 
 
-for command in (cli_run.calibrate, cli_run.tokenize, cli_run.trace):
+for command in (cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):
     main.add_command(command)
 
 

@@ -18,7 +18,7 @@ from costmodels.memory import StateBytes, chunk_elements, states_of
 from costmodels.offload import Offload
 from executor.divisions import local_shape
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
-from executor.tensors import local
+from executor.tensors import part
 from planner.plan import Plan
 from profiles.model import LayerKind, Parameter
 from profiles.spec import Precision
@@ -81,26 +81,35 @@ class Meter:
     def sample(self) -> None:
         if not self.active:
             return
-        shards = {id(parameter) for parameter in self.shards}
-        current = {id(p): p for stage in self.stages for p in stage.parameters() if id(p) not in shards}
-        gathered = _held_bytes(current.values())
         own = 0 if self.precision is not Precision.FP32 else _held_bytes(self.shards)
-        gradients = (parameter.grad for parameter in (*self.shards, *current.values()))
-        held = _held_bytes(gradients) + _held_bytes(_accumulated_gradients(self.stages))
-        self.most_parameters = max(self.most_parameters, own + gathered)
-        self.most_gradients = max(self.most_gradients, held)
+        self.most_parameters = max(self.most_parameters, own + _held_bytes(self.gathered()))
+        self.most_gradients = max(self.most_gradients, _held_bytes(self.gradients()))
+
+    def gathered(self) -> Sequence[nn.Parameter]:
+        """The parameters of the stages that are not the shards between steps."""
+        shards = {id(parameter) for parameter in self.shards}
+        return tuple({id(p): p for stage in self.stages for p in stage.parameters() if id(p) not in shards}.values())
+
+    def gradients(self) -> Iterator[Tensor | None]:
+        """All gradients there are, of shards and of gathered parameters."""
+        yield from (parameter.grad for parameter in (*self.shards, *self.gathered()))
+        yield from _accumulated_gradients(self.stages)
 
     def measured(self, optimizer: torch.optim.Optimizer) -> StateBytes:
         """The bytes by class, once the optimizer has made its states; its step counters are left out."""
-        states = (value for state in optimizer.state.values() for value in state.values() if value.ndim)
         masters = 0 if self.precision is Precision.FP32 else _held_bytes(self.shards)
-        return StateBytes(self.most_parameters, self.most_gradients, _held_bytes(states) + masters)
+        return StateBytes(self.most_parameters, self.most_gradients, _held_bytes(optimizer_states(optimizer)) + masters)
+
+
+def optimizer_states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What the optimizer keeps of every parameter, without its step counters."""
+    return (value for state in optimizer.state.values() for value in state.values() if value.ndim)
 
 
 def _held_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of this rank's part of every tensor that has memory (FSDP empties the storage of what it frees)."""
-    parts = [local(tensor.detach()) for tensor in tensors if tensor is not None]
-    return sum(part.nbytes for part in parts if part.untyped_storage().size())
+    parts = [part(tensor) for tensor in tensors if tensor is not None]
+    return sum(held.nbytes for held in parts if held.untyped_storage().size())
 
 
 def _accumulated_gradients(stages: Sequence[nn.Module]) -> Iterator[Tensor | None]:

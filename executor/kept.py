@@ -18,7 +18,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from executor.tensors import local
+from executor.tensors import local, memory_of
 
 Make = Callable[..., tuple[Tensor, ...]]
 
@@ -89,7 +89,7 @@ class Recipes:
 
     def _run(self, layer: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         self._watching = True
-        self._parameters = {_address(parameter) for parameter in layer.parameters()} if self.on_host else set()
+        self._parameters = {memory_of(parameter) for parameter in layer.parameters()} if self.on_host else set()
         try:
             with saved_tensors_hooks(self.keep, again):
                 return forward(*inputs)
@@ -140,16 +140,16 @@ class Recipes:
         found = self._again(tensor)
         if found is not None:
             return found
-        return _to_host(tensor) if self.on_host and _address(tensor) not in self._parameters else tensor.detach()
+        return _to_host(tensor) if self.on_host and memory_of(tensor) not in self._parameters else tensor.detach()
 
     def _again(self, tensor: Tensor) -> _Again | None:
-        reference, recipe, index = self._made.get(_address(tensor), (None, None, 0))
+        reference, recipe, index = self._made.get(memory_of(tensor), (None, None, 0))
         if reference is None or recipe is None or reference.expired():  # memory that is gone left its address to another tensor
             return None
         return _view(recipe, index, tensor)
 
     def _enter(self, tensor: Tensor, recipe: _Recipe, index: int) -> None:
-        self._made[_address(tensor)] = (StorageWeakRef(local(tensor.detach()).untyped_storage()), recipe, index)
+        self._made[memory_of(tensor)] = (StorageWeakRef(local(tensor.detach()).untyped_storage()), recipe, index)
 
 
 def again(kept: Kept) -> Tensor:
@@ -165,10 +165,6 @@ def again(kept: Kept) -> Tensor:
 def _view(recipe: _Recipe, index: int, tensor: Tensor) -> _Again:
     part = local(tensor.detach())
     return _Again(recipe, index, part.size(), part.stride(), int(part.storage_offset()), _wrapping(tensor))
-
-
-def _address(tensor: Tensor) -> int:
-    return local(tensor.detach()).untyped_storage().data_ptr()
 
 
 def _wrapping(tensor: Tensor) -> Callable[[Any], Tensor]:

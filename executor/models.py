@@ -289,7 +289,7 @@ def build_layer(
             LayerKind.BLOCK: lambda: Block(model, training, experts),
             LayerKind.HEAD: lambda: Head(model),
         }[kind]()
-    layer.to_empty(device=device)
+    _materialize(layer, device)
     grouped = {f"{name}.weight": module.weight for name, module in layer.named_modules() if isinstance(module, Grouped)}
     for name, parameter in layer.named_parameters():
         tied = model.tied_embeddings and name == "lm_head.weight"
@@ -301,6 +301,13 @@ def build_layer(
     if ep_mesh is not None:
         divide_experts(layer, ep_mesh)
     return layer
+
+
+def _materialize(layer: nn.Module, device: torch.device) -> None:
+    """Give every parameter memory on `device`. Not `to_empty`, which cannot do it to fake tensors (executor/dryrun.py)."""
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device=device)))
 
 
 @torch.no_grad()

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from executor.layout import action_rows, local_stages, stage_layers
+from executor.messages import LeanStage
 from executor.sharded import all_reduce, settle_weight_gradients
 from executor.stages import Ranks, Stage, border_example, build_stages
 from executor.tensors import local
@@ -37,7 +37,7 @@ def no_span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[A
     return nullcontext()
 
 
-class _Stage(PipelineStage):
+class _Stage(LeanStage):
     """A pipeline stage that says what it computes, and when the gradients of a micro-batch's weights are there."""
 
     after_backward: AfterBackward
@@ -184,8 +184,9 @@ def _tied_group(plan: Plan, ranks: Ranks) -> dist.ProcessGroup | None:
     ends = [plan.stages[index].rank for index in (0, -1)]
     if not plan.model.tied_embeddings or ends[0] == ends[1]:
         return None
-    own = None
-    for pair in zip(*(ranks.mesh.mesh[end].flatten().tolist() for end in ends), strict=True):
-        group = dist.new_group(list(pair))  # collective: every rank makes every group
+    own, count = None, plan.mesh.ranks_per_stage
+    for place in range(count):
+        pair = [end * count + place for end in ends]
+        group = dist.new_group(pair)  # collective: every rank makes every group
         own = group if dist.get_rank() in pair else own
     return own

@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from executor.kept import Recipes
 from executor.models import Attention
-from executor.tensors import local
+from executor.tensors import local, memory_of
 from profiles.errors import ConfigError
 
 ATTENTION = "attention"
@@ -85,7 +85,7 @@ def _follow_copies(attention: Attention, recipes: Recipes) -> None:
     def followed(qkv: Tensor) -> tuple[Tensor, ...]:
         parts = split(qkv)
         if recipes.active and recipes.knows(qkv):
-            own = tuple(part for part in parts if part.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr())
+            own = tuple(part for part in parts if memory_of(part) != memory_of(qkv))
             places = [i for i, part in enumerate(parts) if any(part is copied for copied in own)]
             recipes.remember(own, lambda again: tuple(split(again)[i] for i in places), qkv)
         return parts

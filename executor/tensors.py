@@ -15,3 +15,13 @@ def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 def local(tensor: Tensor) -> Tensor:
     """The part of `tensor` that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part(tensor: Tensor) -> Tensor:
+    """The same outside autograd and without a call of torch: to look at, not to compute with."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tells the memory of this rank's part from any other that lives; a fake tensor has no address."""
+    return int(part(tensor).untyped_storage()._cdata)

@@ -99,13 +99,22 @@ class Trainer:
 
 def build_trainer(plan: Plan, options: Options, device: torch.device, progress: Progress | None = None) -> Trainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
-    progress = progress or Progress()
+    return trainer_of(plan, options, ranks_of(plan, device), Meter(plan.training.precision), progress)
+
+
+def ranks_of(plan: Plan, device: torch.device) -> Ranks:
+    """This rank's place in the mesh of the plan; collective."""
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
-    ranks = Ranks(device=device, mesh=mesh, sharded=_sharded(plan, mesh), expert_mesh=_expert_mesh(plan, device))
+    return Ranks(device=device, mesh=mesh, sharded=_sharded(plan, mesh), expert_mesh=_expert_mesh(plan, device))
+
+
+def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter, progress: Progress | None = None) -> Trainer:
+    """The trainer of the rank at `ranks`; collective. Raises ConfigError."""
+    progress = progress or Progress()
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
-    meter, recorder = Meter(plan.training.precision), Recorder(device, options.steps if options.record else 0)
+    recorder = Recorder(ranks.device, options.steps if options.record else 0)
 
     def after_backward() -> None:
         progress.end_micro_batch()

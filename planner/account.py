@@ -11,11 +11,10 @@ from costmodels.memory import StateBytes
 from costmodels.occupancy import RankMemory
 from costmodels.step import model_flops_utilization, price_step
 from planner.plan import Plan
-from planner.reprice import strategy_of
+from planner.reprice import book_of, strategy_of
 from planner.runs import RUN_VERSION, Beside, Environment, Figures, Part, RankRecord, Run, Span, Steps, plan_parts
 from planner.timelines import Timeline, measured_parts_s, predicted_timeline
 from profiles.errors import ConfigError
-from profiles.measured import machine_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class Predicted:
 
 def predict(plan: Plan) -> Predicted:
     """The plan priced again, with its calibration if it was made with one."""
-    book = PriceBook(plan.model, plan.training, machine_for(plan.cluster))
+    book = book_of(plan)
     try:
         strategy = strategy_of(plan, book)
         return Predicted(book=book, timeline=predicted_timeline(strategy, book), memory=price_step(strategy, book).memory)
@@ -145,6 +144,6 @@ def trace_ranks(run: Run) -> dict[str, dict[str, Sequence[Span]]]:
 
 def plan_trace_ranks(plan: Plan) -> dict[str, dict[str, Sequence[Span]]]:
     """The same of a plan that was not run: one process for each pipeline rank. Raises ConfigError: not a plan that can be priced."""
-    book = PriceBook(plan.model, plan.training, machine_for(plan.cluster))
+    book = book_of(plan)
     spans = predicted_timeline(strategy_of(plan, book), book).spans
     return {f"pipeline rank {rank}": {"predicted": own} for rank, own in enumerate(spans)}

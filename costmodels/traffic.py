@@ -1,0 +1,165 @@
+"""What one rank sends in a step, by mesh axis and kind of collective, as far as the price counts it.
+
+The collectives are those whose seconds `costmodels.layer` and `costmodels.step` add up, counted instead of timed: calls and
+bytes, hidden under compute or not. Bytes are those of `collective_time`: the tensor that is all-reduced, the output of a
+gather, the input of a reduce-scatter or an exchange, the message that is received. Left out, as in the price: the sums of
+norm and bias gradients over the tensor-parallel axis, and the sum of the loss, 4 bytes a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from costmodels.book import PriceBook
+from costmodels.collectives import Collective
+from costmodels.compute import FP32_BYTES
+from costmodels.edges import Edge, edges_of, leaves
+from costmodels.layer import LOSS_REDUCTIONS
+from costmodels.memory import owned_parameters
+from costmodels.mesh import Axis
+from costmodels.redistribution import Move, moves
+from costmodels.sharding import PARTIAL, Place, Sharding
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from profiles.model import LayerClass, LayerKind, Operator, OperatorKind, Tensor
+
+MESSAGE = "point_to_point"  # a kind beside those of `Collective`
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Sent:
+    """`calls` of one kind over one mesh axis in a step, and their bytes together."""
+
+    axis: str
+    kind: str
+    calls: int
+    num_bytes: int
+
+
+class Tally:
+    """Adds up calls and bytes by (axis, kind)."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+
+    def add(self, axis: str, kind: str, num_bytes: int, calls: int = 1) -> None:
+        """`calls` more, each of `num_bytes`."""
+        self._calls[axis, kind] += calls
+        self._bytes[axis, kind] += calls * num_bytes
+
+    def total(self) -> tuple[Sent, ...]:
+        """Everything so far, by axis and kind."""
+        return tuple(Sent(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items()) if calls)
+
+
+def rank_traffic(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Sent, ...]:
+    """Everything that a device of pipeline rank `rank` sends in one step."""
+    frame, tally = strategy.frame, Tally()
+    for stage in frame.stages_of(rank):
+        for choice in strategy.stages[stage]:
+            _add_layer(tally, choice, frame, book)
+        _add_messages(tally, stage, frame, book)
+    ends = {frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)}
+    if book.tied and len(ends) > 1 and rank in ends:
+        tables = (p for op in book.graph(1).embedding.operators for p in op.parameters if op.parallel_dim == "vocab")
+        tally.add(Axis.PP, Collective.ALL_REDUCE, _gradient_bytes(sum(p.num_elements for p in tables) // frame.mesh.tp, book))
+    return tally.total()
+
+
+def _gradient_bytes(elements: int, book: PriceBook) -> int:
+    return book.training.gradient_precision.num_bytes * elements
+
+
+def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook) -> None:
+    layer, sharding = book.graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
+    if sharding.tp > 1:
+        for move in layer_moves(layer, sharding, book.recompute_operators(choice.kind, choice.recompute)):
+            tally.add(Axis.TP, move.collective, move.num_bytes, frame.num_micro_batches)
+        for num_bytes in _summed_inside(layer, sharding, book.shards(frame.mesh) if choice.zero else 1):
+            tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
+    _add_data_parallel(tally, choice, layer, frame, book)
+
+
+def layer_moves(layer: LayerClass, sharding: Sharding, again: tuple[str, ...]) -> Iterator[Move]:
+    """The tensor-parallel collectives of one micro-batch through one layer, forward and backward; `again` runs forward twice."""
+    for operator in layer.operators:
+        for _ in range(1 + (operator.name in again)):
+            yield from forward_moves(layer, operator, sharding)
+        yield from backward_moves(layer, operator, sharding)
+    left = leaves(layer, sharding)
+    if left is not None and layer.kind is not LayerKind.HEAD:
+        yield from _moved(left[0], left[1], sharding.boundary, sharding)
+        yield from _moved(left[0], sharding.boundary, left[1], sharding)
+
+
+def forward_moves(layer: LayerClass, operator: Operator, sharding: Sharding) -> Iterator[Move]:
+    """Before the operator reads, and to end the partial sums of what it computes (`costmodels.layer.edge_time`, `ending_time`)."""
+    for edge in _edges(layer, operator, sharding):
+        yield from _moved(edge.tensor, edge.source, edge.target, sharding)
+    if operator.kind is OperatorKind.CROSS_ENTROPY:
+        partial = tuple(PARTIAL if split.dim == operator.parallel_dim else None for split in sharding.splits(operator))
+        yield from list(_moved(operator.outputs[0], partial, (None,) * len(partial), sharding)) * LOSS_REDUCTIONS
+        return
+    for tensor in operator.outputs:
+        yield from _moved(tensor, sharding.place_inside(operator, tensor), sharding.place(operator, tensor), sharding)
+
+
+def backward_moves(layer: LayerClass, operator: Operator, sharding: Sharding) -> Iterator[Move]:
+    """Of the gradients, and of a gathered input that the weight gradient needs again."""
+    for edge in _edges(layer, operator, sharding):
+        if edge.gathers(sharding.degrees) and operator.saved:
+            yield from _moved(edge.tensor, edge.source, edge.target, sharding)
+        yield from _moved(edge.tensor, edge.gradient, edge.source, sharding)
+    if operator.kind is OperatorKind.CROSS_ENTROPY:
+        return
+    for tensor in operator.outputs:
+        summed, ended = sharding.place_inside(operator, tensor), sharding.place(operator, tensor)
+        if summed != ended:
+            yield from _moved(tensor, ended, tuple(None if place == PARTIAL else place for place in summed), sharding)
+
+
+def _edges(layer: LayerClass, operator: Operator, sharding: Sharding) -> list[Edge]:
+    return [edge for (reader, _), edge in edges_of(layer, sharding).items() if reader == operator.name]
+
+
+def _moved(tensor: Tensor, source: Place, target: Place, sharding: Sharding) -> Iterator[Move]:
+    return moves(tensor.num_bytes, source, target, sharding.degrees)
+
+
+def _summed_inside(layer: LayerClass, sharding: Sharding, shards: int) -> Iterator[int]:
+    """Bytes of each weight gradient that is summed over the tensor-parallel axis once a step (`costmodels.layer.summed_inside`)."""
+    for operator in layer.operators if sharding.own else ():
+        for parameter in operator.parameters if operator.kind is OperatorKind.MATMUL else ():
+            if len(parameter.dims) > 1 and sharding.summed_axes(operator, parameter):
+                yield -(-math.prod(sharding.parameter_shape(operator, parameter)) // shards) * FP32_BYTES
+
+
+def _add_data_parallel(tally: Tally, choice: LayerChoice, layer: LayerClass, frame: Frame, book: PriceBook) -> None:
+    """Reductions and gathers of one layer (`costmodels.layer.data_parallel_time`)."""
+    mesh, sharding, with_tied = frame.mesh, frame.sharding_of(choice), frame.mesh.pp > 1
+    shards = book.shards(mesh) if choice.zero else 1
+    whole, owned = (owned_parameters(layer, sharding, count, with_tied=with_tied) for count in (1, shards))
+    if mesh.dp == 1 or not whole:
+        return
+    if shards > 1:
+        gathers, reductions = (2 * frame.num_micro_batches if choice.zero == 3 else 1), (frame.num_micro_batches if choice.zero >= 2 else 1)
+        tally.add(Axis.DP, Collective.ALL_GATHER, book.training.precision.num_bytes * whole, gathers)
+        tally.add(Axis.DP, Collective.REDUCE_SCATTER, _gradient_bytes(whole, book), reductions)
+    if mesh.dp > shards:
+        tally.add(Axis.DP, Collective.ALL_REDUCE, _gradient_bytes(owned, book))
+
+
+def _add_messages(tally: Tally, stage: int, frame: Frame, book: PriceBook) -> None:
+    """What a virtual stage receives: activations from the one before it, gradients from the one after it (`PriceBook.transfer`)."""
+    boundary, sharding = book.graph(frame.micro_batch_size).block.input, frame.sharding
+    assert boundary is not None
+    num_bytes = sharding.local_bytes(boundary, sharding.boundary)
+    neighbours = [other for other in (stage - 1, stage + 1) if other in range(frame.num_virtual_stages)]
+    received = frame.num_micro_batches * sum(frame.rank_of(other) != frame.rank_of(stage) for other in neighbours)
+    if book.training.stack.partitioned_transfers and sharding.tp > 1 and num_bytes == boundary.num_bytes:
+        tally.add(Axis.TP, Collective.ALL_GATHER, num_bytes, received)
+        num_bytes = -(-num_bytes // sharding.tp)
+    tally.add(Axis.PP, MESSAGE, num_bytes, received)

@@ -1,0 +1,44 @@
+"""What one rank holds and sends in a step: as the prices say it, or as the executor was seen to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from costmodels.book import PriceBook
+from costmodels.memory import StateBytes
+from costmodels.occupancy import rank_layers, rank_memory
+from costmodels.strategy import Strategy
+from costmodels.traffic import Sent, rank_traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """Bytes of tensors on a device of one pipeline rank, and its collectives in one step.
+
+    states       parameters, gradients, optimizer states
+    activations  the most that is kept for backward passes between two actions of the schedule
+    temporaries  what the fullest moment holds beyond both
+    saved        what one micro-batch keeps on all layers of the rank
+    """
+
+    states: StateBytes
+    activations: int
+    temporaries: int
+    saved: int
+    sent: tuple[Sent, ...]
+
+    @property
+    def held(self) -> int:
+        """Bytes of tensors at the fullest moment."""
+        return self.states.total + self.activations + self.temporaries
+
+
+def predicted_use(strategy: Strategy, rank: int, book: PriceBook) -> RankUse:
+    """As the prices have it: the classes of `rank_memory`, the collectives of `rank_traffic`."""
+    frame, memory = strategy.frame, rank_memory(strategy, rank, book)
+    saved = sum(
+        book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).saved
+        for choice in rank_layers(strategy, rank))
+    return RankUse(
+        states=memory.states, activations=round(memory.activations), temporaries=round(memory.temporaries), saved=saved,
+        sent=rank_traffic(strategy, rank, book))

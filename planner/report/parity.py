@@ -1,0 +1,102 @@
+"""What `plan check --execute` prints: losses and gradients of the shrunk plan beside those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from planner.plan import Plan
+from planner.report.text import joined, print_table, say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parity:
+    """The plan and its shrunk form; what the ranks of that found against one process.
+
+    losses: by step, of the ranks and of one process; gradients: error by parameter, of the first step
+    agree: whether all ranks hold the same; as_predicted: whether every rank holds the predicted bytes of states
+    """
+
+    plan: Plan
+    small: Plan
+    losses: tuple[tuple[float, float], ...]
+    gradients: Mapping[str, float]
+    agree: bool
+    as_predicted: bool
+    loss_tolerance: float
+    gradient_tolerance: float
+
+    @property
+    def loss_error(self) -> float:
+        return max(abs(found / expected - 1) for found, expected in self.losses)
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The parameter with the largest gradient error."""
+        return max(self.gradients.items(), key=lambda item: item[1])
+
+    @property
+    def passed(self) -> bool:
+        return self.agree and self.loss_error <= self.loss_tolerance and self.worst[1] <= self.gradient_tolerance
+
+
+def print_parity(parity: Parity, out: Console) -> None:
+    """Losses, the error of every parameter, and the verdict as the last line."""
+    small = parity.small
+    say(out, f"{small.model.name}: {small.mesh} on gloo, fp32, against one process", "bold")
+    say(out, joined(_kept(parity), ", ", out.width, start="  shrunk    ", indent=12))
+    say(out)
+    rows = [(f"{step}", f"{a:.7f}", f"{b:.7f}", f"{abs(a / b - 1):.1e}") for step, (a, b) in enumerate(parity.losses, 1)]
+    print_table(out, ("step", "loss", "one process", "error"), rows, left=())
+    say(out)
+    say(out, "  gradients of the first step: error over the largest entry", "dim")
+    print_table(out, ("parameter", "worst error", "in"), _gradient_rows(parity), left=("parameter", "in"))
+    say(out)
+    say(out, joined(verdict(parity).split(" "), " ", out.width, indent=2), "bold")
+
+
+def _kept(parity: Parity) -> list[str]:
+    plan, small = parity.plan, parity.small
+    parts = [f"{plan.mesh} to {small.mesh}", f"{plan.model.num_layers} blocks to {small.model.num_layers}"]
+    parts += [f"hidden {plan.model.hidden_size} to {small.model.hidden_size}"]
+    for name, text in (("virtual_stages", "virtual stages"), ("micro_batch_size", "micro-batch"), ("num_micro_batches", "micro-batches")):
+        before, after = getattr(plan.pipeline, name), getattr(small.pipeline, name)
+        parts += [f"{text} {before} to {after}"] if before != after else []
+    parts += ["no dropout"] if plan.model.dropout else []
+    used = {run.plan for stage in small.stages for run in stage.layers}
+    return [*parts, f"all {len(used)} layer plans kept"]
+
+
+def _gradient_rows(parity: Parity) -> list[tuple[str, str, str]]:
+    """One row for each parameter of a layer, with the layer where its error is worst."""
+    found: dict[str, tuple[float, str]] = {}
+    for name, error in parity.gradients.items():
+        layer, parameter = name.split(".", 1)
+        key = parameter if layer.startswith("block") else name
+        found[key] = max(found.get(key, (0.0, layer)), (error, layer))
+    return [(name, f"{error:.1e}", layer) for name, (error, layer) in found.items()]
+
+
+def verdict(parity: Parity) -> str:
+    """One line: whether the shrunk plan trains as one process does, and within what."""
+    name, error = parity.worst
+    bytes_text = "" if parity.as_predicted else "; bytes of states are NOT as predicted"
+    text = (f"gradients within {error:.1e} (tolerance {parity.gradient_tolerance:.0e}, worst {name}), "
+            f"losses within {parity.loss_error:.1e} (tolerance {parity.loss_tolerance:.0e}){bytes_text}")
+    if not parity.agree:
+        return f"differs: the ranks do not hold the same losses and gradients; {text}"
+    return f"{'trains as one process does' if parity.passed else 'differs'}: {text}"
+
+
+def parity_document(parity: Parity) -> dict[str, Any]:
+    """The same for programs."""
+    small = parity.small
+    return {
+        "passed": parity.passed, "verdict": verdict(parity), "ranks_agree": parity.agree, "states_as_predicted": parity.as_predicted,
+        "mesh": str(small.mesh), "num_layers": small.model.num_layers,
+        "losses": [{"found": found, "one_process": expected} for found, expected in parity.losses],
+        "gradient_errors": dict(parity.gradients), "loss_tolerance": parity.loss_tolerance, "gradient_tolerance": parity.gradient_tolerance,
+    }

@@ -1,0 +1,173 @@
+"""A dry run of one rank holds and sends what the same rank does in a real world of gloo ranks, at any size."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
+
+from costmodels.memory import StateBytes
+from costmodels.mesh import Mesh
+from costmodels.schedules import Schedule
+from costmodels.strategy import Frame
+from costmodels.traffic import MESSAGE
+from executor import crew, dryrun
+from executor.alone import CPU, Chunks
+from executor.crew import dry_runs, num_actions
+from executor.dryrun import DryRun, counted_micro_batches, dry_run
+from executor.observed import _CALLS
+from planner.check import check_ranks, priced
+from planner.estimate import estimate_plan
+from planner.plan import Plan
+from profiles.catalog import load_cluster, load_model, with_gpus
+from profiles.errors import ConfigError
+from profiles.spec import Precision, TrainingSpec
+from tests.executor_plans import GPT, LLAMA, make_plan
+from tests.executor_world import run_plans
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
+]
+
+SHORT = dataclasses.replace(GPT, num_layers=2)
+INTERLEAVED = {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2}
+
+
+def on_cpus(plan: Plan) -> Plan:
+    """The plan for what gloo runs on: the dry run then takes no GPU's operators."""
+    return dataclasses.replace(
+        plan, cluster=dataclasses.replace(plan.cluster, device=dataclasses.replace(plan.cluster.device, name=CPU)))
+
+
+PLANS = {name: on_cpus(plan) for name, plan in {
+    **{f"zero{zero}": make_plan(SHORT, dp=2, zero=(zero,)) for zero in range(4)},
+    "zero-mixed-bf16": make_plan(SHORT, dp=2, zero=(1, 3), precision=Precision.BF16, recompute="full"),
+    "tp2-sequence-parallel": make_plan(SHORT, tp=2, sp=True, recompute=("norm2", "activation")),
+    "pp2-tied": make_plan(SHORT, pp=2, num_micro_batches=4),
+    "pp2-interleaved": make_plan(LLAMA, pp=2, num_micro_batches=4, **INTERLEAVED),
+}.items()}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """A fork must not inherit a pool of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@cache
+def executed() -> dict:
+    return dict(zip(PLANS, run_plans(list(PLANS.values())), strict=True))
+
+
+@cache
+def dry(name: str) -> list[DryRun]:
+    return [dry_run(PLANS[name], rank) for rank in range(PLANS[name].mesh.pp)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_states_are_those_of_the_same_ranks_on_gloo(name):
+    states = executed()[name].states
+
+    assert {run.pipeline_rank: run.use.states for run in dry(name)} == {
+        pp: measured for (pp, dp, tp), (_, measured) in states.items() if dp == tp == 0}
+    assert StateBytes() not in [run.use.states for run in dry(name)]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_collectives_are_those_of_the_same_rank_on_gloo(name):
+    expected: Counter[str] = Counter()
+    for operator, calls in executed()[name].collectives.items():
+        if operator in _CALLS:
+            expected[_CALLS[operator][0]] += calls
+    expected["all_reduce"] -= 1  # the sum of the loss
+    # before the first step each stage also hears from its neighbours whether shapes are known
+    expected[MESSAGE] -= expected[MESSAGE] // (PLANS[name].pipeline.num_micro_batches + 1)
+
+    found: Counter[str] = Counter()
+    for sent in dry(name)[0].use.sent:
+        found[sent.kind] += sent.calls
+
+    assert found == +expected
+    axes = {axis for axis in ("pp", "dp", "tp") if getattr(PLANS[name].mesh, axis) > 1}
+    assert {sent.axis for sent in dry(name)[0].use.sent} == axes
+
+
+@pytest.mark.parametrize("plan", [
+    pytest.param(make_plan(SHORT, dp=2, zero=(2,), num_micro_batches=8, global_batch_size=16), id="one-stage"),
+    pytest.param(make_plan(LLAMA, pp=2, num_micro_batches=12, global_batch_size=12, **INTERLEAVED), id="interleaved"),
+    pytest.param(make_plan(SHORT, pp=2, num_micro_batches=12, global_batch_size=12, schedule=Schedule.GPIPE), id="gpipe"),
+])
+def test_two_short_steps_say_what_the_whole_step_holds_and_sends(plan, monkeypatch):
+    short = dry_run(plan, 0)
+    monkeypatch.setattr(dryrun, "counted_micro_batches", lambda plan, _: (plan.pipeline.num_micro_batches,))
+    whole = dry_run(plan, 0)
+
+    assert sum(short.micro_batches) < whole.micro_batches[0]
+    assert short.use.states == whole.use.states
+    assert short.use.sent == whole.use.sent
+    assert short.use.held == pytest.approx(whole.use.held, rel=1e-3)
+    assert short.use.activations == pytest.approx(whole.use.activations, rel=1e-3)
+
+
+@pytest.mark.parametrize(("model", "zero", "tp"), [("gpt-20b", 3, 1), ("llama3-8b", 1, 2)])
+def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
+    entry = load_model(model)
+    spec = dataclasses.replace(entry.spec, num_layers=2)  # gpt-20b drops out: its masks and its attention as on a GPU
+    frame = Frame(
+        mesh=Mesh(pp=1, dp=8 // tp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=2,
+        sequence_parallel=tp > 1)
+    training = TrainingSpec(global_batch_size=32 // tp, seq_length=entry.seq_length)
+    plan = estimate_plan(spec, with_gpus(load_cluster("a100-80gb"), 8), training, frame, zero=zero)
+
+    run = dry_run(plan, 0)
+    (check,) = check_ranks(priced(plan), {0: (run.use, run.micro_batches)})
+
+    assert check.found.states == check.predicted.states
+    assert check.found.saved == pytest.approx(check.predicted.saved, rel=0.01)
+    assert check.fits
+    assert not check.outdated
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(8, 4), (7, 3), (5, 4), (2, 4), (1, 1)])
+def test_the_chunks_of_a_parameter_are_those_of_fsdp(rows, parts):
+    tensor = torch.arange(rows * 3.0).reshape(rows, 3)
+    expected = _chunk_with_empty(tensor, parts, 0)
+
+    for index in range(parts):
+        assert Chunks(tensor, parts, 0)[index].shape == expected[index].shape
+        assert torch.equal(Chunks(tensor, parts, 0)[index], expected[index])
+
+
+def test_progress_counts_every_backward_pass():
+    plan, done = PLANS["pp2-tied"], []
+
+    (run,) = dry_runs(plan, (1,), done.append)
+
+    assert run == dry("pp2-tied")[1]
+    assert done == list(range(1, num_actions(plan, (1,)) + 1)) == [1, 2, 3, 4]
+
+
+def test_an_error_of_a_child_is_the_error_of_the_command(monkeypatch):
+    def fail(*_: object) -> None:
+        raise ConfigError("the stage cannot be built", hint="another one")
+
+    monkeypatch.setattr(crew, "dry_run", fail)
+
+    with pytest.raises(ConfigError, match="the stage cannot be built"):
+        dry_runs(PLANS["zero0"], (0,))
+
+
+def test_a_short_step_is_past_the_warm_up_and_a_step_of_few_micro_batches_is_run_whole():
+    long = make_plan(LLAMA, pp=4, num_micro_batches=64, global_batch_size=64)
+
+    assert [counted_micro_batches(long, rank) for rank in (0, 3)] == [(4, 5), (4, 5)]
+    assert counted_micro_batches(make_plan(LLAMA, num_micro_batches=8), 0) == (1, 2)
+    assert counted_micro_batches(make_plan(LLAMA, num_micro_batches=2), 0) == (2,)
