@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from executor.divisions import validate_divisions
+from executor.foreign.rules import validate_foreign
 from planner.plan import LayerPlan, LayerRun, Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
@@ -71,6 +72,7 @@ def validate(plan: Plan) -> None:
     _validate_precision(plan)
     validate_divisions(plan)
     _validate_tied(plan)
+    validate_foreign(plan)
 
 
 def _validate_stages(plan: Plan) -> None:

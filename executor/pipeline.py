@@ -76,7 +76,8 @@ def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: After
     if plan.mesh.pp == 1:
         run = partial(_loop, stages[0], plan, after_backward)
     else:
-        run = partial(_scheduled, _schedule(plan, ranks, stages, after_backward), ranks, stages[-1].ends_model)
+        run = partial(
+            _scheduled, _schedule(plan, ranks, stages, after_backward), ranks, stages[-1].ends_model, plan.module is not None)
     return Pipeline(
         stages=stages, run=run, dp_mesh=ranks.dp_mesh if plan.mesh.dp > 1 else None, tp_mesh=ranks.tp_mesh,
         tied_group=_tied_group(plan, ranks))
@@ -98,10 +99,12 @@ def _loop(stage: Stage, plan: Plan, after_backward: AfterBackward, ids: Tensor, 
     return total
 
 
-def _scheduled(schedule: Any, ranks: Ranks, ends_model: bool, ids: Tensor, targets: Tensor) -> Tensor:
+def _scheduled(schedule: Any, ranks: Ranks, ends_model: bool, ids_everywhere: bool, ids: Tensor, targets: Tensor) -> Tensor:
+    """`ids_everywhere`: every stage of a foreign module runs the module's own forward pass, which starts from the ids."""
     losses: list[Tensor] = []
     first = (ids,) if ranks.coordinate("pp") == 0 else ()
-    schedule.step(*first, target=targets if ends_model else None, losses=losses, return_outputs=False)
+    inputs = {"ids": ids} if ids_everywhere else {}
+    schedule.step(*first, target=targets if ends_model else None, losses=losses, return_outputs=False, **inputs)
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
 
 

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from executor.divisions import local_shape
+from executor.foreign.build import build_foreign
+from executor.foreign.cut import ForeignBody
 from executor.kept import Recipes
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers
 from executor.models import build_layer
@@ -60,6 +62,12 @@ class Body(nn.Module):
             x = layer(x)
         return x
 
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of the token embedding, if it holds one."""
+        if hasattr(self, "embedding"):
+            return self.embedding.tokens.weight
+        return self.head.lm_head.weight if hasattr(self, "head") else None
+
 
 class Stage(nn.Module):
     """A stage with local tensors at its borders: this rank's shard of [micro-batch, sequence, hidden], or ids, or logits.
@@ -67,15 +75,17 @@ class Stage(nn.Module):
     It is not an FSDP module itself, its `body` is: torch.distributed.pipelining then leaves gathering and reducing alone.
     """
 
-    def __init__(self, body: Body, units: tuple[Unit, ...], enter: Callable[[Tensor], Tensor], ends_model: bool) -> None:
+    def __init__(
+        self, body: Body | ForeignBody, units: tuple[Unit, ...], enter: Callable[[Tensor], Tensor], ends_model: bool,
+    ) -> None:
         super().__init__()
         self.body = body
         self.units = units
         self.enter = enter
         self.ends_model = ends_model
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.body(self.enter(x))
+    def forward(self, x: Tensor, **inputs: Tensor) -> Tensor:
+        out = self.body(self.enter(x), **inputs)
         return out if self.ends_model else local(out)
 
     def begin_step(self) -> None:
@@ -86,9 +96,7 @@ class Stage(nn.Module):
 
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of the token embedding, if it holds one."""
-        if hasattr(self.body, "embedding"):
-            return self.body.embedding.tokens.weight
-        return self.body.head.lm_head.weight if self.ends_model else None
+        return self.body.tied_weight()
 
 
 def build_stages(plan: Plan, ranks: Ranks, seed: int) -> tuple[Stage, ...]:
@@ -100,6 +108,9 @@ def build_stages(plan: Plan, ranks: Ranks, seed: int) -> tuple[Stage, ...]:
 
 
 def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer, ...]) -> Stage:
+    ends_model = placed[-1].kind is LayerKind.HEAD
+    if plan.module is not None:
+        return Stage(*build_foreign(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, ends_model)
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     for group in _unit_layers(plan, placed):
@@ -114,7 +125,7 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
     shard_root(body, units, ranks.dp_mesh)
-    return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), placed[-1].kind is LayerKind.HEAD)
+    return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), ends_model)
 
 
 def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[PlacedLayer, ...]]:

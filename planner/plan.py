@@ -24,7 +24,7 @@ from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.provenance import Kind
 from profiles.schema import document, parse
-from profiles.spec import ModelSpec, TrainingSpec
+from profiles.spec import ModelSpec, ModuleSource, TrainingSpec
 
 PLAN_VERSION = 1
 _FORBID = {"extra": "forbid"}
@@ -307,7 +307,10 @@ class SearchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A strategy for one model on one cluster, with its predicted cost and the record of the search that found it."""
+    """A strategy for one model on one cluster, with its predicted cost and the record of the search that found it.
+
+    module: whose module the executor runs; None for its own
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -321,6 +324,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted: Prediction
     search: SearchRecord
+    module: ModuleSource | None = None
 
 
 def to_document(plan: Plan) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` -> ModelEntry, for the GPT-2, GPT-NeoX, Llama, Mistral and Qwen2 families.
+"""Hugging Face `config.json` -> ModelEntry, for the GPT-2, GPT-NeoX, Llama, Mistral, OPT and Qwen2 families.
 
 What the file does not say follows the family's configuration class in transformers. Left out, because it changes no
 cost of the operator graph: the scaling of rotary positions, initialisation, token ids. Attention windows shorter than
@@ -25,16 +25,22 @@ _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _FFN = ("intermediate_size", "n_inner", "ffn_dim")
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
 _EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout")
+_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "dropout")
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
 _SILU = ("silu", "swish")
+_RELU = ("relu",)
+_FIXED = {  # keys that would change the architecture, with the only value that the graph expresses
+    "opt": {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "enable_bias": True, "layer_norm_elementwise_affine": True,
+            "layerdrop": 0.0},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     """What a model_type fixes, and the defaults of its configuration class for keys that a file may leave out.
 
-    `qkv_bias` None: the key attention_bias decides (`attention_bias` where it is absent).
+    `qkv_bias` None: the key attention_bias decides (`attention_bias` where it is absent). `extra_positions`: rows of the
+    position table that no token of a sequence uses.
     """
 
     norm: Norm
@@ -49,9 +55,12 @@ class _Family:
     rotary_fraction: float = 1.0
     dropout: float = 0.0
     num_kv_heads: int | None = None
+    activations: tuple[str, ...] = _GELU
+    extra_positions: int = 0
 
 
-_LLAMA = _Family(norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6)
+TENSOR_PARALLEL_FAMILIES = frozenset({"gpt_neox", "llama", "mistral", "qwen2"})  # transformers says how their blocks divide
+_LLAMA = _Family(norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, activations=_SILU)
 _FAMILIES = {
     "gpt2": _Family(
         norm=Norm.LAYER_NORM, positions=Positions.LEARNED, gated_ffn=False, tied_embeddings=True, epsilon=1e-5,
@@ -62,9 +71,13 @@ _FAMILIES = {
     "llama": _LLAMA,
     "mistral": _Family(
         norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6,
-        qkv_bias=False, num_kv_heads=8),
+        qkv_bias=False, num_kv_heads=8, activations=_SILU),
+    "opt": _Family(
+        norm=Norm.LAYER_NORM, positions=Positions.LEARNED, gated_ffn=False, tied_embeddings=True, epsilon=1e-5,
+        linear_bias=True, qkv_bias=True, dropout=0.1, activations=_RELU, extra_positions=2),
     "qwen2": _Family(
-        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, qkv_bias=True),
+        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, qkv_bias=True,
+        activations=_SILU),
 }
 
 
@@ -79,7 +92,7 @@ def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
     return ModelEntry(
         spec=spec,
         global_batch_size=DEFAULT_GLOBAL_BATCH_SIZE,
-        seq_length=min(spec.max_seq_length, MAX_DEFAULT_SEQ_LENGTH),
+        seq_length=min(spec.max_seq_length - family.extra_positions, MAX_DEFAULT_SEQ_LENGTH),
         source=f"Hugging Face configuration of a {config['model_type']} model; batch and sequence length are this reader's defaults",
     )
 
@@ -151,7 +164,9 @@ def _spec(reader: _Reader, family: _Family) -> ModelSpec:
     hidden, heads = reader.integer(_HIDDEN), reader.integer(_HEADS)
     qkv_bias, linear_bias = _biases(reader, family)
     _check_activation(reader, family)
+    _check_fixed(reader, hidden)
     rotary = reader.rotary()
+    dropout = "dropout" if reader.values["model_type"] == "opt" else "resid_pdrop"
     fields = {
         "name": _name(reader),
         "num_layers": reader.integer(_LAYERS),
@@ -161,13 +176,13 @@ def _spec(reader: _Reader, family: _Family) -> ModelSpec:
         "head_dim": _head_dim(reader, hidden, heads),
         "ffn_hidden_size": reader.integer(_FFN, None if family.gated_ffn else 4 * hidden),
         "vocab_size": reader.integer(("vocab_size",)),
-        "max_seq_length": reader.integer(_CONTEXT),
+        "max_seq_length": reader.integer(_CONTEXT) + family.extra_positions,
         "norm": family.norm,
         "positions": family.positions,
         "gated_ffn": family.gated_ffn,
         "linear_bias": linear_bias,
         "qkv_bias": qkv_bias,
-        "dropout": max(reader.number((name,), family.dropout if name == "resid_pdrop" else 0.0) for name in _DROPOUT),
+        "dropout": max(reader.number((name,), family.dropout if name == dropout else 0.0) for name in _DROPOUT),
         "tied_embeddings": reader.flag("tie_word_embeddings", family.tied_embeddings),
         "parallel_residual": reader.flag("use_parallel_residual", family.parallel_residual),
         "rope_theta": rotary.number(("rope_theta", "rotary_emb_base"), 10000.0),
@@ -201,9 +216,17 @@ def _biases(reader: _Reader, family: _Family) -> tuple[bool, bool]:
 
 def _check_activation(reader: _Reader, family: _Family) -> None:
     name, found = reader.find(("hidden_act", "activation_function"))
-    known = _SILU if family.gated_ffn else _GELU
-    if found is not None and found not in known:
-        raise reader.wrong(name, found, f"one of {', '.join(known)} in this family")
+    if found is not None and found not in family.activations:
+        raise reader.wrong(name, found, f"one of {', '.join(family.activations)} in this family")
+
+
+def _check_fixed(reader: _Reader, hidden: int) -> None:
+    """Raises ConfigError for a variant of the family that the operator graph does not have."""
+    fixed: dict[str, object] = {**_FIXED.get(str(reader.values["model_type"]), {}), "word_embed_proj_dim": hidden}
+    for name, only in fixed.items():
+        value = reader.find((name,))[1]
+        if value is not None and value != only:
+            raise reader.wrong(name, value, f"{only}, the only one that the operator graph expresses")
 
 
 def _name(reader: _Reader) -> str:
