@@ -74,7 +74,7 @@ class SmallBlock(nn.Module):
         query, key = (t * angles.cos() + t.flip(-1) * angles.sin() for t in (query, key))
         attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(torch.relu(self.up(self.norm2(x)))), None
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x)))), None
 
 
 class SmallModel(nn.Module):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from executor.foreign.cut import ForeignBody, cut, put
@@ -40,9 +40,6 @@ class _Site:
     def part(self, name: str) -> nn.Module:
         return self.model.get_submodule(name)
 
-    def sequence_parallel(self, layer: PlacedLayer) -> bool:
-        return layer.plan.sequence_parallel and self.ranks.tp_mesh is not None
-
 
 def build_foreign(plan: Plan, ranks: Ranks, seed: int, groups: Sequence[tuple[PlacedLayer, ...]]) -> tuple[ForeignBody, tuple[Unit, ...]]:
     """The body of a stage that holds the layers of `groups`, which are gathered together. Raises ConfigError."""
@@ -52,8 +49,8 @@ def build_foreign(plan: Plan, ranks: Ranks, seed: int, groups: Sequence[tuple[Pl
     units = [_build_unit(site, group) for group in groups]
     own = {name for layer in layers for name in site.structure.names(layer.kind, layer.index)}
     body = ForeignBody(source.model, _tied_here(site, own), any(layer.kind is LayerKind.HEAD for layer in layers))
-    split = any(site.sequence_parallel(layer) for layer in layers)
-    cut(body, site.structure, own, compute_dtype(plan.training.precision), _splitter(site) if split else lambda x: x)
+    divided = ranks.tp_mesh is not None and layers[0].plan.sequence_parallel
+    cut(body, site.structure, own, compute_dtype(plan.training.precision), partial(split_sequence, ranks.tp_mesh) if divided else None)
     _move_buffers(source.model, ranks.device)
     if ranks.tp_mesh is not None and hasattr(body, "head"):
         body.head.loss.group = ranks.tp_mesh.get_group()
@@ -103,20 +100,6 @@ def _divide(site: _Site, layer: PlacedLayer, parts: list[nn.Module]) -> None:
         place_head(parts, mesh, sequence=sequence)
     else:
         place_block(parts[0], site.source.styles, site.structure.trace.inputs, mesh, sequence=sequence)
-        if layer.index == 1 and sequence:
-            parts[0].register_forward_pre_hook(partial(_split_first, _splitter(site)), with_kwargs=True)
-
-
-def _splitter(site: _Site) -> Callable[[Tensor], Tensor]:
-    return partial(split_sequence, site.ranks.tp_mesh)
-
-
-def _split_first(split: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The first block starts from the whole output of the embedding, of which positions and masks were made."""
-    if args:
-        return (split(args[0]), *args[1:]), kwargs
-    name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-    return args, kwargs | {name: split(kwargs[name])}
 
 
 def _tied_here(site: _Site, own: set[str]) -> tuple[nn.Module, str] | None:

@@ -8,6 +8,7 @@ ends the forward pass there. So positions, masks and rotary tables are made on e
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from executor.foreign.source import logits_of
 from executor.foreign.structure import Structure
 from executor.foreign.trace import first_tensor, hidden_of
 from executor.loss import Loss
+
+Hidden = Callable[[Tensor], Tensor]
 
 
 class _StageEnds(BaseException):
@@ -58,7 +61,7 @@ class _AbsentHead(_StandIn):
 class _AbsentBlock(_StandIn):
     """Hands on its input, or what `hidden` makes of it, in the form in which the block returns it."""
 
-    def __init__(self, part: nn.Module, entries: int | None, hidden: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, part: nn.Module, entries: int | None, hidden: Hidden) -> None:
         super().__init__(part)
         self.entries, self.hidden = entries, hidden
 
@@ -100,6 +103,10 @@ class ForeignBody(nn.Module):
         finally:
             self.received = None
 
+    def receive(self, x: Tensor) -> Tensor:
+        """What this stage received, in the place of `x`."""
+        return x if self.received is None else self.received
+
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of a tied embedding, if it holds one."""
         owner = self._tied[0]
@@ -112,31 +119,45 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     model.get_submodule(parent)._modules[key] = module
 
 
-def cut(body: ForeignBody, structure: Structure, own: set[str], dtype: torch.dtype, leave: Callable[[Tensor], Tensor]) -> None:
-    """Replace the parts that are not among the names `own`; `dtype` is that of activations, `leave` is done to the output
-    of a stage that ends with the embedding.
+def cut(body: ForeignBody, structure: Structure, own: set[str], dtype: torch.dtype, split: Hidden | None) -> None:
+    """Replace the parts that are not among the names `own`. `dtype` is that of activations; `split` is done to the output
+    of the embedding, of which the module makes positions and masks, before it enters a block or leaves the stage.
     """
-    model, blocks, found = body.model, structure.blocks, structure.trace
+    _cut_ends(body.model, structure, own, dtype)
+    model, blocks = body.model, structure.blocks
+    has_embedding, has_head = (bool(set(names) & own) for names in (structure.embedding, structure.head))
+    held = [name in own for name in blocks]
+    starts = held.index(True) if any(held) else len(blocks) if has_head and not has_embedding else 0
+    ends = starts + sum(held)
+    for index, name in enumerate(blocks):
+        if not held[index]:
+            hidden = _hidden(body, index, starts, ends, split)
+            put(model, name, _AbsentBlock(model.get_submodule(name), structure.trace.entries, hidden))
+    if held[0] and (split or not has_embedding):
+        # before FSDP's own hook, which must see what the block really reads
+        enter = partial(_change_first, split if has_embedding and split else body.receive)
+        model.get_submodule(blocks[0]).register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+    if held[-1] and not has_head:
+        model.get_submodule(blocks[-1]).register_forward_hook(lambda module, args, out: _end(hidden_of(out)))
+
+
+def _cut_ends(model: nn.Module, structure: Structure, own: set[str], dtype: torch.dtype) -> None:
     for name in structure.embedding:
         if name not in own:
-            shape, made = found.shapes[name]
+            shape, made = structure.trace.shapes[name]
             put(model, name, _AbsentEmbedding(model.get_submodule(name), shape, dtype if made.is_floating_point else made))
     for name in structure.head:
         if name not in own:
             put(model, name, _AbsentHead(model.get_submodule(name)))
-    held = [name in own for name in blocks]
-    starts = held.index(True) if any(held) else len(blocks) if set(structure.head) & own else 0
-    ends = starts + sum(held)
-    for index, name in enumerate(blocks):
-        if not held[index]:
-            hidden = _hidden(body, index, starts, ends, leave)
-            put(model, name, _AbsentBlock(model.get_submodule(name), found.entries, hidden))
-    if ends == len(blocks) and not set(structure.head) & own:
-        model.get_submodule(blocks[-1]).register_forward_hook(lambda module, args, out: _end(hidden_of(out)))
 
 
-def _hidden(body: ForeignBody, index: int, starts: int, ends: int, leave: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _hidden(body: ForeignBody, index: int, starts: int, ends: int, split: Hidden | None) -> Hidden:
     """What the absent block `index` makes of its input."""
     if index >= ends:
-        return (lambda x: _end(leave(x))) if index == 0 else _end
-    return (lambda x: body.received) if index == starts - 1 else (lambda x: x)  # type: ignore[return-value]
+        return (lambda x: _end(split(x))) if index == 0 and split else _end
+    return body.receive if index == starts - 1 else lambda x: x
+
+
+def _change_first(change: Hidden, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    where, hidden = first_tensor(args, kwargs)
+    return ((change(hidden), *args[1:]), kwargs) if isinstance(where, int) else (args, kwargs | {where: change(hidden)})

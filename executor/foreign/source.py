@@ -62,7 +62,8 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> Source:
         with _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION[plan.training.attention])
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"module: transformers cannot make the model: {error}", hint="check the config.json, and transformers' version") from None
+        raise ConfigError(f"module: transformers cannot make the model: {error}",
+                          hint="check the config.json, and the version of transformers") from None
     _check_positions(plan, config)
     styles = getattr(config, "base_model_tp_plan", None) or {}
     inside = {name.split(".*.", 1)[1]: style for name, style in styles.items() if ".*." in name}
@@ -125,7 +126,7 @@ def _call(factory: str, seed: int) -> nn.Module:
         raise ConfigError(f"module: {factory} returned {type(model).__name__}, it must return a torch.nn.Module")
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float32 or parameter.is_meta:
-            raise ConfigError(f"module: parameter {name} of {factory} is {parameter.dtype} on {parameter.device}, it must be fp32 with values",
+            raise ConfigError(f"module: parameter {name} is {parameter.dtype} on {parameter.device}, {factory} must give it in fp32, with values",
                               hint="the plan's precision decides what it computes in")
     return model.train()
 

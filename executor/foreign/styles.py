@@ -34,7 +34,7 @@ def place_block(block: nn.Module, styles: Mapping[str, str], inputs: Mapping[str
     for name, _ in block.named_parameters():
         inside = name.split(".")[0] in regions
         if inside and not any(name.startswith(f"{layer}.") for layer in styles):
-            raise ConfigError(f"module: {name} of {type(block).__name__} is inside a divided part and has no style", hint="plan with --tp 1")
+            raise ConfigError(f"module: {name} of {type(block).__name__} has no style, and others beside it have", hint="plan with --tp 1")
     plan: dict[str, ParallelStyle] = {
         name: ColwiseParallel() if style == "colwise" else RowwiseParallel(output_layouts=stream) for name, style in styles.items()}
     plan |= {name: _gather(inputs[name], stream) for name in regions}

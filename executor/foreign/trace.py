@@ -80,7 +80,7 @@ class _Watch(TorchDispatchMode):
         ended = self.done == len(self.blocks)
         if ended and self._reads(inputs):
             raise _several_tensors("what runs after the blocks")
-        if self._reads(inputs) or not ended and any(tensor is self.hidden for tensor in inputs):
+        if self._reads(inputs) or (not ended and any(tensor is self.hidden for tensor in inputs)):
             self._mark(out)
 
     def _mark(self, value: object) -> None:
