@@ -22,9 +22,10 @@ from profiles.catalog import cluster_document, cluster_from_document
 from profiles.errors import ConfigError, unknown_name_error
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
+from profiles.module import ModuleSource
 from profiles.provenance import Kind
 from profiles.schema import document, parse
-from profiles.spec import ModelSpec, ModuleSource, TrainingSpec
+from profiles.spec import ModelSpec, TrainingSpec
 
 PLAN_VERSION = 1
 _FORBID = {"extra": "forbid"}

@@ -59,7 +59,6 @@ class _Family:
     extra_positions: int = 0
 
 
-TENSOR_PARALLEL_FAMILIES = frozenset({"gpt_neox", "llama", "mistral", "qwen2"})  # transformers says how their blocks divide
 _LLAMA = _Family(norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, activations=_SILU)
 _FAMILIES = {
     "gpt2": _Family(

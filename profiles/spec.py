@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from profiles.errors import ConfigError, choose
 from profiles.stack import NEUTRAL, AttentionKernel, Stack
@@ -137,32 +134,6 @@ class TrainingSpec:
     @property
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.seq_length
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleSource:
-    """Whose module the executor runs instead of its own, exactly one of:
-
-    huggingface: all of a Hugging Face config.json, of which transformers makes the causal LM
-    factory: package.module:function, which is called without arguments and returns the module
-    """
-
-    __pydantic_config__ = _FORBID
-
-    huggingface: Mapping[str, Any] | None = None
-    factory: str | None = None
-
-    def __post_init__(self) -> None:
-        if (self.huggingface is None) == (self.factory is None):
-            raise ConfigError("module: it needs either huggingface or factory", hint="make the plan again")
-        if self.factory is not None and not re.fullmatch(r"[\w.]+:\w+", self.factory):
-            raise ConfigError(f"module is {self.factory!r}, it must be huggingface or package.module:function",
-                              hint="for example --module my_package.my_model:build")
-
-    @property
-    def text(self) -> str:
-        """One phrase for a summary."""
-        return f"Hugging Face {self.huggingface.get('model_type')}" if self.huggingface is not None else str(self.factory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from executor.foreign.source import open_source
 from executor.foreign.structure import find_structure
 from planner.plan import Plan
 from profiles.huggingface import entry_from_config
-from profiles.spec import ModelSpec, ModuleSource, Norm, Positions
+from profiles.module import ModuleSource
+from profiles.spec import ModelSpec, Norm, Positions
 from tests.executor_plans import SEQ_LENGTH, make_plan
 from tests.executor_world import OPTIONS, STEPS, Outcome
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from costmodels.sharding import Sharding, placements
 from planner.plan import LayerPlan, Plan
 from profiles.errors import ConfigError
-from profiles.huggingface import TENSOR_PARALLEL_FAMILIES
 from profiles.model import LayerKind, ModelGraph
 from profiles.transformer import build_graph
 
@@ -38,9 +37,9 @@ def _recompute_problems(layer_plan: LayerPlan, graph: ModelGraph) -> Iterator[st
 
 
 def _validate_tensor_parallel(plan: Plan, graph: ModelGraph) -> None:
-    mesh, reason = plan.mesh, no_tensor_parallel(plan)
+    mesh, reason = plan.mesh, plan.module.undivided if plan.module else None
     if reason:
-        raise ConfigError(f"mesh: tp {mesh.tp}, {reason}", hint=f"plan with --tp 1, as pp {mesh.pp} x dp {mesh.dp * mesh.tp} x tp 1")
+        raise ConfigError(f"mesh: tp is {mesh.tp}, and {reason}", hint=f"plan with --tp 1, as pp {mesh.pp} x dp {mesh.dp * mesh.tp} x tp 1")
     if len({layer_plan.sequence_parallel for layer_plan in plan.layer_plans.values()}) > 1:
         raise ConfigError("layer_plans: sequence_parallel differs, a foreign module has it in all layers or in none",
                           hint="plan with --module")
@@ -51,14 +50,3 @@ def _validate_tensor_parallel(plan: Plan, graph: ModelGraph) -> None:
             if found is None or (found.parameters, found.input, found.output) != (wanted.parameters, wanted.input, wanted.output):
                 raise ConfigError(f"layer_plans.{name}: operator {operator.name} is not divided as Megatron does, a foreign module must be",
                                   hint="plan with --module, or --megatron-sharding")
-
-
-def no_tensor_parallel(plan: Plan) -> str | None:
-    """Why a module's layers cannot be divided over tensor-parallel ranks, or None."""
-    module = plan.module
-    if module is None:
-        return None
-    if module.huggingface is None:
-        return "and nothing says how the layers of a factory's module could be divided"
-    family = module.huggingface.get("model_type")
-    return None if family in TENSOR_PARALLEL_FAMILIES else f"and transformers has no tensor-parallel plan for {family}"

@@ -126,8 +126,8 @@ def _call(factory: str, seed: int) -> nn.Module:
         raise ConfigError(f"module: {factory} returned {type(model).__name__}, it must return a torch.nn.Module")
     for name, parameter in model.named_parameters():
         if parameter.dtype is not torch.float32 or parameter.is_meta:
-            raise ConfigError(f"module: parameter {name} is {parameter.dtype} on {parameter.device}, {factory} must give it in fp32, with values",
-                              hint="the plan's precision decides what it computes in")
+            raise ConfigError(f"module: parameter {name} is {parameter.dtype} on {parameter.device}, it must be fp32 and have values",
+                              hint=f"let {factory} make fp32; the plan's precision decides what it computes in")
     return model.train()
 
 
