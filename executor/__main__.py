@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from executor import layout
 from executor.check import table
 from executor.data import TOKEN_TYPES
+from executor.foreign.rules import has_even_shards
 from executor.train import Options, build_trainer
 from planner.plan import Plan, read
 from profiles.errors import ConfigError, PlannerError
@@ -112,7 +113,7 @@ def _train(plan: Plan, options: Options, device: torch.device, timeout: timedelt
     rows = [None] * dist.get_world_size()
     dist.all_gather_object(rows, trainer.state_bytes())
     if speaks:
-        click.echo(table(rows))
+        click.echo(table(rows, compared=has_even_shards(plan)))
 
 
 def _fail(error: PlannerError, *, speaks: bool) -> int:

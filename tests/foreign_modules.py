@@ -97,8 +97,100 @@ class SmallModel(nn.Module):
         return self.logits(self.norm(x))
 
 
+class FirstInputs(SmallModel):
+    """Every block reads the output of the embedding again: more than one tensor goes from block to block."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        visible = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+        x = first = self.table(ids)
+        for layer in self.layers:
+            x, _ = layer(x, angles=self.angles + first.mean(dim=-1, keepdim=True)[:, None], visible=visible)
+        return self.logits(self.norm(x))
+
+
+class Skips(SmallModel):
+    """What runs after the blocks reads the output of the embedding."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        visible = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+        x = first = self.table(ids)
+        for layer in self.layers:
+            x, _ = layer(x, angles=self.angles, visible=visible)
+        return self.logits(self.norm(x + first))
+
+
+class ScalesBetween(SmallModel):
+    """Something runs between two blocks, which no stage would own."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        visible = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x, angles=self.angles, visible=visible)[0] * 0.5
+        return self.logits(self.norm(x))
+
+
+class ReadsTable(SmallModel):
+    """The head reads the token table behind its module's back."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.table.weight.mean()
+
+
+class OwnsScale(SmallModel):
+    """A parameter of the model itself, which holds the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+
+class Hidden(SmallModel):
+    """Returns no logits."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids)[..., :32]
+
+
+class Looks(SmallModel):
+    """What it does depends on the values of the tokens."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * (2 if bool((ids == 7).any()) else 1)
+
+
 def small() -> nn.Module:
     return SmallModel()
+
+
+def short() -> nn.Module:
+    model = SmallModel()
+    model.layers = model.layers[:3]
+    return model
+
+
+def wide() -> nn.Module:
+    model = SmallModel()
+    for block in model.layers:
+        block.up, block.down = nn.Linear(32, 96, bias=False), nn.Linear(96, 32, bias=False)
+    return model
+
+
+def tied() -> nn.Module:
+    model = SmallModel()
+    model.logits.weight = model.table.weight
+    return model
+
+
+def half() -> nn.Module:
+    return SmallModel().to(torch.bfloat16)
+
+
+def number() -> int:
+    return 7
+
+
+NOT_CALLABLE = 7
 
 
 def reference_model(plan: Plan) -> nn.Module:

@@ -50,3 +50,14 @@ def _validate_tensor_parallel(plan: Plan, graph: ModelGraph) -> None:
             if found is None or (found.parameters, found.input, found.output) != (wanted.parameters, wanted.input, wanted.output):
                 raise ConfigError(f"layer_plans.{name}: operator {operator.name} is not divided as Megatron does, a foreign module must be",
                                   hint="plan with --module, or --megatron-sharding")
+
+
+def has_even_shards(plan: Plan) -> bool:
+    """Whether the planner's bytes are exactly those of the plan's module.
+
+    A module may hold queries, keys, values and gates in several tensors, or transposed: the sum over a rank's shards is the
+    same where dp divides all their dims, and may be a few rows more or less where it does not.
+    """
+    model, mesh = plan.model, plan.mesh
+    divided = (size // mesh.tp for size in (model.q_size, model.kv_size, model.ffn_hidden_size))
+    return plan.module is None or not any(size % mesh.dp for size in (model.hidden_size, *divided))
