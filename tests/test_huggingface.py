@@ -16,6 +16,8 @@ from profiles.transformer import build_graph
 SHAPE = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 160, "vocab_size": 384,
          "max_position_embeddings": 64}
 GROUPED = {**SHAPE, "num_key_value_heads": 2}
+OPT = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_dim": 160, "vocab_size": 384,
+       "max_position_embeddings": 64, "word_embed_proj_dim": 96}
 GPT2 = {"n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 384, "n_positions": 64}
 
 
@@ -59,6 +61,7 @@ def graph_parameters(spec):
     pytest.param("MistralConfig", {**GROUPED, "head_dim": 24}, id="mistral-own-head-dim"),
     pytest.param("Qwen2Config", GROUPED, id="qwen2"),
     pytest.param("Qwen2Config", {**GROUPED, "tie_word_embeddings": True}, id="qwen2-tied"),
+    pytest.param("OPTConfig", OPT, id="opt"),
 ])
 def test_the_parameter_count_is_exactly_that_of_the_torch_model(class_name, keys):
     config = config_of(class_name, keys)
@@ -101,6 +104,23 @@ def test_neox_is_read_with_its_defaults():
     assert spec == ModelSpec(
         name="neox", num_layers=3, hidden_size=96, num_heads=6, num_kv_heads=6, head_dim=16, ffn_hidden_size=160, vocab_size=384,
         max_seq_length=64, positions=Positions.ROTARY, tied_embeddings=False, parallel_residual=True, rotary_fraction=0.25)
+
+
+def test_opt_is_read_with_its_defaults_and_the_two_rows_that_no_position_uses():
+    entry = entry_from_config({"model_type": "opt", **OPT}, "opt/config.json")
+
+    assert entry.spec == ModelSpec(
+        name="opt", num_layers=3, hidden_size=96, num_heads=6, num_kv_heads=6, head_dim=16, ffn_hidden_size=160, vocab_size=384,
+        max_seq_length=66, norm=Norm.LAYER_NORM, positions=Positions.LEARNED, dropout=0.1, tied_embeddings=True)
+    assert entry.seq_length == 64
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("do_layer_norm_before", False), ("word_embed_proj_dim", 48), ("layerdrop", 0.1), ("enable_bias", False), ("activation_function", "gelu"),
+])
+def test_a_variant_of_opt_that_the_graph_does_not_have_is_refused(key, value):
+    with pytest.raises(ConfigError, match=f"{key} is {value!r}"):
+        entry_from_config({"model_type": "opt", **OPT, key: value}, "config.json")
 
 
 @pytest.mark.parametrize(("model_type", "kv_heads", "qkv_bias"), [
@@ -170,9 +190,9 @@ def test_a_model_is_named_after_its_publication_its_folder_or_its_family(keys, w
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    pytest.param({"model_type": "mixtral"}, "c.json: model_type is 'mixtral', supported are gpt2, gpt_neox, llama, mistral, qwen2",
+    pytest.param({"model_type": "mixtral"}, "c.json: model_type is 'mixtral', supported are gpt2, gpt_neox, llama, mistral, opt, qwen2",
                  id="other-family"),
-    pytest.param({"model_type": None}, "c.json: model_type is missing (supported: gpt2, gpt_neox, llama, mistral, qwen2)", id="no-family"),
+    pytest.param({"model_type": None}, "c.json: model_type is missing (supported: gpt2, gpt_neox, llama, mistral, opt, qwen2)", id="no-family"),
     pytest.param({"hidden_size": None}, "c.json: hidden_size is missing (or n_embd, d_model)", id="missing-size"),
     pytest.param({"vocab_size": None}, "c.json: vocab_size is missing", id="missing-without-aliases"),
     pytest.param({"num_hidden_layers": "two"}, "c.json: num_hidden_layers is 'two', it must be a positive integer", id="text-for-a-number"),
