@@ -11,7 +11,7 @@ from profiles.errors import ConfigError
 
 _FORBID = {"extra": "forbid"}
 HUGGING_FACE = "huggingface"
-TENSOR_PARALLEL_FAMILIES = frozenset({"gpt_neox", "llama", "mistral", "qwen2"})  # transformers says how their blocks divide
+TENSOR_PARALLEL_FAMILIES = frozenset({"gpt_neox", "llama", "mistral", "qwen2", "starcoder2"})  # by transformers' own plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,4 +45,4 @@ class ModuleSource:
         if self.huggingface is None:
             return "nothing says how the layers of a function's module could be divided"
         family = self.huggingface.get("model_type")
-        return None if family in TENSOR_PARALLEL_FAMILIES else f"transformers has no tensor-parallel plan for {family}"
+        return None if family in TENSOR_PARALLEL_FAMILIES else f"no tensor-parallel plan is known for {family}"

@@ -28,6 +28,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-tied": {"model_type": "llama", **_LLAMA_LIKE, "tie_word_embeddings": True},
     "mistral": {"model_type": "mistral", **_LLAMA_LIKE, "sliding_window": 5},
     "qwen2": {"model_type": "qwen2", **_LLAMA_LIKE, "tie_word_embeddings": True},
+    "gemma": {"model_type": "gemma", **_LLAMA_LIKE, "head_dim": 8},
+    "phi3": {"model_type": "phi3", **_LLAMA_LIKE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "stablelm": {"model_type": "stablelm", **_LLAMA_LIKE},
+    "starcoder2": {"model_type": "starcoder2", **_LLAMA_LIKE},
     "gpt_neox": {
         "model_type": "gpt_neox", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
         "num_attention_heads": 4, "max_position_embeddings": SEQ_LENGTH},

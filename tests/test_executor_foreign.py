@@ -54,7 +54,8 @@ PLANS: dict[str, Plan] = {
 }
 SLOW: dict[str, Plan] = {
     "pp2-llama-interleaved": family_plan("llama", pp=2, **INTERLEAVED),
-    "pp2-gpt2": family_plan("gpt2", pp=2),
+    **{f"pp2-{name}": family_plan(name, pp=2) for name in ("gemma", "gpt2", "phi3", "stablelm", "starcoder2")},
+    "tp2-sp-starcoder2": family_plan("starcoder2", tp=2, sp=True),
     "dp2-opt-zero2": family_plan("opt", dp=2, zero=(2,)),
     "tp2-mistral": family_plan("mistral", tp=2),
     "tp2-gpt_neox": family_plan("gpt_neox", tp=2),
@@ -210,7 +211,7 @@ def test_a_module_whose_blocks_read_the_embedding_again_would_train_wrongly(monk
 
 
 @pytest.mark.parametrize(("plan", "message"), [
-    pytest.param(family_plan("gpt2", tp=2), "tp is 2, and transformers has no tensor-parallel plan for gpt2", id="gpt2-tp"),
+    pytest.param(family_plan("gpt2", tp=2), "tp is 2, and no tensor-parallel plan is known for gpt2", id="gpt2-tp"),
     pytest.param(factory_plan("small", tp=2), "tp is 2, and nothing says how", id="factory-tp"),
     pytest.param(family_plan("llama", recompute=("norm1",)), "recompute names norm1", id="operators"),
     pytest.param(family_plan("llama", recompute="full", recompute_ends=True), "only the blocks", id="ends"),

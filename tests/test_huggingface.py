@@ -16,6 +16,7 @@ from profiles.transformer import build_graph
 SHAPE = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 160, "vocab_size": 384,
          "max_position_embeddings": 64}
 GROUPED = {**SHAPE, "num_key_value_heads": 2}
+SUPPORTED = "gemma, gpt2, gpt_neox, llama, mistral, opt, phi3, qwen2, stablelm, starcoder2"
 OPT = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_dim": 160, "vocab_size": 384,
        "max_position_embeddings": 64, "word_embed_proj_dim": 96}
 GPT2 = {"n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 384, "n_positions": 64}
@@ -62,6 +63,10 @@ def graph_parameters(spec):
     pytest.param("Qwen2Config", GROUPED, id="qwen2"),
     pytest.param("Qwen2Config", {**GROUPED, "tie_word_embeddings": True}, id="qwen2-tied"),
     pytest.param("OPTConfig", OPT, id="opt"),
+    pytest.param("GemmaConfig", GROUPED, id="gemma"),
+    pytest.param("Phi3Config", {**GROUPED, "pad_token_id": 0}, id="phi3"),
+    pytest.param("StableLmConfig", GROUPED, id="stablelm"),
+    pytest.param("Starcoder2Config", GROUPED, id="starcoder2"),
 ])
 def test_the_parameter_count_is_exactly_that_of_the_torch_model(class_name, keys):
     config = config_of(class_name, keys)
@@ -115,12 +120,21 @@ def test_opt_is_read_with_its_defaults_and_the_two_rows_that_no_position_uses():
     assert entry.seq_length == 64
 
 
-@pytest.mark.parametrize(("key", "value"), [
-    ("do_layer_norm_before", False), ("word_embed_proj_dim", 48), ("layerdrop", 0.1), ("enable_bias", False), ("activation_function", "gelu"),
+def test_gemma_has_heads_of_256_where_the_file_leaves_them_out():
+    spec = entry_from_config({"model_type": "gemma", **SHAPE, "num_attention_heads": 16}, "gemma/config.json").spec
+
+    assert (spec.head_dim, spec.num_kv_heads, spec.tied_embeddings, spec.gated_ffn) == (256, 16, True, True)
+
+
+@pytest.mark.parametrize(("model_type", "key", "value"), [
+    ("opt", "do_layer_norm_before", False), ("opt", "word_embed_proj_dim", 48), ("opt", "layerdrop", 0.1), ("opt", "enable_bias", False),
+    ("opt", "activation_function", "gelu"), ("gemma", "attention_bias", True), ("gemma", "hidden_act", "silu"),
+    ("stablelm", "qk_layernorm", True), ("stablelm", "use_qkv_bias", True), ("stablelm", "use_parallel_residual", True),
+    ("starcoder2", "use_bias", False),
 ])
-def test_a_variant_of_opt_that_the_graph_does_not_have_is_refused(key, value):
+def test_a_variant_of_a_family_that_the_graph_does_not_have_is_refused(model_type, key, value):
     with pytest.raises(ConfigError, match=f"{key} is {value!r}"):
-        entry_from_config({"model_type": "opt", **OPT, key: value}, "config.json")
+        entry_from_config({"model_type": model_type, **OPT, "intermediate_size": 160, key: value}, "config.json")
 
 
 @pytest.mark.parametrize(("model_type", "kv_heads", "qkv_bias"), [
@@ -190,9 +204,9 @@ def test_a_model_is_named_after_its_publication_its_folder_or_its_family(keys, w
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    pytest.param({"model_type": "mixtral"}, "c.json: model_type is 'mixtral', supported are gpt2, gpt_neox, llama, mistral, opt, qwen2",
+    pytest.param({"model_type": "mixtral"}, f"c.json: model_type is 'mixtral', supported are {SUPPORTED}",
                  id="other-family"),
-    pytest.param({"model_type": None}, "c.json: model_type is missing (supported: gpt2, gpt_neox, llama, mistral, opt, qwen2)", id="no-family"),
+    pytest.param({"model_type": None}, f"c.json: model_type is missing (supported: {SUPPORTED})", id="no-family"),
     pytest.param({"hidden_size": None}, "c.json: hidden_size is missing (or n_embd, d_model)", id="missing-size"),
     pytest.param({"vocab_size": None}, "c.json: vocab_size is missing", id="missing-without-aliases"),
     pytest.param({"num_hidden_layers": "two"}, "c.json: num_hidden_layers is 'two', it must be a positive integer", id="text-for-a-number"),

@@ -67,7 +67,7 @@ def test_a_family_without_a_tensor_parallel_plan_is_searched_without(config):
     path = config(GPT2)
 
     assert narrowed(Constraints(), load_module("huggingface", path)).tp == (1,)
-    with pytest.raises(ConfigError, match="--tp 4: transformers has no tensor-parallel plan for gpt2"):
+    with pytest.raises(ConfigError, match="--tp 4: no tensor-parallel plan is known for gpt2"):
         narrowed(Constraints(tp=(1, 4)), load_module("huggingface", path))
 
 

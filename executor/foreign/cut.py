@@ -49,8 +49,8 @@ class _AbsentEmbedding(_StandIn):
         super().__init__(part)
         self.shape, self.dtype = shape, dtype
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=x.device).expand(self.shape)
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=first_tensor(args, kwargs)[1].device).expand(self.shape)
 
 
 class _AbsentHead(_StandIn):
