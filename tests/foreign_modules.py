@@ -186,6 +186,12 @@ def tied() -> nn.Module:
     return model
 
 
+def frozen() -> nn.Module:
+    model = SmallModel()
+    model.table.requires_grad_(False)
+    return model
+
+
 def half() -> nn.Module:
     return SmallModel().to(torch.bfloat16)
 

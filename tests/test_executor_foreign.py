@@ -155,6 +155,7 @@ def test_a_stand_in_answers_for_its_part_and_holds_no_parameters():
     ("short", "layers has 3 blocks, the model of the plan has 4 layers"),
     ("wide", "the block .* holds 10,304 parameters, that of the plan's model 8,256"),
     ("tied", "embedding and head share a parameter, the model of the plan has tied_embeddings False"),
+    ("frozen", "parameter table.weight is not trained"),
     ("half", "is torch.bfloat16 on cpu, it must be fp32"),
     ("number", "returned int, it must return a torch.nn.Module"),
     ("NOT_CALLABLE", "has NOT_CALLABLE, which is not callable"),

@@ -42,6 +42,9 @@ class Structure:
 
 def find_structure(model: nn.Module, plan: Plan) -> Structure:
     """The parts of `model`, which must be the parts of the plan's model. Raises ConfigError that says what is not."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            raise ConfigError(f"module: parameter {name} is not trained, all must be", hint="leave requires_grad as it is, or use a buffer")
     holder = _list_of_blocks(model, plan.model.num_layers)
     blocks = tuple(f"{holder}.{key}" for key, _ in model.get_submodule(holder).named_children())
     others = tuple(_other_parts(model, holder))
