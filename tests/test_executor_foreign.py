@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.multiprocessing import ProcessRaisedException
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
@@ -24,6 +25,7 @@ from profiles.errors import ConfigError
 from profiles.module import ModuleSource
 from profiles.spec import Precision
 from profiles.stack import AttentionKernel
+from tests.executor_plans import BATCH, with_divisions
 from tests.executor_world import (
     BF16_GRADIENT_TOLERANCE,
     BF16_LOSS_TOLERANCE,
@@ -211,16 +213,31 @@ def test_a_module_whose_blocks_read_the_embedding_again_would_train_wrongly(monk
     assert error > 0.01
 
 
+def half_sequence_parallel() -> Plan:
+    """Sequence parallelism in the blocks alone."""
+    plan = family_plan("llama", tp=2, sp=True)
+    plain = family_plan("llama", tp=2).layer_plans
+    return replace(plan, layer_plans={name: plan.layer_plans[name] if "block" in name else plain[name] for name in plain})
+
+
 @pytest.mark.parametrize(("plan", "message"), [
     pytest.param(family_plan("gpt2", tp=2), "tp is 2, and no tensor-parallel plan is known for gpt2", id="gpt2-tp"),
     pytest.param(factory_plan("small", tp=2), "tp is 2, and nothing says how", id="factory-tp"),
     pytest.param(family_plan("llama", recompute=("norm1",)), "recompute names norm1", id="operators"),
     pytest.param(family_plan("llama", recompute="full", recompute_ends=True), "only the blocks", id="ends"),
+    pytest.param(with_divisions(family_plan("llama", tp=2), BATCH), "operator norm1 is not divided as Megatron does", id="by-batch"),
+    pytest.param(half_sequence_parallel(), "sequence_parallel differs", id="sequence-parallel-in-some-layers"),
     pytest.param(replace(family_plan("llama"), model=replace(family_plan("llama").model, vocab_multiple=128)), "pads", id="padded"),
 ])
 def test_what_a_foreign_module_cannot_run_is_refused(plan, message):
     with pytest.raises(ConfigError, match=message):
         validate_foreign(plan)
+
+
+def test_sequence_parallelism_in_some_layers_would_not_run():
+    """What the validator refuses really fails: the parts do not agree on which tokens a rank has."""
+    with pytest.raises(ProcessRaisedException, match=r"[Ss]hape|size"):
+        run_plans([half_sequence_parallel()])
 
 
 def test_blocks_without_a_tensor_parallel_plan_cannot_be_divided_either():
