@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,7 @@ def _front(options: dict[str, Any]) -> int:
         front = find_front(
             question.model, question.cluster, question.training, constraints=pins, options=how,
             on_progress=on_progress, on_search=on_search, **({} if options["points"] is None else {"num_points": options["points"]}))
+    front = replace(front, points=tuple(replace(point, plan=_with_module(point.plan, question)) for point in front.points))
     context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
     _deliver_front(front, context, options["output"], options["plot"], as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
@@ -157,7 +159,16 @@ def _find(question: Question, pins: Constraints, how: SearchOptions, objective: 
         plan = find_plan(
             question.model, question.cluster, question.training, objective, constraints=pins, options=how, on_progress=on_progress,
             explain=explained_error)
-    return plan, interrupts
+    return _with_module(plan, question), interrupts
+
+
+def _with_module(plan: Plan, question: Question) -> Plan:
+    """`plan` for the module that was asked for. Raises ConfigError for what the executor cannot run on it."""
+    from executor.foreign.rules import validate_module
+
+    plan = replace(plan, module=question.module)
+    validate_module(plan)
+    return plan
 
 
 @contextlib.contextmanager
@@ -335,7 +346,7 @@ def estimate(**options: Any) -> None:
     plan = estimate_plan(
         question.model, question.cluster, question.training, frame(question, options), zero=options["zero"],
         recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=tuple(map(Offload, options["offload"] or ())))
-    _deliver(plan, Context(assumed=question.assumed), output, as_json=options["as_json"])
+    _deliver(_with_module(plan, question), Context(assumed=question.assumed), output, as_json=options["as_json"])
 
 
 @main.command(epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"

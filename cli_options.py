@@ -25,6 +25,8 @@ asked = together(
     option(WHAT, "--stack", metavar="NAME|FILE",
            help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core]"),
     option(WHAT, "--attention", type=click.Choice(ATTENTION), help="Attention kernel. [default: the stack's]"),
+    option(WHAT, "--module", metavar="huggingface|PKG.MOD:FUNC",
+           help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]"),
     option(WHERE, "--gpus", type=int, metavar="N", help="How many GPUs."),
     option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb]"),
     option(WHERE, "--gpus-per-node", type=int, metavar="N", help="GPUs in a node. [default: the cluster's]"),

@@ -21,6 +21,7 @@ from executor import layout
 from executor.check import table
 from executor.checkpoint import Checkpoints
 from executor.compiled import validate_compiled
+from executor.foreign.rules import has_even_shards
 from executor.measured import RunFiles, collect
 from executor.options import LearningRateSchedule, Options
 from executor.progress import Progress
@@ -188,7 +189,7 @@ def _train(
     dist.all_gather_object(rows, own)
     run = collect(plan, trainer.recorder, own, device)
     if speaks:
-        click.echo(table(rows))
+        click.echo(table(rows, compared=has_even_shards(plan)))
     if run is not None:
         files.write(run)
 

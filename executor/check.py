@@ -124,13 +124,14 @@ def _accumulated_gradients(stages: Sequence[nn.Module]) -> Iterator[Tensor | Non
 Row = tuple[tuple[int, int, int], StateBytes, StateBytes]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """One line per rank: predicted and measured bytes of each class, and whether they are equal."""
+def table(rows: Sequence[Row], *, compared: bool = True) -> str:
+    """One line per rank: predicted and measured bytes of each class, and whether they are equal if they are to be `compared`."""
     lines = [f"{'pp dp tp':<10}{'parameters':>24}{'gradients':>24}{'optimizer':>24}  (predicted / measured)"]
     for (pp, dp, tp), predicted, measured in rows:
         pairs = zip(_classes(predicted), _classes(measured), strict=True)
         cells = "".join(f"{format_bytes(p) + ' / ' + format_bytes(m):>24}" for p, m in pairs)
-        lines.append(f"{pp:>2} {dp:>2} {tp:>2}  {cells}  {'equal' if predicted == measured else 'DIFFERS'}")
+        verdict = "equal" if predicted == measured else "DIFFERS"
+        lines.append(f"{pp:>2} {dp:>2} {tp:>2}  {cells}  {verdict if compared else 'not compared: dp does not divide the module evenly'}")
     return "\n".join(lines)
 
 

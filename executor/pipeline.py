@@ -113,7 +113,8 @@ def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: After
     if plan.mesh.pp == 1:
         run = partial(_loop, stages[0], plan, after_backward, span)
     else:
-        run = partial(_scheduled, _schedule(plan, ranks, stages, after_backward, span), stages)
+        schedule = _schedule(plan, ranks, stages, after_backward, span)
+        run = partial(_scheduled, schedule, stages, plan.module is not None)
     return Pipeline(
         stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
         tied_group=_tied_group(plan, ranks), span=span)
@@ -138,11 +139,15 @@ def _loop(stage: Stage, plan: Plan, after_backward: AfterBackward, span: Span, i
     return total
 
 
-def _scheduled(schedule: _PipelineScheduleRuntime, stages: Sequence[Stage], ids: Tensor, targets: Tensor) -> Tensor:
+def _scheduled(
+    schedule: _PipelineScheduleRuntime, stages: Sequence[Stage], ids_everywhere: bool, ids: Tensor, targets: Tensor,
+) -> Tensor:
+    """`ids_everywhere`: every stage of a foreign module runs the module's own forward pass, which starts from the ids."""
     losses: list[Tensor] = []
     ends_model = any(stage.ends_model for stage in stages)
     first = (ids,) if any(stage.begins_model for stage in stages) else ()
-    schedule.step(*first, target=targets if ends_model else None, losses=losses, return_outputs=False)
+    inputs = {"ids": ids} if ids_everywhere else {}
+    schedule.step(*first, target=targets if ends_model else None, losses=losses, return_outputs=False, **inputs)
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
 
 

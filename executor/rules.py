@@ -18,6 +18,7 @@ from costmodels.offload import Offload
 from costmodels.schedules import Schedule, legal
 from executor.divisions import misplaced, nearest_placement, undivided
 from executor.expert_rules import mixture_problems
+from executor.foreign.rules import module_problems
 from executor.layout import PlacedLayer, action_rows, effective_zero, layer_operators, stage_layers, zero_ranks
 from planner.plan import LayerPlan, LayerRun, Pipeline, Plan, StagePlan, frame_of
 from profiles.errors import ConfigError
@@ -402,3 +403,9 @@ def _mixture(plan: Plan) -> Iterator[Refusal]:
     for name, (found, action, layer_plan) in mixture_problems(plan):
         nearest = replace(plan, layer_plans={**plan.layer_plans, name: layer_plan})
         yield Refusal(found=f"layer_plans.{name}: {found}", action=f"{action} on layer plan {name}", nearest=nearest)
+
+
+@_rule(why="a module that is not the executor's own is divided, cut and recomputed by whole layers", action="plan with --module")
+def _modules(plan: Plan) -> Iterator[Refusal]:
+    for found, action, nearest in module_problems(plan):
+        yield Refusal(found=found, action=action, nearest=nearest)

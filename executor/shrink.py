@@ -23,7 +23,10 @@ EXPERTS = 4
 
 
 def shrunk(plan: Plan) -> Plan:
-    """The small plan; of its predictions nothing holds."""
+    """The small plan; of its predictions nothing holds. Raises ConfigError where there is none."""
+    if plan.module is not None:
+        raise ConfigError(
+            f"the module {plan.module.text} has the size that it has", hint="run a small one of its kind: python -m executor")
     mesh = _mesh(plan)
     pipeline = _pipeline(plan, mesh)
     stages = _stages(plan, mesh.pp, pipeline)
@@ -71,7 +74,10 @@ def _pipeline(plan: Plan, mesh: Mesh) -> Pipeline:
 
 
 def _stages(plan: Plan, pp: int, pipeline: Pipeline) -> tuple[StagePlan, ...]:
-    """The plan's stages drawn together to as many as the small pipeline has, one block for each run of alike ones; two where all is one stage."""
+    """The plan's stages drawn together to as many as the small pipeline has, one block for each run of alike ones.
+
+    Two where all is one stage.
+    """
     count, before = pp * pipeline.virtual_stages, len(plan.stages)
     custom = pipeline.schedule is Schedule.CUSTOM
     ranks = [plan.stages[k].rank if custom else rank_of(pipeline.schedule, k, pp) for k in range(count)]
@@ -108,5 +114,6 @@ def _model(model: ModelSpec, num_layers: int) -> ModelSpec:
     return replace(
         model, name=f"{model.name}, shrunk", num_layers=num_layers, hidden_size=hidden, num_heads=HEADS, num_kv_heads=kv_heads,
         head_dim=HEAD_DIM, num_experts=min(model.num_experts, EXPERTS), experts_per_token=min(model.experts_per_token, EXPERTS // 2),
-        ffn_hidden_size=0 if model.num_experts else FFN, expert_ffn_hidden_size=FFN if model.num_experts else 0, vocab_size=VOCAB if padded else PADDED, max_seq_length=SEQ_LENGTH, dropout=0.0,
+        ffn_hidden_size=0 if model.num_experts else FFN, expert_ffn_hidden_size=FFN if model.num_experts else 0,
+        vocab_size=VOCAB if padded else PADDED, max_seq_length=SEQ_LENGTH, dropout=0.0,
         vocab_multiple=PADDED if padded else 1)

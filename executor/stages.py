@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from costmodels.offload import Offload
 from executor.divisions import local_shape
+from executor.foreign.build import build_foreign
+from executor.foreign.cut import ForeignBody
 from executor.kept import Recipes
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
 from executor.models import build_layer
@@ -61,6 +63,15 @@ class Ranks:
         """The data-parallel ranks that hold one copy of a layer's states with this one, `num_ranks` together."""
         return self.sharded[num_ranks]["shards"] if num_ranks in self.sharded else self.dp_mesh
 
+    def unit(self, plan: Plan, placed: PlacedLayer, layers: tuple[nn.Module, ...], apart: tuple[nn.Module, ...] = ()) -> Unit:
+        """The modules of a layer, or of two that share a Parameter, sharded as planned."""
+        zero, held_by = effective_zero(placed, plan.mesh), zero_ranks(placed, plan.mesh)
+        unit = Unit(
+            layers=layers, zero=zero, mesh=self.shard_mesh(held_by) if zero else self.dp_mesh, apart=apart,
+            copies=self.copies_mesh(held_by) if zero else None, offloaded=Offload.STATES in placed.plan.offload)
+        shard_unit(unit, plan.training.precision)
+        return unit
+
     def copies_mesh(self, num_ranks: int) -> DeviceMesh | None:
         """The ranks that hold the same shard of other copies, if there are several."""
         return self.sharded[num_ranks]["copies"] if num_ranks in self.sharded else None
@@ -79,6 +90,12 @@ class Body(nn.Module):
             x = layer(x)
         return x
 
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of the token embedding, if it holds one."""
+        if hasattr(self, "embedding"):
+            return self.embedding.tokens.weight
+        return self.head.lm_head.weight if hasattr(self, "head") else None
+
 
 class Stage(nn.Module):
     """A stage with local tensors at its borders: this rank's shard of [micro-batch, sequence, hidden], or ids, or logits.
@@ -86,20 +103,19 @@ class Stage(nn.Module):
     It is not an FSDP module itself, its `body` is: torch.distributed.pipelining then leaves gathering and reducing alone.
     """
 
-    def __init__(self, body: Body, units: tuple[Unit, ...], enter: Callable[[Tensor], Tensor], ends_model: bool) -> None:
+    def __init__(
+        self, body: Body | ForeignBody, units: tuple[Unit, ...], enter: Callable[[Tensor], Tensor], begins_model: bool, ends_model: bool,
+    ) -> None:
         super().__init__()
         self.body = body
         self.units = units
         self.enter = enter
+        self.begins_model = begins_model
         self.ends_model = ends_model
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.body(self.enter(x))
+    def forward(self, x: Tensor, **inputs: Tensor) -> Tensor:
+        out = self.body(self.enter(x), **inputs)
         return out if self.ends_model else local(out)
-
-    @property
-    def begins_model(self) -> bool:
-        return hasattr(self.body, "embedding")
 
     def begin_step(self) -> None:
         begin_step(self.body, self.units)
@@ -109,9 +125,7 @@ class Stage(nn.Module):
 
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of the token embedding, if it holds one."""
-        if self.begins_model:
-            return self.body.embedding.tokens.weight
-        return self.body.head.lm_head.weight if self.ends_model else None
+        return self.body.tied_weight()
 
 
 def build_stages(plan: Plan, ranks: Ranks, seed: int) -> tuple[Stage, ...]:
@@ -123,6 +137,9 @@ def build_stages(plan: Plan, ranks: Ranks, seed: int) -> tuple[Stage, ...]:
 
 
 def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer, ...]) -> Stage:
+    ends = placed[0].kind is LayerKind.EMBEDDING, placed[-1].kind is LayerKind.HEAD
+    if plan.module is not None:
+        return Stage(*build_foreign(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends)
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     for group in _unit_layers(plan, placed):
@@ -135,19 +152,15 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
     shard_root(body, units, ranks.dp_mesh)
-    return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), placed[-1].kind is LayerKind.HEAD)
+    return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends)
 
 
 def _units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
     """The sharded unit of `layers`, and one for the experts where not every data-parallel rank holds them."""
     experts = _expert_units(plan, ranks, placed, layers)
-    zero, held_by = effective_zero(placed, plan.mesh), zero_ranks(placed, plan.mesh)
-    unit = Unit(
-        layers=layers, zero=zero, mesh=ranks.shard_mesh(held_by) if zero else ranks.dp_mesh, apart=tuple(e.layers[0] for e in experts),
-        copies=ranks.copies_mesh(held_by) if zero else None, offloaded=Offload.STATES in placed.plan.offload)
-    for each in (*experts, unit):
+    for each in experts:
         shard_unit(each, plan.training.precision)
-    return unit, *experts
+    return ranks.unit(plan, placed, layers, apart=tuple(each.layers[0] for each in experts)), *experts
 
 
 def _expert_units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:

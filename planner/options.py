@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.band import margin_text, memory_margin
 from planner.forbid import parse_bans
+from planner.modules import load_module, narrowed
 from planner.plan import Objective
 from planner.request import Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
@@ -29,6 +30,7 @@ from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
+from profiles.module import ModuleSource
 from profiles.own import applied, read
 from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
@@ -58,6 +60,7 @@ class Asked:
     attention: str | None = None
     profile: str | None = None
     force_profile: bool = False
+    module: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +71,16 @@ class Question:
     cluster: Cluster
     training: TrainingSpec
     assumed: tuple[str, ...]
+    module: ModuleSource | None = None
 
 
 def question(asked: Asked) -> Question:
     """Resolve what was asked. Raises ConfigError: something missing, unknown, or a precision the device lacks."""
     if asked.model is None:
         raise ConfigError("--model is missing", hint="for example: plan --model gpt-20b --gpus 64 (plan models lists the names)")
-    entry = load_model(asked.model)
+    entry, module = load_model(asked.model), load_module(asked.module, asked.model)
+    if module:
+        entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))  # its tables are as large as it makes them
     cluster, assumed_cluster = _cluster(asked)
     training, assumed_training = _training(asked, entry)
     cluster.device.peak(training.precision)
@@ -83,7 +89,7 @@ def question(asked: Asked) -> Question:
     _check_positions(entry.spec, training)
     if asked.profile is not None:
         cluster, training = applied(read(Path(asked.profile)), cluster, training, asked.profile, force=asked.force_profile)
-    return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training))
+    return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training), module=module)
 
 
 def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
@@ -137,12 +143,13 @@ def constraints(options: Options) -> Constraints:
     """The pinned and the forbidden choices."""
     sequence_parallel = options["sequence_parallel"]
     alike = ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages", "zero", "zero_ranks", "tp_across_nodes", "megatron_sharding")
-    return Constraints(
+    asked = Constraints(
         **{name: options[name] for name in alike},
         schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),
         recompute=options["recompute"] and tuple(map(Recompute, options["recompute"])),
         sequence_parallel=None if sequence_parallel is None else (sequence_parallel,),
         forbid=parse_bans(options["forbid"]))
+    return narrowed(asked, load_module(options["module"], options["model"]))
 
 
 def search_options(options: Options) -> SearchOptions:

@@ -23,6 +23,7 @@ from profiles.errors import ConfigError, unknown_name_error
 from profiles.files import write_text
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
+from profiles.module import ModuleSource
 from profiles.provenance import Kind
 from profiles.schema import document, parse
 from profiles.spec import ModelSpec, TrainingSpec
@@ -323,7 +324,10 @@ class SearchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A strategy for one model on one cluster, with its predicted cost and the record of the search that found it."""
+    """A strategy for one model on one cluster, with its predicted cost and the record of the search that found it.
+
+    module: whose module the executor runs; None for its own
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -337,6 +341,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     predicted: Prediction
     search: SearchRecord
+    module: ModuleSource | None = None
 
 
 def frame_of(plan: Plan) -> Frame:

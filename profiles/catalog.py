@@ -124,12 +124,26 @@ def load_model(name_or_path: str) -> ModelEntry:
     name = _model_name(name_or_path)
     if name in model_names():
         return _model_from_file(_packaged("models", name))
+    path = _model_path(name_or_path)
+    return entry_from_config(_config(path), str(path)) if path.suffix == ".json" else _model_from_file(path)
+
+
+def load_config(name_or_path: str) -> Mapping[str, Any]:
+    """All of a Hugging Face config.json. Raises ConfigError, as `load_model` does, and for a model that is described otherwise."""
+    path = None if _model_name(name_or_path) in model_names() else _model_path(name_or_path)
+    if path is None or path.suffix != ".json":
+        raise ConfigError(f"--module huggingface needs a Hugging Face config.json, --model is {name_or_path}",
+                          hint="give --model PATH/config.json, or leave out --module")
+    return _config(path)
+
+
+def _model_path(name_or_path: str) -> Path:
     path = _path_or_unknown("model", name_or_path, model_names())
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix != ".json":
-        return _model_from_file(path)
-    return entry_from_config(_mapping(_read_json(path), str(path)), str(path))
+    return path / "config.json" if path.is_dir() else path
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    return _mapping(_read_json(path), str(path))
 
 
 def stack_names() -> tuple[str, ...]:

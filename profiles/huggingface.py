@@ -1,14 +1,14 @@
-"""Hugging Face `config.json` -> ModelEntry, for the GPT-2, GPT-NeoX, Llama, Mistral, Mixtral and Qwen2 families.
+"""Hugging Face `config.json` -> ModelEntry, for the families of `_FAMILIES`, those that the operator graph expresses.
 
 What the file does not say follows the family's configuration class in transformers. Left out, because it changes no
-cost of the operator graph: the scaling of rotary positions, initialisation, token ids. Attention windows shorter than
-the sequence are planned as full attention: an upper bound in time.
+cost of the operator graph: the scaling of rotary positions and of embeddings, initialisation, token ids, which
+activation function it is. Attention windows shorter than the sequence are planned as full attention: an upper bound in time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -27,17 +27,21 @@ _EXPERT_FFN = ("moe_intermediate_size", "intermediate_size")
 _NOT_EVERY_BLOCK = ("n_shared_experts", "first_k_dense_replace")  # of other families of experts
 _FFN = ("intermediate_size", "n_inner", "ffn_dim")
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx")
-_EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout")
+_EPSILON = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout", "dropout", "residual_dropout",
+            "embedding_dropout")
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_python", "gelu_pytorch_tanh", "quick_gelu")
 _SILU = ("silu", "swish")
+_RELU = ("relu",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     """What a model_type fixes, and the defaults of its configuration class for keys that a file may leave out.
 
-    `qkv_bias` None: the key attention_bias decides (`attention_bias` where it is absent).
+    `qkv_bias` None: the key attention_bias decides (`attention_bias` where it is absent). `extra_positions`: rows of the
+    position table that no token of a sequence uses. `fixed`: keys that would change the architecture, each with the only
+    value that the graph expresses. `dropout_key`: the key that `dropout` is the default of.
     """
 
     norm: Norm
@@ -55,10 +59,19 @@ class _Family:
     rope_theta: float = 10000.0
     num_experts: int = 0
     experts_per_token: int = 0
+    activations: tuple[str, ...] = _GELU
+    extra_positions: int = 0
+    head_dim: int | None = None
+    dropout_key: str = "resid_pdrop"
+    fixed: Mapping[str, object] = field(default_factory=dict)
 
 
-_LLAMA = _Family(norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6)
+_LLAMA = _Family(norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, activations=_SILU)
+_LLAMA_WITHOUT_BIAS = replace(_LLAMA, qkv_bias=False, epsilon=1e-5)
 _FAMILIES = {
+    "gemma": _Family(
+        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=True, epsilon=1e-6, qkv_bias=False,
+        num_kv_heads=16, head_dim=256, fixed={"attention_bias": False, "use_bidirectional_attention": False}),
     "gpt2": _Family(
         norm=Norm.LAYER_NORM, positions=Positions.LEARNED, gated_ffn=False, tied_embeddings=True, epsilon=1e-5,
         linear_bias=True, qkv_bias=True, dropout=0.1),
@@ -68,12 +81,25 @@ _FAMILIES = {
     "llama": _LLAMA,
     "mistral": _Family(
         norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6,
-        qkv_bias=False, num_kv_heads=8),
+        qkv_bias=False, num_kv_heads=8, activations=_SILU),
     "mixtral": _Family(
-        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-5,
+        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-5, activations=_SILU,
         qkv_bias=False, num_kv_heads=8, rope_theta=1e6, num_experts=8, experts_per_token=2),
+    "opt": _Family(
+        norm=Norm.LAYER_NORM, positions=Positions.LEARNED, gated_ffn=False, tied_embeddings=True, epsilon=1e-5,
+        linear_bias=True, qkv_bias=True, dropout=0.1, activations=_RELU, extra_positions=2, dropout_key="dropout",
+        fixed={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "enable_bias": True,
+               "layer_norm_elementwise_affine": True, "layerdrop": 0.0}),
+    "phi3": _LLAMA_WITHOUT_BIAS,
     "qwen2": _Family(
-        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, qkv_bias=True),
+        norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-6, qkv_bias=True,
+        activations=_SILU),
+    "stablelm": _Family(
+        norm=Norm.LAYER_NORM, positions=Positions.ROTARY, gated_ffn=True, tied_embeddings=False, epsilon=1e-5, rotary_fraction=0.25,
+        activations=_SILU, qkv_bias=False, fixed={"use_qkv_bias": False, "qk_layernorm": False, "use_parallel_residual": False}),
+    "starcoder2": _Family(
+        norm=Norm.LAYER_NORM, positions=Positions.ROTARY, gated_ffn=False, tied_embeddings=True, epsilon=1e-5, linear_bias=True,
+        qkv_bias=True, num_kv_heads=2, fixed={"use_bias": True}),
 }
 
 
@@ -88,7 +114,7 @@ def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
     return ModelEntry(
         spec=spec,
         global_batch_size=DEFAULT_GLOBAL_BATCH_SIZE,
-        seq_length=min(spec.max_seq_length, MAX_DEFAULT_SEQ_LENGTH),
+        seq_length=min(spec.max_seq_length - family.extra_positions, MAX_DEFAULT_SEQ_LENGTH),
         source=f"Hugging Face configuration of a {config['model_type']} model; batch and sequence length are this reader's defaults",
     )
 
@@ -160,6 +186,7 @@ def _spec(reader: _Reader, family: _Family) -> ModelSpec:
     hidden, heads = reader.integer(_HIDDEN), reader.integer(_HEADS)
     qkv_bias, linear_bias = _biases(reader, family)
     _check_activation(reader, family)
+    _check_fixed(reader, family, hidden)
     rotary = reader.rotary()
     fields = {
         "name": _name(reader),
@@ -167,16 +194,16 @@ def _spec(reader: _Reader, family: _Family) -> ModelSpec:
         "hidden_size": hidden,
         "num_heads": heads,
         "num_kv_heads": reader.integer(("num_key_value_heads",), family.num_kv_heads or heads),
-        "head_dim": _head_dim(reader, hidden, heads),
+        "head_dim": _head_dim(reader, hidden, heads, family.head_dim),
         **_feed_forward(reader, family, hidden),
         "vocab_size": reader.integer(("vocab_size",)),
-        "max_seq_length": reader.integer(_CONTEXT),
+        "max_seq_length": reader.integer(_CONTEXT) + family.extra_positions,
         "norm": family.norm,
         "positions": family.positions,
         "gated_ffn": family.gated_ffn,
         "linear_bias": linear_bias,
         "qkv_bias": qkv_bias,
-        "dropout": max(reader.number((name,), family.dropout if name == "resid_pdrop" else 0.0) for name in _DROPOUT),
+        "dropout": max(reader.number((name,), family.dropout if name == family.dropout_key else 0.0) for name in _DROPOUT),
         "tied_embeddings": reader.flag("tie_word_embeddings", family.tied_embeddings),
         "parallel_residual": reader.flag("use_parallel_residual", family.parallel_residual),
         "rope_theta": rotary.number(("rope_theta", "rotary_emb_base"), family.rope_theta),
@@ -199,10 +226,10 @@ def _feed_forward(reader: _Reader, family: _Family, hidden: int) -> dict[str, in
         "expert_ffn_hidden_size": reader.integer(_EXPERT_FFN)}
 
 
-def _head_dim(reader: _Reader, hidden: int, heads: int) -> int:
-    if reader.find(("head_dim",))[1] is None and hidden % heads:
+def _head_dim(reader: _Reader, hidden: int, heads: int, default: int | None) -> int:
+    if reader.find(("head_dim",))[1] is None and default is None and hidden % heads:
         raise ConfigError(f"{reader.where}: hidden size {hidden} is not a multiple of the {heads} heads", hint="add head_dim")
-    return reader.integer(("head_dim",), hidden // heads)
+    return reader.integer(("head_dim",), default or hidden // heads)
 
 
 def _biases(reader: _Reader, family: _Family) -> tuple[bool, bool]:
@@ -223,9 +250,16 @@ def _biases(reader: _Reader, family: _Family) -> tuple[bool, bool]:
 
 def _check_activation(reader: _Reader, family: _Family) -> None:
     name, found = reader.find(("hidden_act", "activation_function"))
-    known = _SILU if family.gated_ffn else _GELU
-    if found is not None and found not in known:
-        raise reader.wrong(name, found, f"one of {', '.join(known)} in this family")
+    if found is not None and found not in family.activations:
+        raise reader.wrong(name, found, f"one of {', '.join(family.activations)} in this family")
+
+
+def _check_fixed(reader: _Reader, family: _Family, hidden: int) -> None:
+    """Raises ConfigError for a variant of the family that the operator graph does not have."""
+    for name, only in {**family.fixed, "word_embed_proj_dim": hidden}.items():
+        value = reader.find((name,))[1]
+        if value is not None and value != only:
+            raise reader.wrong(name, value, f"{only}, the only one that the operator graph expresses")
 
 
 def _name(reader: _Reader) -> str:

@@ -365,7 +365,7 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
     pytest.param((*BIG, "--time-limit", "-1"), r"--time-limit is -1.0", id="time-limit"),
     pytest.param((*BIG, "--gpu", "cpu", "--cluster", "x.yaml"), r"--gpu and --cluster", id="gpu-and-cluster"),
     pytest.param(("--model", "gpt-20b", "--cluster", "missing.yaml"), r"cannot read missing.yaml", id="no-cluster-file"),
-    pytest.param(("--modle", "gpt-20b"), r"no such option '--modle'\nhint: did you mean '--model'", id="wrong-flag"),
+    pytest.param(("--modl", "gpt-20b"), r"no such option '--modl'\nhint: did you mean '--model'", id="wrong-flag"),
     pytest.param(("shwo", "plan.yaml"), r"unknown command 'shwo'\nhint: did you mean 'show'", id="wrong-command"),
     pytest.param((*BIG, "models"), r"--model stands before models", id="options-before-a-command"),
     pytest.param(("--json", "models"), r"--json stands before models", id="json-before-a-command"),

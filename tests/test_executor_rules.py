@@ -20,6 +20,7 @@ from profiles.errors import ConfigError
 from profiles.spec import Precision
 from tests.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.executor_world import GRADIENT_TOLERANCE, LOSS_TOLERANCE, attempt, run_reference, worst_gradient
+from tests.foreign_modules import family_plan
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -122,6 +123,9 @@ BROKEN = {
     "experts-on-the-host": Broken(
         "mixture", with_layer_plan(make_plan(MIXTRAL, dp=2, ep=2, zero=(1,)), "block-1", offload=(Offload.STATES,)),
         "their states on the host", "take states out of offload on layer plan block-1", "other bytes"),
+    "half-of-a-foreign-block-again": Broken(
+        "modules", family_plan("llama", recompute=("norm1",)), "recompute names norm1, it is all operators of a block or none",
+        r"set recompute to \[\] on layer plan block-0", "no effect"),
     "fp16": Broken("fp16", with_training(GPT1, precision=Precision.FP16), "precision is fp16", "to bf16", "other bytes"),
     "fp8": Broken("fp8", with_training(make_plan(GPT, precision=BF16), fp8_matmuls=True), "fp8_matmuls is set", "false", "no effect"),
     "bf16-gradients": Broken(

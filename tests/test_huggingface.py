@@ -17,6 +17,9 @@ SHAPE = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "i
          "max_position_embeddings": 64}
 GROUPED = {**SHAPE, "num_key_value_heads": 2}
 ONLY_EXPERTS = "it must be 0: shared experts and dense blocks among those of experts are not supported"
+SUPPORTED = "gemma, gpt2, gpt_neox, llama, mistral, mixtral, opt, phi3, qwen2, stablelm, starcoder2"
+OPT = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "ffn_dim": 160, "vocab_size": 384,
+       "max_position_embeddings": 64, "word_embed_proj_dim": 96}
 GPT2 = {"n_embd": 96, "n_layer": 3, "n_head": 6, "vocab_size": 384, "n_positions": 64}
 
 
@@ -62,6 +65,11 @@ def graph_parameters(spec):
     pytest.param("MixtralConfig", {**GROUPED, "num_local_experts": 5, "num_experts_per_tok": 3}, id="mixtral-own-experts"),
     pytest.param("Qwen2Config", GROUPED, id="qwen2"),
     pytest.param("Qwen2Config", {**GROUPED, "tie_word_embeddings": True}, id="qwen2-tied"),
+    pytest.param("OPTConfig", OPT, id="opt"),
+    pytest.param("GemmaConfig", GROUPED, id="gemma"),
+    pytest.param("Phi3Config", {**GROUPED, "pad_token_id": 0}, id="phi3"),
+    pytest.param("StableLmConfig", GROUPED, id="stablelm"),
+    pytest.param("Starcoder2Config", GROUPED, id="starcoder2"),
 ])
 def test_the_parameter_count_is_exactly_that_of_the_torch_model(class_name, keys):
     config = config_of(class_name, keys)
@@ -124,6 +132,32 @@ def test_neox_is_read_with_its_defaults():
     assert spec == ModelSpec(
         name="neox", num_layers=3, hidden_size=96, num_heads=6, num_kv_heads=6, head_dim=16, ffn_hidden_size=160, vocab_size=384,
         max_seq_length=64, positions=Positions.ROTARY, tied_embeddings=False, parallel_residual=True, rotary_fraction=0.25)
+
+
+def test_opt_is_read_with_its_defaults_and_the_two_rows_that_no_position_uses():
+    entry = entry_from_config({"model_type": "opt", **OPT}, "opt/config.json")
+
+    assert entry.spec == ModelSpec(
+        name="opt", num_layers=3, hidden_size=96, num_heads=6, num_kv_heads=6, head_dim=16, ffn_hidden_size=160, vocab_size=384,
+        max_seq_length=66, norm=Norm.LAYER_NORM, positions=Positions.LEARNED, dropout=0.1, tied_embeddings=True)
+    assert entry.seq_length == 64
+
+
+def test_gemma_has_heads_of_256_where_the_file_leaves_them_out():
+    spec = entry_from_config({"model_type": "gemma", **SHAPE, "num_attention_heads": 16}, "gemma/config.json").spec
+
+    assert (spec.head_dim, spec.num_kv_heads, spec.tied_embeddings, spec.gated_ffn) == (256, 16, True, True)
+
+
+@pytest.mark.parametrize(("model_type", "key", "value"), [
+    ("opt", "do_layer_norm_before", False), ("opt", "word_embed_proj_dim", 48), ("opt", "layerdrop", 0.1), ("opt", "enable_bias", False),
+    ("opt", "activation_function", "gelu"), ("gemma", "attention_bias", True), ("gemma", "hidden_act", "silu"),
+    ("stablelm", "qk_layernorm", True), ("stablelm", "use_qkv_bias", True), ("stablelm", "use_parallel_residual", True),
+    ("starcoder2", "use_bias", False),
+])
+def test_a_variant_of_a_family_that_the_graph_does_not_have_is_refused(model_type, key, value):
+    with pytest.raises(ConfigError, match=f"{key} is {value!r}"):
+        entry_from_config({"model_type": model_type, **OPT, "intermediate_size": 160, key: value}, "config.json")
 
 
 @pytest.mark.parametrize(("model_type", "kv_heads", "qkv_bias"), [
@@ -196,10 +230,8 @@ def test_a_model_is_named_after_its_publication_its_folder_or_its_family(keys, w
     pytest.param({"model_type": "mixtral", "n_shared_experts": 1}, f"c.json: n_shared_experts is 1, {ONLY_EXPERTS}", id="shared-experts"),
     pytest.param(
         {"model_type": "mixtral", "first_k_dense_replace": 1}, f"c.json: first_k_dense_replace is 1, {ONLY_EXPERTS}", id="dense-blocks"),
-    pytest.param({"model_type": "mamba"}, "c.json: model_type is 'mamba', supported are gpt2, gpt_neox, llama, mistral, mixtral, qwen2",
-                 id="other-family"),
-    pytest.param({"model_type": None}, "c.json: model_type is missing (supported: gpt2, gpt_neox, llama, mistral, mixtral, qwen2)",
-                 id="no-family"),
+    pytest.param({"model_type": "mamba"}, f"c.json: model_type is 'mamba', supported are {SUPPORTED}", id="other-family"),
+    pytest.param({"model_type": None}, f"c.json: model_type is missing (supported: {SUPPORTED})", id="no-family"),
     pytest.param({"hidden_size": None}, "c.json: hidden_size is missing (or n_embd, d_model)", id="missing-size"),
     pytest.param({"vocab_size": None}, "c.json: vocab_size is missing", id="missing-without-aliases"),
     pytest.param({"num_hidden_layers": "two"}, "c.json: num_hidden_layers is 'two', it must be a positive integer", id="text-for-a-number"),

@@ -119,6 +119,8 @@ def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *layers_phrases(plan))
     yield ("stack", *_stack(plan))
+    if plan.module:
+        yield "module", plan.module.text, "unmodified: divided as Megatron does, blocks recomputed whole or not"
     step, of_step, of_memory = predicted.step_time_s, "", ""
     if predicted.error_band:
         of_step, of_memory = f" {band_text(predicted.error_band.time.share)}", f" ({band_text(predicted.error_band.memory.share)})"
