@@ -351,7 +351,10 @@ def shorter_ends(frame: Frame, num_layers: int) -> bool | None:
 
 
 def block_counts(rank: int, frame: Frame, num_layers: int, longest: int | None = None) -> Iterator[int]:
-    """How many blocks one rank may hold: given by `shorter_ends` where ranks are equal, else from one a chunk to `longest`."""
+    """How many blocks one rank may hold: given by `shorter_ends` where ranks are equal, else from one a chunk to `longest`.
+
+    None holds so few that the others would have to hold more than `longest`.
+    """
     pp, v = frame.mesh.pp, frame.virtual_stages
     if pp == 1:
         yield num_layers
@@ -359,4 +362,5 @@ def block_counts(rank: int, frame: Frame, num_layers: int, longest: int | None =
         missing = 2 if shorter_ends(frame, num_layers) else 0
         yield (num_layers + missing) // pp - (missing > 0 and rank in (0, pp - 1))
     else:
-        yield from range(v, max(v, min(num_layers - v * (pp - 1), longest or num_layers)) + 1)
+        most = min(num_layers - v * (pp - 1), longest or num_layers)
+        yield from range(max(v, num_layers - (pp - 1) * most), most + 1)  # fewer would leave the others too many
