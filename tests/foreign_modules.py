@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from costmodels.mesh import Mesh
 from executor.data import synthetic
 from executor.foreign.source import open_source
 from executor.foreign.structure import find_structure
@@ -18,7 +19,7 @@ from profiles.huggingface import entry_from_config
 from profiles.module import ModuleSource
 from profiles.spec import ModelSpec, Norm, Positions
 from tests.executor_plans import SEQ_LENGTH, make_plan
-from tests.executor_world import OPTIONS, STEPS, Outcome
+from tests.executor_world import OPTIONS, STEPS, Outcome, reference_optimizer
 
 _LLAMA_LIKE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -227,9 +228,9 @@ def run_foreign_reference(plan: Plan) -> Outcome:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = reference_model(plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIONS.learning_rate)
-    batches = synthetic(plan, 0, OPTIONS.seed)
-    losses, first = [], {}
+    optimizer = reference_optimizer(model, OPTIONS)
+    batches = synthetic(replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0, OPTIONS.seed)
+    losses, norms, first = [], [], {}
     for step in range(STEPS):
         ids, targets = batches(step)
         output = model(ids)
@@ -239,6 +240,7 @@ def run_foreign_reference(plan: Plan) -> Outcome:
         loss.backward()
         if step == 0:
             first = {f"model.{name}": p.grad.clone() for name, p in model.named_parameters(remove_duplicate=False)}
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), OPTIONS.clip_gradients).item())
         optimizer.step()
         losses.append(loss.item())
-    return Outcome(losses=losses, gradients=first, states={}, collectives=Counter())
+    return Outcome(losses=losses, norms=norms, gradients=first, states={}, collectives=Counter())

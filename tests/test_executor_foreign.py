@@ -227,7 +227,8 @@ def half_sequence_parallel() -> Plan:
     pytest.param(family_plan("llama", recompute="full", recompute_ends=True), "it is all operators of a block or none", id="ends"),
     pytest.param(with_divisions(family_plan("llama", tp=2), BATCH), "operator norm1 is not divided as Megatron does", id="by-batch"),
     pytest.param(half_sequence_parallel(), "sequence_parallel differs", id="sequence-parallel-in-some-layers"),
-    pytest.param(replace(family_plan("llama"), model=replace(family_plan("llama").model, vocab_multiple=128)), "is padded to 128", id="padded"),
+    pytest.param(
+        replace(family_plan("llama"), model=replace(family_plan("llama").model, vocab_multiple=128)), "is padded to 128", id="padded"),
 ])
 def test_what_a_foreign_module_cannot_run_is_refused_and_the_nearest_plan_is_not(plan, message):
     with pytest.raises(ConfigError, match=message):
