@@ -7,7 +7,6 @@ import importlib.util
 import json
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 import cli
@@ -33,15 +32,6 @@ pytestmark = [
     pytest.mark.multiproc,
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """A fork must not inherit a pool of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tiny(dp: int = 2, pp: int = 1) -> Plan:

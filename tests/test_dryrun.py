@@ -53,15 +53,6 @@ PLANS = {name: on_cpus(plan) for name, plan in {
 }.items()}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """A fork must not inherit a pool of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @cache
 def executed() -> dict:
     return dict(zip(PLANS, run_plans(list(PLANS.values())), strict=True))

@@ -82,15 +82,6 @@ def _rank(rank: int, world: int, runs: list[Run], place: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """A fork must not inherit a pool of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def alone():
     """A world of one rank in this process."""

@@ -68,15 +68,6 @@ def reference() -> Outcome:
     return run_reference(PLANS["one-rank"])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """A fork must not inherit a pool of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks > 4 else ()) for name, plan in PLANS.items()]
 
 

@@ -102,15 +102,6 @@ def outcome(name: str) -> Outcome:
     return _outcomes(PLANS[name].mesh.num_ranks, name in SLOW)[name]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """A fork must not inherit a pool of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_trains_like_one_process_wherever_its_states_are(name):
     plan = PLANS[name]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 from torch.distributed.pipelining import PipelineStage
 
 from costmodels.schedules import Schedule
@@ -20,15 +19,6 @@ pytestmark = pytest.mark.multiproc
 
 _OVERRIDDEN = ("_setup_forward_recv_info", "_setup_backward_recv_info", "_get_recv_ops", "backward_one_chunk")
 BORDER_BYTES = SEQ_LENGTH * LLAMA.hidden_size * 4  # of a micro-batch of one sequence in fp32
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """A fork must not inherit a pool of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def interleaved(num_micro_batches: int) -> Plan:

@@ -103,15 +103,6 @@ def reference(plan: Plan) -> Outcome:
     return run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """A fork must not inherit a pool of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_whose_operators_are_divided_one_by_one_trains_like_one_process(name):
     plan = PLANS[name]

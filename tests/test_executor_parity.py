@@ -6,7 +6,6 @@ import dataclasses
 from functools import cache
 
 import pytest
-import torch
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
@@ -104,15 +103,6 @@ def outcomes(world: int) -> dict[str, Outcome]:
 @cache
 def reference(name: str) -> Outcome:
     return run_reference(dataclasses.replace(PLANS[name], mesh=Mesh(pp=1, dp=1, tp=1)))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """A fork must not inherit a pool of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-import torch
 
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
@@ -174,15 +173,6 @@ BROKEN = {
         "recomputed dropout", make_plan(DROPOUT, recompute=("residual1", "norm2")), "residual1 draws a dropout mask",
         r"set recompute to \['norm2'\]", "fails"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """A fork must not inherit a pool of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("plan", [
