@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -52,11 +54,18 @@ def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:
     return max((error, name) for name, error in parity.gradient_errors(found, expected).items())
 
 
+def _silent_rank(*arguments: object) -> None:
+    """A rank that is expected to fail: what torch and gloo say of their end is not said twice."""
+    faulthandler.disable()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    parity._rank(*arguments)
+
+
 def attempt(plan: Plan, limit_s: float = 20.0) -> Outcome | str:
     """Run `plan` in a world of its own, whatever comes of it: what it gives, or the traceback of an error, or "hangs"."""
     world = plan.mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.start_processes(parity._rank, args=(world, [plan], folder), nprocs=world, start_method="fork", join=False)
+        ranks = mp.start_processes(_silent_rank, args=(world, [plan], folder), nprocs=world, start_method="fork", join=False)
         deadline = time.monotonic() + limit_s
         try:
             while not ranks.join(max(0.0, deadline - time.monotonic())):
