@@ -88,7 +88,7 @@ class PriceBook:
 
     def shards(self, mesh: Mesh) -> int:
         """How many data-parallel ranks hold one copy of sharded states together."""
-        return self.zero_ranks if self.zero_ranks and mesh.dp % self.zero_ranks == 0 else mesh.dp
+        return self.zero_ranks if self.zero_ranks and mesh.dp % self.zero_ranks == 0 and mesh.ep == 1 else mesh.dp
 
     @property
     def offloads_states(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from costmodels.offload import Offload
 from planner.plan import LayerPlan, Plan
 from profiles.model import LayerKind
 from profiles.transformer import build_graph
@@ -23,7 +22,7 @@ def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
     names = {operator.name for operator in build_graph(plan.model, plan.training, 1).block.operators}
     for name, layer_plan in plan.layer_plans.items():
         if layer_plan.layer is LayerKind.BLOCK:
-            for problem in (_recompute(layer_plan, names), _placements(layer_plan) if plan.mesh.tp > 1 else None, _held(layer_plan, plan)):
+            for problem in (_recompute(layer_plan, names), _placements(layer_plan) if plan.mesh.tp > 1 else None):
                 if problem:
                     yield name, problem
 
@@ -52,13 +51,3 @@ def _placements(layer_plan: LayerPlan) -> Problem | None:
 def _sides(layer_plan: LayerPlan, name: str) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
     placement = layer_plan.operators[name]
     return placement.input, placement.output, any(placement.parameters.values())
-
-
-def _held(layer_plan: LayerPlan, plan: Plan) -> Problem | None:
-    """Experts are units of their own, over the ranks that hold the same: neither groups of neighbours nor the host keep them."""
-    grouped = layer_plan.zero and layer_plan.zero_ranks not in (None, plan.mesh.dp)
-    if plan.mesh.ep == 1 or not (grouped or Offload.STATES in layer_plan.offload):
-        return None
-    kept = tuple(each for each in layer_plan.offload if each is not Offload.STATES)
-    found = "experts over ep ranks with zero_ranks or their states on the host"
-    return found, "set zero_ranks to null and take states out of offload", replace(layer_plan, zero_ranks=None, offload=kept)

@@ -169,7 +169,9 @@ def _expert_units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[n
         return ()
     copies = ranks.expert_mesh["copies"]
     zero = placed.plan.zero if copies.size() > 1 else 0
-    return tuple(Unit(layers=(experts,), zero=zero, mesh=copies) for layer in layers for experts in experts_of(layer))
+    offloaded = Offload.STATES in placed.plan.offload
+    return tuple(
+        Unit(layers=(experts,), zero=zero, mesh=copies, offloaded=offloaded) for layer in layers for experts in experts_of(layer))
 
 
 def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[PlacedLayer, ...]]:

@@ -18,7 +18,7 @@ from costmodels.traffic import MESSAGE
 from executor import crew, dryrun
 from executor.alone import CPU, Chunks
 from executor.crew import dry_runs, num_actions
-from executor.dryrun import DryRun, counted_micro_batches, dry_run
+from executor.dryrun import DryRun, counted_micro_batches
 from executor.observed import _CALLS
 from planner.check import check_ranks, priced
 from planner.estimate import estimate_plan
@@ -51,6 +51,11 @@ PLANS = {name: on_cpus(plan) for name, plan in {
     "pp2-tied": make_plan(SHORT, pp=2, num_micro_batches=4),
     "pp2-interleaved": make_plan(LLAMA, pp=2, num_micro_batches=4, **INTERLEAVED),
 }.items()}
+
+
+def dry_run(plan: Plan, rank: int) -> DryRun:
+    """In a process of its own: torch remembers by mesh what belongs to the rank that a process was."""
+    return dry_runs(plan, (rank,))[0]
 
 
 @cache

@@ -9,8 +9,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from costmodels.schedules import Schedule
 from executor import pipeline
-from executor.dryrun import dry_run
-from executor.pipeline import _ReportingStage
+from executor.crew import dry_runs
+from executor.pipeline import _Stage
 from planner.plan import Plan
 from tests.executor_plans import GPT, LLAMA, SEQ_LENGTH, make_plan
 from tests.executor_world import GRADIENT_TOLERANCE, LOSS_TOLERANCE, run_plans, run_reference, worst_gradient
@@ -30,7 +30,7 @@ def interleaved(num_micro_batches: int) -> Plan:
 def growth(monkeypatch) -> int:
     """Bytes that eight more micro-batches add to what rank 0 holds."""
     monkeypatch.setattr("executor.dryrun.counted_micro_batches", lambda plan, _: (plan.pipeline.num_micro_batches,))
-    return dry_run(interleaved(14), 0).use.activations - dry_run(interleaved(6), 0).use.activations
+    return dry_runs(interleaved(14), (0,))[0].use.activations - dry_runs(interleaved(6), (0,))[0].use.activations
 
 
 def test_more_micro_batches_hold_no_more_messages(monkeypatch):
@@ -41,8 +41,8 @@ def test_more_micro_batches_hold_no_more_messages(monkeypatch):
 
 def test_torchs_own_stage_holds_a_buffer_for_every_message_of_the_step(monkeypatch):
     own = {name: getattr(PipelineStage, name) for name in _OVERRIDDEN}
-    stage = type("Stage", (_ReportingStage,), own)
-    monkeypatch.setattr(pipeline, "_ReportingStage", stage)
+    stage = type("Stage", (_Stage,), own)
+    monkeypatch.setattr(pipeline, "_Stage", stage)
 
     # rank 0 receives an activation and two gradients of every micro-batch
     assert growth(monkeypatch) >= 8 * 3 * BORDER_BYTES

@@ -89,7 +89,8 @@ def _spans(plan) -> list[str]:
     seen: list[str] = []
 
     def span(work: str, stage: int, micro_batch: int):
-        seen.append(f"{stage}{work}{micro_batch}")
+        if stage >= 0:
+            seen.append(f"{stage}{work}{micro_batch}")
         return nullcontext()
 
     trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))

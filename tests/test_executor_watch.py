@@ -74,9 +74,9 @@ def _rank(rank: int, restart: int, port: int, arguments: list[str], action) -> N
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restart)}
-    make = train.synthetic
+    make = train.build_batches
 
-    def synthetic(*arguments) -> Batches:
+    def build_batches(*arguments) -> Batches:
         batches = make(*arguments)
 
         def batch(step: int):
@@ -86,7 +86,7 @@ def _rank(rank: int, restart: int, port: int, arguments: list[str], action) -> N
 
         return batch
 
-    train.synthetic = synthetic
+    train.build_batches = build_batches
     sys.argv = ["executor", *arguments]
     os._exit(command.run())
 
