@@ -36,7 +36,7 @@ def check(plan_file: Path, ranks: tuple[int, ...], execute: bool, as_json: bool)
     With --execute, the same plan of a small model of the same structure: losses and gradients against one process.
     Exit code 3 when a stage does not fit its device, 2 when losses or gradients differ.
     """
-    from executor.layout import validate
+    from executor.rules.all import validate
     from planner.plan import read
 
     plan = read(plan_file)
@@ -63,7 +63,7 @@ def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
     if chosen[-1] >= plan.mesh.pp:
         raise ConfigError(f"--rank {chosen[-1]}: the plan has pipeline ranks 0 to {plan.mesh.pp - 1}", hint="choose one of them")
     today = priced(plan)
-    from executor.crew import dry_runs, num_actions
+    from executor.check.crew import dry_runs, num_actions
 
     with count_bar(console(sys.stderr), "checking", num_actions(plan, chosen)) as on_done:
         runs = dry_runs(plan, chosen, on_done)
@@ -78,9 +78,9 @@ def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:
 def _execute(plan: Plan, *, as_json: bool) -> int:
     import torch
 
-    from executor import parity
-    from executor.layout import validate
-    from executor.shrink import shrunk
+    from executor.check import parity
+    from executor.check.shrink import shrunk
+    from executor.rules.all import validate
     from planner.report.parity import Parity, parity_document, print_parity
     from planner.report.text import console
 
@@ -178,7 +178,7 @@ def tokenize(inputs: tuple[Path, ...], tokenizer: str, pattern: str, dtype: str,
 
     Every INPUT is a file or a folder. A file is a document; the tokenizer's end-of-document id follows each.
     """
-    from executor.tokens import documents, load_tokenizer, write_tokens
+    from executor.data.tokens import documents, load_tokenizer, write_tokens
     from profiles.units import format_bytes
 
     found = write_tokens(documents(inputs, pattern), output, load_tokenizer(tokenizer), dtype)

@@ -26,8 +26,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from costmodels.recompute import Recompute, recompute_operators, saved_bytes
 from costmodels.sharding import Sharding
-from executor.layout import stage_layers, validate
-from executor.stages import border_example
+from executor.layout import stage_layers
+from executor.parallel.stages import border_example
+from executor.rules.all import validate
 from executor.train import Options, build_trainer
 from planner.plan import Plan
 from profiles.catalog import load_model

@@ -29,8 +29,8 @@ from benchmarks.activations import GPT_100M, gpt_tiny
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from executor.check import Meter
-from executor.layout import validate
+from executor.check.meter import Meter
+from executor.rules.all import validate
 from executor.train import Options, build_trainer
 from planner.estimate import estimate_plan
 from planner.plan import Objective, Plan

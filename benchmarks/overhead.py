@@ -39,7 +39,7 @@ from benchmarks.activations import GPT_100M
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from executor.data import synthetic
+from executor.data.batches import synthetic
 from executor.train import Options, build_trainer
 from planner.estimate import estimate_plan
 from planner.plan import Plan

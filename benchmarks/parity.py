@@ -25,8 +25,8 @@ from torch.multiprocessing import ProcessRaisedException
 
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule
-from executor.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Outcome, gradient_errors, loss_errors, run_plans, run_reference
-from executor.rules import refusals
+from executor.check.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Outcome, gradient_errors, loss_errors, run_plans, run_reference
+from executor.rules.all import refusals
 from planner.plan import Plan
 from planner.report.text import print_table, say
 from tests.executor_plans import GPT, LLAMA, make_plan

@@ -1,4 +1,4 @@
-"""What recording costs: the same training step with and without the spans of executor/measured.py, in turn, on one rank.
+"""What recording costs: the same training step with and without the spans of executor/watch/measured.py, in turn, on one rank.
 
     python benchmarks/recording.py               # gpt-tiny on one CPU rank, half a minute
 
@@ -21,8 +21,8 @@ import torch.distributed as dist
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from executor.measured import Recorder
 from executor.train import Options, Trainer, build_trainer
+from executor.watch.measured import Recorder
 from planner.estimate import estimate_plan
 from planner.plan import Plan
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus

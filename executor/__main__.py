@@ -18,17 +18,18 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cli_style import Command, option
 from executor import layout
-from executor.check import table
-from executor.checkpoint import Checkpoints
+from executor.check.meter import table
+from executor.checkpoint.checkpoints import Checkpoints
+from executor.checkpoint.resume import CheckpointOptions
 from executor.compiled import validate_compiled
+from executor.data.tokens import TOKEN_TYPES
 from executor.foreign.rules import has_even_shards
-from executor.measured import RunFiles, collect
 from executor.options import LearningRateSchedule, Options
-from executor.progress import Progress
-from executor.resume import CheckpointOptions
-from executor.tokens import TOKEN_TYPES
+from executor.rules.all import validate
 from executor.train import StepResult, build_trainer
-from executor.watch import SLACK_S, Watch, own_connection
+from executor.watch.measured import RunFiles, collect
+from executor.watch.progress import Progress
+from executor.watch.watch import SLACK_S, Watch, own_connection
 from planner.plan import Plan, read
 from profiles.errors import ConfigError, PlannerError
 
@@ -83,7 +84,7 @@ def main(
     """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes."""
     try:
         plan = read(plan_file)
-        layout.validate(plan)
+        validate(plan)
         _check_world(plan, plan_file)
         chosen, trained = _device(device), Options(**options)
         if trained.compile:

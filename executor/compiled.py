@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from executor.stages import Stage
+from executor.parallel.stages import Stage
 from planner.plan import Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
@@ -20,7 +20,7 @@ from profiles.transformer import build_graph
 def validate_compiled(plan: Plan, device: torch.device) -> None:
     """Raises ConfigError for a plan whose blocks are no single graph, and for a machine that cannot compile.
 
-    Recipes (`executor.kept`) are what autograd asks Python for when it keeps a tensor. A compiled block keeps tensors of
+    Recipes (`executor.memory.kept`) are what autograd asks Python for when it keeps a tensor. A compiled block keeps tensors of
     its own: tracing it ends at the hooks, and in pieces around them an operator that runs again met freed memory.
     """
     if plan.mesh.tp > 1:

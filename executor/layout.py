@@ -79,10 +79,3 @@ def layer_operators(plan: Plan, layer_plan: LayerPlan) -> tuple[str, ...]:
     """The names of the operators of the layers that run on `layer_plan`."""
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     return tuple(operator.name for operator in graph.layer_class(layer_plan.layer).operators)
-
-
-def validate(plan: Plan) -> None:
-    """Raises ConfigError for a plan that is well-formed but that the executor cannot run as it stands."""
-    from executor import rules  # they read the layout
-
-    rules.validate(plan)

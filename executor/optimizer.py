@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from executor.options import LearningRateSchedule, Options
-from executor.stages import Stage
+from executor.parallel.stages import Stage
 from executor.tensors import local
 from planner.plan import Plan
 

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from executor.check import Meter, Row, predicted_state_bytes
+from executor.check.meter import Meter, Row, predicted_state_bytes
 from executor.compiled import compile_blocks
-from executor.data import Batches, build_batches
-from executor.measured import Recorder
+from executor.data.batches import Batches, build_batches
 from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, set_learning_rate
 from executor.options import Options
-from executor.pipeline import Pipeline, build_pipeline
-from executor.progress import Progress
-from executor.stages import Ranks
+from executor.parallel.pipeline import Pipeline, build_pipeline
+from executor.parallel.stages import Ranks
+from executor.watch.measured import Recorder
+from executor.watch.progress import Progress
 from planner.plan import Plan
 
 METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from costmodels.recompute import kept_tensors
-from executor.divisions import Entries, shard_dim
+from executor.rules.divisions import Entries, shard_dim
 from planner.plan import OperatorPlacement
 from profiles.model import LayerClass, Operator, OperatorKind, Tensor
 

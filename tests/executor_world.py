@@ -1,4 +1,4 @@
-"""What the tests ask of `executor.parity`: the same on all ranks, and tighter than the command does."""
+"""What the tests ask of `executor.check.parity`: the same on all ranks, and tighter than the command does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-from executor import parity
-from executor.parity import (
+from executor.check import parity
+from executor.check.parity import (
     OPTIONS,
     STEPS,
     CountCollectives,

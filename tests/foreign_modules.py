@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from costmodels.mesh import Mesh
-from executor.data import synthetic
+from executor.data.batches import synthetic
 from executor.foreign.source import open_source
 from executor.foreign.structure import find_structure
 from planner.plan import Plan

@@ -16,7 +16,7 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from costmodels.traffic import Sent
 from costmodels.usage import RankUse
-from executor import pipeline
+from executor.parallel import pipeline
 from planner.check import RankCheck, matches, sent_checks, worst
 from planner.estimate import estimate_plan
 from planner.plan import Plan, write
@@ -76,7 +76,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_exits_with_3(tmp_path):
 def test_placements_that_have_no_price_are_an_error_before_anything_runs(tmp_path, monkeypatch):
     plan = make_plan(GPT, tp=2)
     odd = {name: dataclasses.replace(layer, recompute=("nothing",)) for name, layer in plan.layer_plans.items()}
-    monkeypatch.setattr("executor.crew.dry_runs", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("executor.check.crew.dry_runs", lambda *_: pytest.fail("it ran"))
 
     result = run(dataclasses.replace(plan, layer_plans=odd), tmp_path)
 

@@ -15,11 +15,11 @@ from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from costmodels.traffic import MESSAGE
-from executor import crew, dryrun
-from executor.alone import CPU, Chunks
-from executor.crew import dry_runs, num_actions
-from executor.dryrun import DryRun, counted_micro_batches
-from executor.observed import _CALLS
+from executor.check import crew, dryrun
+from executor.check.alone import CPU, Chunks
+from executor.check.crew import dry_runs, num_actions
+from executor.check.dryrun import DryRun, counted_micro_batches
+from executor.check.observed import _CALLS
 from planner.check import check_ranks, priced
 from planner.estimate import estimate_plan
 from planner.plan import Plan

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from costmodels.memory import StateBytes
-from executor.check import predicted_state_bytes, table
+from executor.check.meter import predicted_state_bytes, table
 from profiles.spec import Precision
 from profiles.transformer import build_graph
 from tests.executor_plans import GPT, LLAMA, make_plan

@@ -23,10 +23,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from costmodels.mesh import Mesh
-from executor import checkpoint, folder
-from executor.checkpoint import Checkpoints
-from executor.data import synthetic
-from executor.resume import CheckpointOptions
+from executor.checkpoint import checkpoints as checkpoint
+from executor.checkpoint import folder
+from executor.checkpoint.checkpoints import Checkpoints
+from executor.checkpoint.resume import CheckpointOptions
+from executor.data.batches import synthetic
 from executor.train import Options, build_trainer
 from planner.plan import Plan
 from profiles.errors import ConfigError, PlannerError

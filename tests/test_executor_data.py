@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from executor.data import build_batches, from_file, open_tokens, synthetic
+from executor.data.batches import build_batches, from_file, open_tokens, synthetic
+from executor.data.tokens import bytes_tokenizer, sidecar_path, write_tokens
 from executor.options import Options
-from executor.tokens import bytes_tokenizer, sidecar_path, write_tokens
 from profiles.errors import ConfigError
 from tests.executor_plans import SEQ_LENGTH, make_plan
 

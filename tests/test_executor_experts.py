@@ -12,11 +12,11 @@ from torch.multiprocessing import ProcessRaisedException
 
 from costmodels.recompute import saved_bytes
 from costmodels.sharding import Sharding
-from executor.expert_rules import MIXTURE
-from executor.models import build_layer
-from executor.moe import MixtureOfExperts, held_experts
-from executor.recompute import recomputed
-from executor.rules import nearest_legal, validate
+from executor.memory.recompute import recomputed
+from executor.modules.models import build_layer
+from executor.modules.moe import MixtureOfExperts, held_experts
+from executor.rules.all import nearest_legal, validate
+from executor.rules.experts import MIXTURE
 from planner.plan import Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind

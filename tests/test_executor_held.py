@@ -19,11 +19,11 @@ from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.sharding import Sharding
-from executor import kept
-from executor.kept import Recipes
-from executor.models import build_layer
-from executor.recompute import recomputed
-from executor.rules import validate
+from executor.memory import kept
+from executor.memory.kept import Recipes
+from executor.memory.recompute import recomputed
+from executor.modules.models import build_layer
+from executor.rules.all import validate
 from executor.train import build_trainer
 from planner.plan import Plan
 from profiles.measured import machine_for

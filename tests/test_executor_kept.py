@@ -14,10 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels.recompute import Recompute, recompute_operators, saved_bytes
 from costmodels.sharding import Sharding, placements
-from executor.kept import Recipes
-from executor.models import build_layer
-from executor.place import place_layer
-from executor.recompute import recomputed
+from executor.memory.kept import Recipes
+from executor.memory.recompute import recomputed
+from executor.modules.models import build_layer
+from executor.parallel.place import place_layer
 from planner.plan import OperatorPlacement
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Positions, TrainingSpec

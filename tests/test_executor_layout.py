@@ -7,7 +7,7 @@ import pytest
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from executor.layout import local_stages, stage_layers, torchrun_line
-from executor.place import parse_placement
+from executor.parallel.place import parse_placement
 from profiles.errors import ConfigError
 from tests.executor_plans import GPT, LLAMA, make_plan
 

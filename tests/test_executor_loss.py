@@ -5,7 +5,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
 
-from executor.loss import Loss
+from executor.modules.loss import Loss
 
 B, S, V = 2, 8, 512
 

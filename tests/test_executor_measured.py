@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from costmodels.schedules import Schedule, actions
-from executor.measured import Clock, Recorder, clock_offsets, collect
 from executor.train import Options, build_trainer
+from executor.watch.measured import Clock, Recorder, clock_offsets, collect
 from planner.plan import Plan
 from planner.runs import Run, read, write
 from tests.executor_plans import make_plan

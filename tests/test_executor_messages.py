@@ -8,9 +8,9 @@ import pytest
 from torch.distributed.pipelining import PipelineStage
 
 from costmodels.schedules import Schedule
-from executor import pipeline
-from executor.crew import dry_runs
-from executor.pipeline import _Stage
+from executor.check.crew import dry_runs
+from executor.parallel import pipeline
+from executor.parallel.pipeline import _Stage
 from planner.plan import Plan
 from tests.executor_plans import GPT, LLAMA, SEQ_LENGTH, make_plan
 from tests.executor_world import GRADIENT_TOLERANCE, LOSS_TOLERANCE, run_plans, run_reference, worst_gradient
@@ -29,7 +29,7 @@ def interleaved(num_micro_batches: int) -> Plan:
 
 def growth(monkeypatch) -> int:
     """Bytes that eight more micro-batches add to what rank 0 holds."""
-    monkeypatch.setattr("executor.dryrun.counted_micro_batches", lambda plan, _: (plan.pipeline.num_micro_batches,))
+    monkeypatch.setattr("executor.check.dryrun.counted_micro_batches", lambda plan, _: (plan.pipeline.num_micro_batches,))
     return dry_runs(interleaved(14), (0,))[0].use.activations - dry_runs(interleaved(6), (0,))[0].use.activations
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from executor.models import Attention, build_layer
+from executor.modules.models import Attention, build_layer
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Positions, TrainingSpec
 from profiles.stack import AttentionKernel

@@ -15,9 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
-from executor.layout import validate
-from executor.models import build_layer
-from executor.place import place_layer
+from executor.modules.models import build_layer
+from executor.parallel.place import place_layer
+from executor.rules.all import validate
 from planner.plan import LayerPlan, OperatorPlacement, Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind

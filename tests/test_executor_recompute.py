@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from costmodels.recompute import Recompute, recompute_operators, saved_bytes
 from costmodels.sharding import Sharding
-from executor.kept import _Recipe
-from executor.models import build_layer
-from executor.recompute import recomputed
+from executor.memory.kept import _Recipe
+from executor.memory.recompute import recomputed
+from executor.modules.models import build_layer
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec

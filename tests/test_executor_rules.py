@@ -13,7 +13,7 @@ import pytest
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule
-from executor.rules import RULES, nearest_legal, refusals, validate
+from executor.rules.all import RULES, nearest_legal, refusals, validate
 from planner.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from profiles.errors import ConfigError
 from profiles.spec import Precision

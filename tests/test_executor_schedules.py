@@ -18,9 +18,9 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from costmodels.schedules import Schedule
 from executor.layout import action_rows
-from executor.models import Linear
-from executor.pipeline import build_pipeline
-from executor.rules import validate
+from executor.modules.models import Linear
+from executor.parallel.pipeline import build_pipeline
+from executor.rules.all import validate
 from executor.train import build_trainer
 from profiles.errors import ConfigError
 from tests.executor_plans import GPT, LLAMA, make_plan

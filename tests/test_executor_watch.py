@@ -18,9 +18,9 @@ import torch.distributed as dist
 from costmodels.mesh import Mesh
 from executor import __main__ as command
 from executor import train
-from executor.data import Batches
-from executor.progress import Progress
-from executor.watch import SLACK_S, State, Watch
+from executor.data.batches import Batches
+from executor.watch.progress import Progress
+from executor.watch.watch import SLACK_S, State, Watch
 from planner.plan import Plan, write
 from tests.executor_plans import GPT, make_plan
 

@@ -23,7 +23,7 @@ ALLOWED = {  # package -> where it may be named: a file, or a folder with its sl
         "profiles/catalog.py", "profiles/measured.py", "profiles/own.py", "profiles/terms.py", "profiles/calibrate.py",
         "profiles/profiler/", "planner/plan.py", "planner/validation/fit.py"),
     "pydantic": ("profiles/",),
-    "transformers": ("executor/foreign/source.py", "executor/tokens.py"),
+    "transformers": ("executor/foreign/source.py", "executor/data/tokens.py"),
     "matplotlib": ("planner/report/scatter.py", "planner/report/front_plot.py"),
 }
 

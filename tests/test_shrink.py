@@ -10,8 +10,8 @@ import pytest
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from executor.layout import validate
-from executor.shrink import MOST_CHUNKS, shrunk
+from executor.check.shrink import MOST_CHUNKS, shrunk
+from executor.rules.all import validate
 from planner.estimate import estimate_plan
 from planner.plan import Plan
 from profiles.catalog import load_cluster, load_model, with_gpus

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from executor.shuffle import shuffled
+from executor.data.shuffle import shuffled
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 16, 17, 64, 65, 1000])

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from cli import main
-from executor import tokens
-from executor.tokens import (
+from executor.data import tokens
+from executor.data.tokens import (
     Tokenizer,
     bytes_tokenizer,
     documents,

@@ -16,12 +16,12 @@ from executor.foreign.source import Source, open_source
 from executor.foreign.structure import Place, Structure, find_structure
 from executor.foreign.styles import place_block, place_embedding, place_head, split_sequence
 from executor.layout import PlacedLayer
-from executor.sharded import Unit, compute_dtype, shard_root
+from executor.parallel.sharded import Unit, compute_dtype, shard_root
 from planner.plan import Plan
 from profiles.model import LayerKind
 
 if TYPE_CHECKING:
-    from executor.stages import Ranks
+    from executor.parallel.stages import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from executor.foreign.source import logits_of
 from executor.foreign.structure import Structure
 from executor.foreign.trace import first_tensor, hidden_of
-from executor.loss import Loss
+from executor.modules.loss import Loss
 
 Hidden = Callable[[Tensor], Tensor]
 

@@ -1,4 +1,4 @@
-"""What the executor cannot run of a plan for a foreign module: `executor.rules` asks it. Loads no torch: `plan` asks it too."""
+"""What the executor cannot run of a plan for a foreign module: executor/rules/layers.py asks it. Loads no torch: `plan` asks it too."""
 
 from __future__ import annotations
 

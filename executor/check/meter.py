@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from costmodels.memory import StateBytes, chunk_elements, states_of
 from costmodels.offload import Offload
-from executor.divisions import local_shape
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
+from executor.rules.divisions import local_shape
 from executor.tensors import part
 from planner.plan import Plan
 from profiles.model import LayerKind, Parameter

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from executor.folder import AtomicWriter, CheckedReader, Document, checkpoint_name, remove_temporaries
-from executor.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint
-from executor.states import Tensors, held, make_optimizer_states, random_states, set_random_states, training_tensors
+from executor.checkpoint.folder import AtomicWriter, CheckedReader, Document, checkpoint_name, remove_temporaries
+from executor.checkpoint.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint
+from executor.checkpoint.states import Tensors, held, make_optimizer_states, random_states, set_random_states, training_tensors
 from executor.train import Trainer
 from profiles.errors import PlannerError
 

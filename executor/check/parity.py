@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from costmodels.memory import StateBytes
 from costmodels.mesh import Mesh
-from executor.data import synthetic
-from executor.models import build_layer
+from executor.data.batches import synthetic
+from executor.modules.models import build_layer
 from executor.options import Options
 from executor.train import Trainer, build_trainer
 from planner.plan import Plan

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from costmodels.mesh import Mesh
-from executor.progress import Progress
+from executor.watch.progress import Progress
 
 BEAT_S = 0.2
 RANKS_PER_BEAT = 64  # more ranks write less often, so that their store has as little to do

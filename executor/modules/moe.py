@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from executor.expert_rules import MIXTURE
+from executor.rules.experts import MIXTURE
 from executor.tensors import local
 from planner.plan import OperatorPlacement
 from profiles.spec import ModelSpec
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
             by_expert=experts.repeat_interleave(arriving).argsort(stable=True), counts=from_rank.sum(dim=0).tolist())
 
     def placement(self, operators: Mapping[str, OperatorPlacement]) -> OperatorPlacement:
-        """From where it reads to where it leaves: all its operators are placed alike (executor/expert_rules.py)."""
+        """From where it reads to where it leaves: all its operators are placed alike (executor/rules/experts.py)."""
         return OperatorPlacement(input=operators["router"].input, output=operators["combine"].output)
 
     def sum_over_tensor_parallel(self) -> None:

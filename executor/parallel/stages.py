@@ -12,16 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from costmodels.offload import Offload
-from executor.divisions import local_shape
 from executor.foreign.build import build_foreign
 from executor.foreign.cut import ForeignBody
-from executor.kept import Recipes
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
-from executor.models import build_layer
-from executor.moe import experts_of
-from executor.place import parse_placement, place_layer
-from executor.recompute import recomputed
-from executor.sharded import Unit, begin_step, compute_dtype, reduce_gradients, shard_root, shard_unit
+from executor.memory.kept import Recipes
+from executor.memory.recompute import recomputed
+from executor.modules.models import build_layer
+from executor.modules.moe import experts_of
+from executor.parallel.place import parse_placement, place_layer
+from executor.parallel.sharded import Unit, begin_step, compute_dtype, reduce_gradients, shard_root, shard_unit
+from executor.rules.divisions import local_shape
 from executor.tensors import as_dtensor, local
 from planner.plan import Plan
 from profiles.model import LayerKind

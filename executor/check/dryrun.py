@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from costmodels.schedules import Schedule, in_flight
 from costmodels.traffic import Sent
 from costmodels.usage import RankUse
-from executor.alone import alone
-from executor.check import Meter, optimizer_states
-from executor.loss import Loss
-from executor.observed import OTHER, Observed
-from executor.stages import Ranks
+from executor.check.alone import alone
+from executor.check.meter import Meter, optimizer_states
+from executor.check.observed import OTHER, Observed
+from executor.modules.loss import Loss
+from executor.parallel.stages import Ranks
 from executor.tensors import part
 from executor.train import Options, Trainer, ranks_of, trainer_of
 from planner.plan import Plan

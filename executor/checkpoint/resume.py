@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from executor.folder import Document, checkpoint_paths, checkpoint_step, read_document, remove_temporaries
+from executor.checkpoint.folder import Document, checkpoint_paths, checkpoint_step, read_document, remove_temporaries
 from planner.plan import Plan
 from profiles.errors import ConfigError
 from profiles.schema import document, parse

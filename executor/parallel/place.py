@@ -6,7 +6,7 @@ after. Modules marked `on_shards` compute on local shards, and what that makes o
 - a weight divided by rows (`Shard(0)`) reads whole inputs, and their gradients on the ranks are partial sums;
 - a weight divided by columns (`Shard(1)`) gives partial sums, reduced to the output's placement before the bias is added;
 - a whole weight over divided sequences or tokens has partial sums as gradients. They are called whole until the end of
-  the step, where `executor.sharded.reduce_gradients` adds them over the tensor-parallel ranks, once.
+  the step, where `executor.parallel.sharded.reduce_gradients` adds them over the tensor-parallel ranks, once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from executor.kept import Recipes
-from executor.models import Linear
-from executor.moe import MixtureOfExperts
+from executor.memory.kept import Recipes
+from executor.modules.models import Linear
+from executor.modules.moe import MixtureOfExperts
 from executor.tensors import as_dtensor, local
 from planner.plan import OperatorPlacement
 from profiles.errors import ConfigError

@@ -6,7 +6,7 @@ stage | parameters during the step | gradients of a micro-batch
 2     | gathered once a step       | reduce-scattered after every micro-batch
 3     | gathered per micro-batch   | reduce-scattered after every micro-batch
 
-Gradients that are this rank's summands over the tensor-parallel axis too (`executor.place`) are added over it after that,
+Gradients that are this rank's summands over the tensor-parallel axis too (`executor.parallel.place`) are added over it after that,
 at the end of the step and as they are held then: with ZeRO the shards. Experts that are divided over data-parallel ranks are
 units of their own, whose data-parallel ranks are those that hold the same experts.
 
@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from executor.place import parameters_summed_over_tp
+from executor.parallel.place import parameters_summed_over_tp
 from executor.tensors import local
 from profiles.spec import Precision
 from profiles.units import MIB

@@ -1,4 +1,4 @@
-"""What the executor requires of a plan for a model of experts: `executor.rules` asks it."""
+"""What the executor requires of a plan for a model of experts: executor/rules/layers.py asks it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planner.plan import LayerPlan, Plan
 from profiles.model import LayerKind
 from profiles.transformer import build_graph
 
-MIXTURE = ("router", "choice", "dispatch", "fc1", "activation", "fc2", "combine")  # one module: executor/moe.py
+MIXTURE = ("router", "choice", "dispatch", "fc1", "activation", "fc2", "combine")  # one module: executor/modules/moe.py
 AGAIN_ALONE = ("activation",)  # of it, what can run again by itself
 
 Problem = tuple[str, str, LayerPlan]  # what was found, what to set, and the layer plan with that

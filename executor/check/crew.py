@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from executor.dryrun import DryRun, counted_micro_batches, dry_run
+from executor.check.dryrun import DryRun, counted_micro_batches, dry_run
 from planner.plan import Plan
 from profiles.errors import PlannerError
 

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from executor.layout import action_rows, local_stages, stage_layers
-from executor.messages import LeanStage
-from executor.sharded import all_reduce, settle_weight_gradients
-from executor.stages import Ranks, Stage, border_example, build_stages
+from executor.parallel.messages import LeanStage
+from executor.parallel.sharded import all_reduce, settle_weight_gradients
+from executor.parallel.stages import Ranks, Stage, border_example, build_stages
 from executor.tensors import local
 from planner.plan import Plan
 

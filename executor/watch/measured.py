@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from executor.check import Row
+from executor.check.meter import Row
 from planner.account import RankMeasured, RecordedStep, make_run, trace_ranks
 from planner.plan import Plan
 from planner.report.run import print_run

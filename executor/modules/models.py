@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from executor.loss import Loss
-from executor.moe import Experts, Grouped, MixtureOfExperts, divide_experts, held_experts
+from executor.modules.loss import Loss
+from executor.modules.moe import Experts, Grouped, MixtureOfExperts, divide_experts, held_experts
 from executor.tensors import local
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Norm, Positions, TrainingSpec
@@ -304,7 +304,7 @@ def build_layer(
 
 
 def _materialize(layer: nn.Module, device: torch.device) -> None:
-    """Give every parameter memory on `device`. Not `to_empty`, which cannot do it to fake tensors (executor/dryrun.py)."""
+    """Give every parameter memory on `device`. Not `to_empty`, which cannot do it to fake tensors (executor/check/dryrun.py)."""
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             module.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device=device)))

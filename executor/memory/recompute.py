@@ -15,8 +15,8 @@ from functools import partial
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from executor.kept import Recipes
-from executor.models import Attention
+from executor.memory.kept import Recipes
+from executor.modules.models import Attention
 from executor.tensors import local, memory_of
 from profiles.errors import ConfigError
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-from executor.stages import Stage
+from executor.parallel.stages import Stage
 
 TIED = "embedding.tokens.weight"
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of checkpoint_wrapper and torch.compile
