@@ -1,10 +1,14 @@
-"""Tensors that may or may not be DTensors."""
+"""Tensors that may or may not be DTensors, and what torch remembers of them."""
 
 from __future__ import annotations
+
+import gc
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -25,3 +29,15 @@ def part(tensor: Tensor) -> Tensor:
 def memory_of(tensor: Tensor) -> int:
     """What tells the memory of this rank's part from any other that lives; a fake tensor has no address."""
     return int(part(tensor).untyped_storage()._cdata)
+
+
+def begin_fork() -> None:
+    """In a process that was forked to be a rank: leave alone, and forget, what its parent did as another one.
+
+    A gloo group that the collector finds here would wait for threads that no fork has; and what torch remembers by mesh is
+    of the rank that the parent was.
+    """
+    gc.freeze()
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()

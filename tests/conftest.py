@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -28,3 +29,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def _after_fork() -> None:
+    """Tests are other ranks in one process before they fork a world."""
+    tensors = sys.modules.get("executor.tensors")
+    if tensors is not None:
+        tensors.begin_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

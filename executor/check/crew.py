@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from executor.check.dryrun import DryRun, counted_micro_batches, dry_run
+from executor.tensors import begin_fork
 from planner.plan import Plan
 from profiles.errors import PlannerError
 
@@ -76,6 +77,7 @@ def _messages(ends: Sequence[Connection]) -> Iterator[Any]:
 
 
 def _child(end: Connection, plan: Plan, pipeline_ranks: tuple[int, ...]) -> None:
+    begin_fork()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)

@@ -145,12 +145,13 @@ class Observed(TorchDispatchMode):
         self._log.append((piece, change))
 
     def _count(self, name: str, args: Any, out: Any) -> None:
-        if name in _SILENT:
+        group = _group_name(args)
+        if name in _SILENT or (group and dist.distributed_c10d._resolve_process_group(group).size() == 1):
             return
         kind, which = _CALLS.get(name, (name, 0))
         counted = out if which is None else args[which]
         num_bytes = sum(part(tensor).nbytes for tensor in tree_leaves(counted) if isinstance(tensor, Tensor))
-        self._tally.add(self.axes.get(_group_name(args), "other"), kind, num_bytes)
+        self._tally.add(self.axes.get(group, "other"), kind, num_bytes)
 
 
 def _by_kind(sizes: Mapping[_Piece, int]) -> Counter[str]:

@@ -26,6 +26,7 @@ from costmodels.mesh import Mesh
 from executor.data.batches import synthetic
 from executor.modules.models import build_layer
 from executor.options import Options
+from executor.tensors import begin_fork
 from executor.train import Trainer, build_trainer
 from planner.plan import Plan
 from profiles.model import LayerKind
@@ -90,6 +91,7 @@ def run_plans(plans: Sequence[Plan]) -> list[Outcome]:
 
 
 def _rank(rank: int, world: int, plans: list[Plan], folder: str) -> None:
+    begin_fork()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # full_tensor() of a gradient sharded twice is slow

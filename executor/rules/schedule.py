@@ -102,7 +102,7 @@ def batch(plan: Plan) -> Iterator[Refusal]:
             f"{sequences} sequences, global_batch_size is {plan.training.global_batch_size}"))
 
 
-@rule(why="torch's schedule does not take that many", action="change the number of micro-batches")
+@rule(why="the schedule goes round by round through all pipeline ranks", action="change the number of micro-batches")
 def micro_batches(plan: Plan) -> Iterator[Refusal]:
     if plan.mesh.pp > 1 and (problem := _schedule_problem(plan.pipeline, plan.mesh.pp)):
         yield _micro_batch_refusal(plan, f"pipeline: {problem}")
