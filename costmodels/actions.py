@@ -19,6 +19,7 @@ from profiles.errors import ConfigError
 
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 _CSV = "one line per pipeline rank like 0F0,0F1,0B0,0B1: virtual stage, F, B, I or W, micro-batch"
+_CORRECT = "correct that line of the schedule"
 
 
 class Work(StrEnum):
@@ -94,11 +95,11 @@ def _homes(parsed: Sequence[Sequence[tuple[int, Work, int]]], virtual_stages: in
         stages = sorted({stage for stage, _, _ in actions})
         for stage in stages:
             if home.setdefault(stage, rank) != rank:
-                raise ConfigError(f"pipeline.actions: virtual stage {stage} is on rank {home[stage]} and on rank {rank}")
+                raise ConfigError(f"pipeline.actions: virtual stage {stage} is on rank {home[stage]} and on rank {rank}", hint=_CORRECT)
             if stage >= num_stages:
-                raise ConfigError(f"pipeline.actions, rank {rank}: virtual stage {stage}, there are {num_stages}")
+                raise ConfigError(f"pipeline.actions, rank {rank}: virtual stage {stage}, there are {num_stages}", hint=_CORRECT)
         if len(stages) != virtual_stages:
-            raise ConfigError(f"pipeline.actions, rank {rank}: it has virtual stages {stages}, not {virtual_stages} of them")
+            raise ConfigError(f"pipeline.actions, rank {rank}: it has virtual stages {stages}, not {virtual_stages} of them", hint=_CORRECT)
     return home
 
 
@@ -108,17 +109,19 @@ def _check_rank(actions: Sequence[tuple[int, Work, int]], rank: int, num_micro_b
     for stage, work, micro_batch in actions:
         where = f"pipeline.actions, rank {rank}: {stage}{work}{micro_batch}"
         if micro_batch >= num_micro_batches:
-            raise ConfigError(f"{where} is of micro-batch {micro_batch}, there are {num_micro_batches}")
+            raise ConfigError(f"{where} is of micro-batch {micro_batch}, there are {num_micro_batches}", hint=_CORRECT)
         before = done.get((stage, micro_batch), "")
         if before + work not in ("F", "FB", "FI", "FIW"):
-            raise ConfigError(f"{where} comes after {before or 'nothing'} of that stage and micro-batch; it must be F B or F I W")
+            raise ConfigError(
+                f"{where} comes after {before or 'nothing'} of that stage and micro-batch; it must be F B or F I W", hint=_CORRECT)
         done[stage, micro_batch] = before + work
     for stage in sorted({stage for stage, _, _ in actions}):
         for micro_batch in range(num_micro_batches):
             had = done.get((stage, micro_batch), "")
             if had not in ("FB", "FIW"):
                 raise ConfigError(
-                    f"pipeline.actions, rank {rank}: stage {stage} and micro-batch {micro_batch} have {had or 'nothing'}, not F B or F I W")
+                    f"pipeline.actions, rank {rank}: stage {stage} and micro-batch {micro_batch} have {had or 'nothing'}, not F B or F I W",
+                    hint=_CORRECT)
 
 
 def _check_ends(parsed: Sequence[Sequence[tuple[int, Work, int]]], num_stages: int) -> None:

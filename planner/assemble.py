@@ -171,7 +171,8 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
         step_time_s=Quantity(value=_round(step_s), kind=kind),
         tokens_per_s_per_gpu=Quantity(value=_round(training.tokens_per_step / step_s / num_ranks), kind=kind),
         mfu=Quantity(value=_round(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
-        error_band=None if book.model.num_experts else error_band(book.machine, training.stack),  # no measured step has experts
+        # no measured step has experts, or keeps anything on the host
+        error_band=None if book.model.num_experts or book.offload else error_band(book.machine, training.stack),
         breakdown=_breakdown(price),
         memory_gib=_memory(price, cluster.device.memory_bytes),
         redundancy_gib=_redundancy(strategy, price, names, book))
