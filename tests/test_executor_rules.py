@@ -259,3 +259,4 @@ def test_what_looks_wrong_and_is_not_refused_trains_right(plan):
 
     assert worst_gradient(found, expected)[0] <= GRADIENT_TOLERANCE
     assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE)
+    assert all(predicted == measured for predicted, measured in found.states.values())

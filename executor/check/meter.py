@@ -49,9 +49,7 @@ def _parameter_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: 
     shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh)
     entries = layer.plan.operators[operator].parameters.get(parameter.name, ()) if plan.mesh.tp > 1 else ()
     shape = local_shape(parameter.shape, entries, plan.mesh.tp)
-    if not zero and Offload.STATES in layer.plan.offload:  # the whole is held as one shard, which is gathered
-        return states_of(math.prod(shape), math.prod(shape), 1, plan.training)
-    return states_of(math.prod(shape), chunk_elements(shape, shards, dp_rank % shards), zero, plan.training)
+    return _shard_states(plan, layer, shape, shards, dp_rank % shards, zero)
 
 
 def _expert_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
@@ -59,7 +57,15 @@ def _expert_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Par
     experts, features, contracted = parameter.shape
     shape, same = (experts // plan.mesh.ep * features, contracted), plan.mesh.expert_dp
     zero = layer.plan.zero if same > 1 else 0
-    return states_of(math.prod(shape), chunk_elements(shape, same, dp_rank // plan.mesh.ep), zero, plan.training)
+    return _shard_states(plan, layer, shape, same, dp_rank // plan.mesh.ep, zero)
+
+
+def _shard_states(plan: Plan, layer: PlacedLayer, shape: tuple[int, ...], shards: int, index: int, zero: int) -> StateBytes:
+    """Of a tensor that `shards` ranks hold together, on the rank of shard `index`."""
+    elements = math.prod(shape)
+    if not zero and Offload.STATES in layer.plan.offload:  # the whole is held as one shard, which is gathered
+        return states_of(elements, elements, 1, plan.training)
+    return states_of(elements, chunk_elements(shape, shards, index), zero, plan.training)
 
 
 class Meter:

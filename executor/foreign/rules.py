@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from costmodels.offload import Offload
 from costmodels.sharding import Sharding, placements
+from executor.rules.rule import with_layer_plan
 from planner.plan import LayerPlan, OperatorPlacement, Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind, ModelGraph
@@ -45,12 +46,12 @@ def _layer_problems(plan: Plan, name: str, layer_plan: LayerPlan, graph: ModelGr
     whole = layer_plan.layer is LayerKind.BLOCK and set(layer_plan.recompute) == names
     if layer_plan.recompute and not whole:
         found = f"layer_plans.{name}: recompute names {', '.join(layer_plan.recompute)}, it is all operators of a block or none"
-        yield found, f"set recompute to [] on layer plan {name}", _with(plan, name, replace(layer_plan, recompute=()))
+        yield found, f"set recompute to [] on layer plan {name}", with_layer_plan(plan, name, recompute=())
     if Offload.ACTIVATIONS in layer_plan.offload:
         kept = tuple(each for each in layer_plan.offload if each is not Offload.ACTIVATIONS)
         yield (
             f"layer_plans.{name}: offload has activations", f"take activations out of offload on layer plan {name}",
-            _with(plan, name, replace(layer_plan, offload=kept)))
+            with_layer_plan(plan, name, offload=kept))
 
 
 def _tensor_parallel_problems(plan: Plan, graph: ModelGraph) -> Iterator[Problem]:
@@ -70,11 +71,7 @@ def _tensor_parallel_problems(plan: Plan, graph: ModelGraph) -> Iterator[Problem
             what = "sequence_parallel differs between layers" if uneven else f"operator {wrong[0]} is not divided as Megatron does"
             yield (
                 f"layer_plans.{name}: {what}", f"divide layer plan {name} as Megatron does",
-                _with(plan, name, replace(layer_plan, sequence_parallel=sequence, operators=wanted)))
-
-
-def _with(plan: Plan, name: str, layer_plan: LayerPlan) -> Plan:
-    return replace(plan, layer_plans={**plan.layer_plans, name: layer_plan})
+                with_layer_plan(plan, name, sequence_parallel=sequence, operators=wanted))
 
 
 def has_even_shards(plan: Plan) -> bool:
