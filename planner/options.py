@@ -26,12 +26,13 @@ from planner.modules import load_module, narrowed
 from planner.plan import Objective
 from planner.request import Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
+from profiles.applied import applied
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.module import ModuleSource
-from profiles.own import applied, read
+from profiles.own import read
 from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.units import GB, GIB, MIB, TERA

@@ -53,9 +53,10 @@ from profiles.calibrate_links import inter, intra
 from profiles.catalog import load_cluster
 from profiles.curves import Curve, FlashCurve, MatmulCurve
 from profiles.fitting import AnyCurve, Score, Tables, rounded
-from profiles.measured import Compute, FlashSpeed, Intra, Passes, Profile, analytic_profile
+from profiles.measured import analytic_profile
 from profiles.provenance import Kind
 from profiles.schema import document
+from profiles.speeds import Compute, FlashSpeed, Intra, Passes, Profile
 from profiles.stack import FlashKernel
 
 AICONFIGURATOR = "ai-dynamo/aiconfigurator"
@@ -255,9 +256,12 @@ def to_yaml(profile: Profile) -> str:
     return f"# Written by `python -m profiles.calibrate` from public measurements; do not edit. Times in s and us, sizes in bytes.\n{body}"
 
 
+OF_OWN = ("points", "named")  # what only a machine's own profile has
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
+        return {key: _plain(item) for key, item in value.items() if item is not None and (item or key not in OF_OWN)}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from profiles.calibrate_bench import LENDERS, Bench
 from profiles.curves import Chip, FlashCurve, flash_attention_s
 from profiles.fitting import AnyCurve, Array, Family, Row, Where, ints, rounded, sources_of
-from profiles.measured import Compute, FlashSpeed, analytic_profile
+from profiles.measured import analytic_profile
 from profiles.provenance import Kind
+from profiles.speeds import Compute, FlashSpeed
 from profiles.stack import FlashKernel
 from profiles.units import US_PER_S
 

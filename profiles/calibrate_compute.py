@@ -20,8 +20,9 @@ from profiles.calibrate_attention import (
 from profiles.calibrate_bench import Bench
 from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, matmul_s, memory_bound_s
 from profiles.fitting import Array, Family, Row, fit, ints, rounded, score, sources_of, times_s
-from profiles.measured import ASSUMED_SHARES, Compute, Passes, analytic_profile, assumed_memory
+from profiles.measured import ASSUMED_SHARES, analytic_profile, assumed_memory
 from profiles.provenance import Kind
+from profiles.speeds import Compute, Passes
 
 Efficient = TypeVar("Efficient", MatmulCurve, FlashCurve)
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written

@@ -9,8 +9,8 @@ import numpy as np
 
 from profiles.curves import CollectiveCurve, spline_s
 from profiles.fitting import Array, Row, Score, Tables, Where, crossed, fit, rounded, score, sources_of, times_s
-from profiles.measured import Inter, Intra
 from profiles.provenance import Kind
+from profiles.speeds import Inter, Intra
 from profiles.units import GB, US_PER_S
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

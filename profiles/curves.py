@@ -42,7 +42,10 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Curve:
-    """What every curve carries: the launch of one kernel, what the figures are worth, where they hold, how well they fit."""
+    """What every curve carries: the launch of one kernel, what the figures are worth, where they hold, how well they fit.
+
+    points: of a machine's own profile, what was measured: sizes in the curve's order, and microseconds
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -52,6 +55,7 @@ class Curve:
     bounds: Bounds | None = None
     rows: int = 0
     median_error: float | None = None
+    points: tuple[tuple[float, ...], ...] = ()
 
     def kind_at(self, sizes: tuple[float, ...]) -> Kind:
         """The curve's own kind where it was fitted, ANALYTIC elsewhere."""

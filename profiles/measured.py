@@ -1,4 +1,4 @@
-"""What is known of the speed of one device and of its node, shipped as profiles/data/<device>.yaml.
+"""The profiles that ship, profiles/data/<device>.yaml, and a cluster with what is known of its speed.
 
 `profiles/calibrate.py` writes those files from public measurements. A device without a file gets the assumptions of
 `analytic_profile`, marked ANALYTIC throughout; it never gets another device's figures.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -17,109 +17,10 @@ from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.provenance import Kind, Seconds
 from profiles.schema import parse
-from profiles.stack import FlashKernel
+from profiles.speeds import Compute, Inter, Intra, Passes, Profile
 from profiles.terms import Terms, shipped_terms
 
 LINK_TOLERANCE = 0.1  # datasheets round: 150 or 157 GB/s
-
-_FORBID = {"extra": "forbid"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Passes:
-    """The forward and the backward curve of an operation bound by memory."""
-
-    __pydantic_config__ = _FORBID
-
-    forward: MemoryCurve
-    backward: MemoryCurve
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlashSpeed:
-    """Speed of a fused attention kernel relative to the one that the device's flash curves are of."""
-
-    __pydantic_config__ = _FORBID
-
-    forward: float
-    backward: float
-    source: str
-
-
-SAME_SPEED = FlashSpeed(forward=1.0, backward=1.0, source="the kernel of the curve")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Compute:
-    """Every curve of one device. `batched` are the products of un-fused attention.
-
-    flash_kernels: relative speeds of fused attention kernels other than the one of the flash curves
-    """
-
-    __pydantic_config__ = _FORBID
-
-    forward: MatmulCurve
-    input_gradient: MatmulCurve
-    weight_gradient: MatmulCurve
-    batched_forward: MatmulCurve
-    batched_backward: MatmulCurve
-    flash_forward: FlashCurve
-    flash_backward: FlashCurve
-    norm: Passes
-    elementwise: Passes
-    residual: Passes
-    softmax: Passes
-    dropout: Passes
-    embedding: Passes
-    cross_entropy: Passes
-    optimizer: MemoryCurve
-    flash_kernels: Mapping[FlashKernel, FlashSpeed] = field(default_factory=dict)
-
-    def flash_speed(self, kernel: FlashKernel) -> FlashSpeed:
-        """How fast `kernel` is beside the kernel of the flash curves."""
-        return self.flash_kernels.get(kernel, SAME_SPEED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Intra:
-    """Between the GPUs of a node. The curves hold where the link runs at `link_bytes_per_s`; no other node uses them.
-
-    link_share: share of the link's bandwidth that a ring reaches where no curve holds
-    """
-
-    __pydantic_config__ = _FORBID
-
-    link_bytes_per_s: float
-    link_share: float
-    point_to_point_share: float
-    kind: Kind
-    source: str
-    curves: tuple[CollectiveCurve, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Inter:
-    """Between nodes: the shares of the NICs' bandwidth that collectives and single messages reach."""
-
-    __pydantic_config__ = _FORBID
-
-    nic_share: float
-    point_to_point_share: float
-    kind: Kind
-    source: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Profile:
-    """The fitted constants of one device and its node. `name` is that of the device."""
-
-    __pydantic_config__ = _FORBID
-
-    name: str
-    compute: Compute
-    intra: Intra
-    inter: Inter
-
 
 @dataclass(frozen=True, eq=False)
 class Machine:

@@ -1,12 +1,14 @@
-"""The hardware profile of a user's own: a YAML file with what the runs on a machine say of its prices.
+"""The hardware profile of a user's own: a YAML file with what was measured on a machine, and what its runs say of its prices.
 
-`plan calibrate` writes it, `plan --profile FILE` reads it. Its factors are relative to the prices that were there when it was
-made: `fingerprint` is of those, so that a profile is not laid over others unnoticed.
+`plan profile` writes what it measured and the curves that it fitted to it; `plan calibrate` factors. `plan --profile FILE` reads
+both. Factors are relative to the prices that were there when they were made: `fingerprint` is of those, so that they are not
+laid over others unnoticed.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,15 @@ from typing import Any
 import yaml
 
 from profiles.calibration import Calibration
+from profiles.cases import Record
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.schema import document, parse
-from profiles.spec import TrainingSpec
+from profiles.speeds import Profile
 from profiles.stack import Stack
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 FINGERPRINT_DIGITS = 16
 _FORBID = {"extra": "forbid"}
 
@@ -45,17 +48,43 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Environment:
+    """What a profile was measured on, without names of hosts or paths."""
+
+    __pydantic_config__ = _FORBID
+
+    date: str
+    device: str
+    num_devices: int
+    torch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnProfile:
-    """allocator_share: what the caching allocator held beyond what was allocated, over that; None where no run measured it."""
+    """What one file holds. Of `plan profile`: all from `precision` to `records`; of `plan calibrate`: the rest.
+
+    fingerprint       of the prices that the calibration is relative to
+    allocator_share   what the caching allocator held beyond what was allocated, over that; None where nothing measured it
+    precision         of the tensors that were measured
+    cluster           the machine, as in configs/clusters
+    environment       what it was measured on and when
+    profile           the curves; their points are those of the records, where there are records
+    records           everything that was tried, with what came of it
+    """
 
     __pydantic_config__ = _FORBID
 
     profile_version: int
-    fingerprint: str
     device: str
-    calibration: Calibration
+    fingerprint: str = ""
+    calibration: Calibration | None = None
     allocator_share: float | None = None
     runs: tuple[Source, ...] = ()
+    precision: str | None = None
+    cluster: Mapping[str, Any] | None = None
+    environment: Environment | None = None
+    profile: Profile | None = None
+    records: tuple[Record, ...] = ()
 
 
 def digest(text: str) -> str:
@@ -94,29 +123,3 @@ def read(path: Path) -> OwnProfile:
             f"{path}: profile_version is {'missing' if found is None else repr(found)}, this parplan reads {PROFILE_VERSION}",
             hint="--profile takes a file of plan calibrate: make it again with this version")
     return parse(OwnProfile, body, str(path))
-
-
-def applied(profile: OwnProfile, cluster: Cluster, training: TrainingSpec, where: str, *, force: bool) -> tuple[Cluster, TrainingSpec]:
-    """The cluster and the training with what the profile says.
-
-    Raises ConfigError unless `force`: it is of another device, stack or precision, or of other prices.
-    """
-    reason = None if force else _mismatch(profile, cluster, training)
-    if reason:
-        raise ConfigError(f"{where}: {reason}", hint="calibrate with a run of that, or take it all the same with --force-profile")
-    stack = training.stack
-    if profile.allocator_share is not None:
-        stack = replace(stack, allocator_share=profile.allocator_share)
-    return replace(cluster, calibration=profile.calibration), replace(training, stack=stack)
-
-
-def _mismatch(profile: OwnProfile, cluster: Cluster, training: TrainingSpec) -> str | None:
-    of = profile.calibration
-    for what, made, asked in (
-            ("device", profile.device, cluster.device.name), ("software stack", of.stack, training.stack.name),
-            ("precision", of.precision, training.precision.value)):
-        if made != asked:
-            return f"the profile is of {what} {made}, asked is {asked}"
-    if profile.fingerprint != prices_fingerprint(cluster, training.stack):
-        return f"the profile is relative to other prices of {profile.device} than these ({profile.fingerprint})"
-    return None

@@ -14,8 +14,9 @@ from profiles.calibrate_links import _curves
 from profiles.catalog import cluster_names, load_cluster
 from profiles.curves import Chip, Curve, FlashCurve, MatmulCurve, MemoryCurve, flash_attention_s, memory_bound_s, spline_s
 from profiles.fitting import Family, Score, Tables, fit, rounded, score
-from profiles.measured import Passes, analytic_profile, machine_for, read_profile, shipped_profile
+from profiles.measured import analytic_profile, machine_for, read_profile, shipped_profile
 from profiles.provenance import Kind
+from profiles.speeds import Passes
 from profiles.stack import FlashKernel
 
 CHIP = Chip(peak_flops_per_s=1e15, bytes_per_s=1e12, num_sms=100)

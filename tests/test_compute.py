@@ -15,10 +15,11 @@ from profiles.catalog import load_cluster, load_model
 from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, flash_attention_s, matmul_s
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster, Device, Link
-from profiles.measured import ASSUMED_SHARES, Compute, Machine, Passes, analytic_profile, machine_for
+from profiles.measured import ASSUMED_SHARES, Machine, analytic_profile, machine_for
 from profiles.model import LayerKind
 from profiles.provenance import Kind
 from profiles.spec import Precision, TrainingSpec
+from profiles.speeds import Compute, Passes
 from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
 

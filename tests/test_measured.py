@@ -11,8 +11,9 @@ from profiles.calibrate import to_yaml
 from profiles.catalog import load_cluster
 from profiles.curves import Chip, Curve, Product, matmul_s
 from profiles.errors import ConfigError
-from profiles.measured import Passes, analytic_profile, machine_for, read_profile, shipped_profile
+from profiles.measured import analytic_profile, machine_for, read_profile, shipped_profile
 from profiles.provenance import Kind
+from profiles.speeds import Passes
 
 SHIPPED = ("a100-40gb", "a100-80gb", "b200-180gb", "h100-80gb", "h200-141gb", "v100-32gb")
 NOT_MEASURED = ("cpu",)

@@ -16,11 +16,12 @@ from planner.plan import to_document, write
 from planner.reprice import reprice
 from planner.request import Constraints
 from planner.search import find_plan
+from profiles.applied import applied
 from profiles.calibration import Calibration, Factor
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.measured import machine_for
-from profiles.own import PROFILE_VERSION, OwnProfile, Source, applied, prices_fingerprint, read, to_yaml
+from profiles.own import PROFILE_VERSION, OwnProfile, Source, prices_fingerprint, read, to_yaml
 from profiles.spec import Precision, TrainingSpec
 from profiles.transformer import build_graph
 
@@ -79,9 +80,9 @@ def test_a_profile_of_another_machine_is_refused_but_by_force(cluster, training,
 
 @pytest.mark.parametrize(("text", "message"), [
     pytest.param("a: [", "mine.yaml: not YAML", id="not-yaml"),
-    pytest.param("name: x", "profile_version is missing, this parplan reads 1", id="a-cluster-file"),
+    pytest.param("name: x", "profile_version is missing, this parplan reads 2", id="a-cluster-file"),
     pytest.param("- 1", "profile_version is missing", id="a-list"),
-    pytest.param(to_yaml(PROFILE).replace("profile_version: 1", "profile_version: 2"), "profile_version is 2", id="another-version"),
+    pytest.param(to_yaml(PROFILE).replace("profile_version: 2", "profile_version: 3"), "profile_version is 3", id="another-version"),
     pytest.param(to_yaml(PROFILE).replace("value: 5.0", "value: 0.0"), "a factor is 0.0, it must be a positive number", id="zero"),
     pytest.param(to_yaml(PROFILE).replace("tensor:", "tenser:"), "unknown key calibration.tenser", id="unknown-key"),
 ])

@@ -17,9 +17,10 @@ from costmodels.step import transfer_time
 from costmodels.strategy import Frame
 from profiles.catalog import load_cluster, load_model, load_stack, stack_names, with_gpus
 from profiles.errors import ConfigError
-from profiles.measured import FlashSpeed, machine_for
+from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
+from profiles.speeds import FlashSpeed
 from profiles.stack import NEUTRAL, FlashKernel, Stack
 from profiles.terms import Term, Terms
 from profiles.transformer import build_graph

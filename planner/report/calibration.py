@@ -16,6 +16,8 @@ _NAMES = {
 def print_calibration(profile: OwnProfile, out: Console) -> None:
     """Print a profile for a person."""
     calibration = profile.calibration
+    if calibration is None:
+        return
     say(out, f"{profile.device}, {calibration.stack}, {calibration.precision}: measured over predicted seconds", "bold")
     rows = []
     for cause in CAUSES:
