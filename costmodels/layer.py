@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from costmodels.collectives import Collective, collective_time
-from costmodels.compute import FP32_BYTES, FREE, OperatorTime, operator_time, optimizer_time
+from costmodels.compute import FREE, OperatorTime, operator_time, optimizer_time
 from costmodels.edges import Edge, edges_of, leaves
+from costmodels.kernels import FP32_BYTES
 from costmodels.memory import holders, owned_parameters
 from costmodels.mesh import Axis, Mesh, place, place_axis, place_expert_copies
 from costmodels.offload import ADAM_BYTES, ADDED_BYTES, COPIED_BYTES, copy_time, host_time
