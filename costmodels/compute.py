@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from costmodels.kernels import FORWARD, FusedKernel, Kernel, ProductKernel, StreamKernel, operator_kernels, update_kernels
+from costmodels.pace import pace_of
 from costmodels.sharding import Sharding
 from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, flash_attention_s, matmul_s, memory_bound_s
 from profiles.measured import Machine
-from profiles.model import Operator
+from profiles.model import PRODUCTS, Operator
 from profiles.provenance import ZERO, Kind, Seconds
 from profiles.spec import FP8, Precision, TrainingSpec
 from profiles.speeds import Compute, Passes
@@ -48,21 +49,25 @@ def chip_of(machine: Machine, precision: Precision) -> Chip:
 def operator_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
     """Seconds of one rank's share of `operator`, forward and backward, without communication and without recompute.
 
-    The kernels' own time, times the factor by which they take longer in a step than alone (`Stack.kernel_slowdown`), and those
-    of a calibration. What the host needs to launch them is a bound of the layer (costmodels/layer.py). Raises ConfigError
-    when the device lacks the precision.
+    The kernels' own time, times the factor by which they take longer in a step than alone, the host's where it adds to them
+    (costmodels/pace.py), and the factors of a calibration. Where the host launches ahead it is a bound of the layer
+    (costmodels/layer.py). Raises ConfigError when the device lacks the precision.
     """
     chip_of(machine, training.precision)
     runs = operator_kernels(operator, sharding, training)
     forward, inputs, weights = (
         tuple(kernel_time(kernel, machine, training) for kernel in kernels) for kernels in (runs.forward, runs.inputs, runs.weights))
-    slowdown = training.stack.kernel_slowdown
+    pace = pace_of(machine, training.stack)
 
-    def in_step(cause: str, parts: Iterable[Seconds]) -> Seconds:
+    def in_step(cause: str, parts: tuple[Seconds, ...], host_s: float) -> Seconds:
         alone = _sum(parts)
-        return machine.corrected(cause, alone.scaled(slowdown) if slowdown != 1.0 else alone)
+        slower = alone.scaled(pace.kernel_slowdown) if pace.kernel_slowdown != 1.0 else alone
+        return machine.corrected(cause, slower + Seconds(host_s, Kind.INTERPOLATED) if pace.adds else slower)
 
-    return OperatorTime(in_step("forward", forward), in_step("backward", inputs + weights), in_step("backward", weights))
+    gradients = 2 if operator.kind in PRODUCTS else 1
+    return OperatorTime(
+        in_step("forward", forward, pace.forward_s), in_step("backward", inputs + weights, gradients * pace.backward_s),
+        in_step("backward", weights, pace.backward_s) if weights else ZERO)
 
 
 def _sum(parts: Iterable[Seconds]) -> Seconds:
