@@ -33,11 +33,11 @@ Sizes = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Points:
-    """The points of one curve: logarithms of their sizes [points, sizes], and of measured over fitted seconds [points]."""
+class Corrections:
+    """Of one curve: the logarithms of its points' sizes [points, sizes], and of measured over fitted seconds [points]."""
 
-    logs: npt.NDArray[np.float64]
-    corrections: npt.NDArray[np.float64]
+    sizes: npt.NDArray[np.float64]
+    measured: npt.NDArray[np.float64]
 
     def factor(self, sizes: Sizes) -> tuple[float, Kind]:
         """What the form is multiplied with at `sizes`: measured at a point, interpolated inside their range and within reach of
@@ -45,8 +45,8 @@ class Points:
         return _factor(self, sizes)
 
 
-def points_of(curve: Curve, num_sizes: int, form_s: Callable[[Sizes], float]) -> Points:
-    """The points of `curve`, whose fitted form is `form_s`. Several of the same sizes count as their geometric mean.
+def corrections_of(curve: Curve, num_sizes: int, form_s: Callable[[Sizes], float]) -> Corrections:
+    """What the points of `curve` say beyond `form_s`, its fitted form. Several of the same sizes count as their geometric mean.
 
     Raises ConfigError when one has not `num_sizes` sizes and a time, all above 0.
     """
@@ -57,19 +57,21 @@ def points_of(curve: Curve, num_sizes: int, form_s: Callable[[Sizes], float]) ->
                 f"a curve has the point {(*sizes, time_us)}, needed {num_sizes} sizes and microseconds, all above 0 ({curve.source})",
                 hint="measure the device again with: plan profile")
         found.setdefault(tuple(sizes), []).append(math.log(time_us / US_PER_S))
-    corrections = [sum(logs) / len(logs) - math.log(form_s(sizes)) for sizes, logs in found.items()]
-    return Points(np.log(np.array(list(found), dtype=np.float64)), np.array(corrections))
+    measured = [sum(logs) / len(logs) - math.log(form_s(sizes)) for sizes, logs in found.items()]
+    return Corrections(np.log(np.array(list(found), dtype=np.float64)), np.array(measured))
 
 
 @functools.lru_cache(maxsize=65536)
-def _factor(points: Points, sizes: Sizes) -> tuple[float, Kind]:
+def _factor(of: Corrections, sizes: Sizes) -> tuple[float, Kind]:
+    if min(sizes) <= 0:
+        return 1.0, Kind.ANALYTIC
     at = np.log(np.array(sizes, dtype=np.float64))
-    distances = np.abs(points.logs - at).max(axis=1)
+    distances = np.abs(of.sizes - at).max(axis=1)
     nearest = int(distances.argmin())
     if distances[nearest] < SAME:
-        return math.exp(points.corrections[nearest]), Kind.MEASURED
+        return math.exp(of.measured[nearest]), Kind.MEASURED
     near = distances < REACH
     weights = (1 / distances[near] - 1 / REACH) ** 2
-    mean = float(weights @ points.corrections[near]) / (PRIOR_WEIGHT + float(weights.sum()))
-    inside = bool((points.logs.min(axis=0) <= at + SAME).all() and (at - SAME <= points.logs.max(axis=0)).all())
+    mean = float(weights @ of.measured[near]) / (PRIOR_WEIGHT + float(weights.sum()))
+    inside = bool((of.sizes.min(axis=0) <= at + SAME).all() and (at - SAME <= of.sizes.max(axis=0)).all())
     return math.exp(mean), Kind.INTERPOLATED if inside and near.any() else Kind.ANALYTIC
