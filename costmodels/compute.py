@@ -10,11 +10,29 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from costmodels.kernels import FORWARD, FusedKernel, Kernel, ProductKernel, StreamKernel, operator_kernels, update_kernels
+from costmodels.kernels import (
+    BACKWARD,
+    BATCHED,
+    BATCHED_SIZES,
+    FORWARD,
+    FUSED_SIZES,
+    PRODUCT_SIZES,
+    STREAM_SIZES,
+    FusedKernel,
+    Kernel,
+    ProductKernel,
+    StreamKernel,
+    fused_kernel,
+    operator_kernels,
+    product_kernel,
+    update_kernels,
+)
+from costmodels.pace import pace_of
 from costmodels.sharding import Sharding
+from profiles.corrections import Corrections, corrections_of
 from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, flash_attention_s, matmul_s, memory_bound_s
 from profiles.measured import Machine
-from profiles.model import Operator
+from profiles.model import PRODUCTS, Operator
 from profiles.provenance import ZERO, Kind, Seconds
 from profiles.spec import FP8, Precision, TrainingSpec
 from profiles.speeds import Compute, Passes
@@ -48,21 +66,25 @@ def chip_of(machine: Machine, precision: Precision) -> Chip:
 def operator_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
     """Seconds of one rank's share of `operator`, forward and backward, without communication and without recompute.
 
-    The kernels' own time, times the factor by which they take longer in a step than alone (`Stack.kernel_slowdown`), and those
-    of a calibration. What the host needs to launch them is a bound of the layer (costmodels/layer.py). Raises ConfigError
-    when the device lacks the precision.
+    The kernels' own time, times the factor by which they take longer in a step than alone, the host's where it adds to them
+    (costmodels/pace.py), and the factors of a calibration. Where the host launches ahead it is a bound of the layer
+    (costmodels/layer.py). Raises ConfigError when the device lacks the precision.
     """
     chip_of(machine, training.precision)
     runs = operator_kernels(operator, sharding, training)
     forward, inputs, weights = (
         tuple(kernel_time(kernel, machine, training) for kernel in kernels) for kernels in (runs.forward, runs.inputs, runs.weights))
-    slowdown = training.stack.kernel_slowdown
+    pace = pace_of(machine, training.stack)
 
-    def in_step(cause: str, parts: Iterable[Seconds]) -> Seconds:
+    def in_step(cause: str, parts: tuple[Seconds, ...], host_s: float) -> Seconds:
         alone = _sum(parts)
-        return machine.corrected(cause, alone.scaled(slowdown) if slowdown != 1.0 else alone)
+        slower = alone.scaled(pace.kernel_slowdown) if pace.kernel_slowdown != 1.0 else alone
+        return machine.corrected(cause, slower + Seconds(host_s, Kind.INTERPOLATED) if pace.adds else slower)
 
-    return OperatorTime(in_step("forward", forward), in_step("backward", inputs + weights), in_step("backward", weights))
+    gradients = 2 if operator.kind in PRODUCTS else 1
+    return OperatorTime(
+        in_step("forward", forward, pace.forward_s), in_step("backward", inputs + weights, gradients * pace.backward_s),
+        in_step("backward", weights, pace.backward_s) if weights else ZERO)
 
 
 def _sum(parts: Iterable[Seconds]) -> Seconds:
@@ -80,43 +102,86 @@ def kernel_time(kernel: Kernel, machine: Machine, training: TrainingSpec) -> Sec
 
 
 def _product_time(kernel: ProductKernel, machine: Machine, training: TrainingSpec) -> Seconds:
-    """In fp8 the peak is that of fp8 at the efficiency fitted in 16 bits."""
+    """In fp8 the peak is that of fp8 at the efficiency fitted in 16 bits. Of fp8 and of grouped products no point was measured."""
     chip, of = chip_of(machine, training.precision), kernel.product
+    curve: MatmulCurve = getattr(machine.profile.compute, kernel.curve)
     if kernel.fp8:
         chip = replace(chip, peak_flops_per_s=machine.cluster.device.peak(FP8))
-    curve: MatmulCurve = getattr(machine.profile.compute, kernel.curve)
+    form_s = kernel.slower * matmul_s(of, curve, chip)
     if kernel.fp8 or kernel.grouped:
-        kind = Kind.ANALYTIC
-    else:  # the bounds of un-fused attention's are of sequence and head_dim
-        kind = curve.kind_at((of.m, min(of.n, of.k)) if len(kernel.sizes) > 3 else kernel.sizes)
-    return Seconds(kernel.slower * matmul_s(of, curve, chip), kind)
+        return Seconds(form_s, Kind.ANALYTIC)
+    if curve.points:
+        return _corrected(form_s, _product_corrections(curve, kernel.curve, chip, of.operand_bytes, of.result_bytes), kernel.sizes)
+    # the bounds of un-fused attention's curves are of sequence and head_dim
+    return Seconds(form_s, curve.kind_at((of.m, min(of.n, of.k)) if kernel.curve in BATCHED else kernel.sizes))
+
+
+def _corrected(form_s: float, corrections: Corrections, sizes: tuple[float, ...]) -> Seconds:
+    """What a form says, as the points of its curve correct it."""
+    factor, kind = corrections.factor(sizes)
+    return Seconds(form_s * factor, kind)
+
+
+@functools.lru_cache(maxsize=64)
+def _product_corrections(curve: MatmulCurve, name: str, chip: Chip, operand_bytes: int, result_bytes: int) -> Corrections:
+    def form_s(sizes: tuple[float, ...]) -> float:
+        kernel = product_kernel(name, tuple(map(int, sizes)), operand_bytes, result_bytes)
+        return kernel.slower * matmul_s(kernel.product, curve, chip)
+
+    return corrections_of(curve, BATCHED_SIZES if name in BATCHED else PRODUCT_SIZES, form_s)
 
 
 def _fused_time(kernel: FusedKernel, machine: Machine, training: TrainingSpec) -> Seconds:
+    """With dropout by the curve of that where there is one; else as without it, of which no point is."""
     chip, compute = chip_of(machine, training.precision), machine.profile.compute
     speed = getattr(compute.flash_speed(training.stack.flash_kernel), kernel.way)
-    curve = _fused_curve(kernel, compute)
-    value_s = flash_attention_s(
-        kernel.flops, heads=kernel.heads, seq=kernel.seq, keys=kernel.keys, head_dim=kernel.head_dim, curve=curve, chip=chip)
-    return Seconds(value_s / speed, curve.kind_at((kernel.seq, kernel.head_dim)) if speed == 1.0 else Kind.ANALYTIC)
-
-
-def _fused_curve(kernel: FusedKernel, compute: Compute) -> FlashCurve:
-    forward, backward = compute.flash_forward, compute.flash_backward
+    both, own = (compute.flash_forward, compute.flash_backward), not kernel.dropped
     if kernel.dropped and compute.dropped_flash is not None:
-        forward, backward = compute.dropped_flash
-    return forward if kernel.way == FORWARD else backward
+        both, own = compute.dropped_flash, True
+    curve = both[kernel.way == BACKWARD]
+    form_s = _fused_s(kernel, curve, chip) / speed
+    if not curve.points:
+        return Seconds(form_s, curve.kind_at((kernel.seq, kernel.head_dim)) if speed == 1.0 else Kind.ANALYTIC)
+    price = _corrected(form_s, _fused_corrections(curve, kernel.way, chip), kernel.sizes) if own else Seconds(form_s, Kind.ANALYTIC)
+    return price if speed == 1.0 else Seconds(price.value_s, Kind.ANALYTIC)
+
+
+def _fused_s(kernel: FusedKernel, curve: FlashCurve, chip: Chip) -> float:
+    return flash_attention_s(
+        kernel.flops, heads=kernel.heads, seq=kernel.seq, keys=kernel.keys, head_dim=kernel.head_dim, curve=curve, chip=chip)
+
+
+@functools.lru_cache(maxsize=64)
+def _fused_corrections(curve: FlashCurve, way: str, chip: Chip) -> Corrections:
+    """They are of causal attention, as every model here has it."""
+    def form_s(sizes: tuple[float, ...]) -> float:
+        heads, seq, head_dim = map(int, sizes)
+        return _fused_s(fused_kernel(way, heads, seq, seq, head_dim), curve, chip)
+
+    return corrections_of(curve, FUSED_SIZES, form_s)
 
 
 def _stream_time(kernel: StreamKernel, machine: Machine) -> Seconds:
-    """By the machine's own curve of that operation, else what it is made of by the curves of their classes."""
-    compute = machine.profile.compute
-    curve = _own_curve(kernel, compute)
-    if curve is None and kernel.parts is not None:
+    """By the machine's own curve of that operation, else what it is made of by the curves of their classes.
+
+    The points of a class are of another operation, so they correct nothing there.
+    """
+    compute, bytes_per_s = machine.profile.compute, machine.cluster.device.memory_bytes_per_s
+    own = _own_curve(kernel, compute)
+    if own is None and kernel.parts is not None:
         return _sum(_stream_time(part, machine) for part in kernel.parts)
-    curve = curve or _curve_of(getattr(compute, kernel.like), kernel.way)
-    value_s = memory_bound_s(kernel.n_bytes, curve, machine.cluster.device.memory_bytes_per_s)
-    return Seconds(value_s, curve.kind_at((kernel.n_bytes,))).scaled(kernel.times)
+    curve = own or _curve_of(getattr(compute, kernel.like), kernel.way)
+    form_s = memory_bound_s(kernel.n_bytes, curve, bytes_per_s)
+    if not curve.points:
+        once = Seconds(form_s, curve.kind_at(kernel.sizes))
+    else:
+        once = _corrected(form_s, _stream_corrections(curve, bytes_per_s), kernel.sizes) if own else Seconds(form_s, Kind.ANALYTIC)
+    return once if kernel.times == 1 else once.scaled(kernel.times)
+
+
+@functools.lru_cache(maxsize=256)
+def _stream_corrections(curve: MemoryCurve, bytes_per_s: float) -> Corrections:
+    return corrections_of(curve, STREAM_SIZES, lambda sizes: memory_bound_s(sizes[0], curve, bytes_per_s))
 
 
 def _own_curve(kernel: StreamKernel, compute: Compute) -> MemoryCurve | None:

@@ -18,6 +18,9 @@ from profiles.spec import Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 
 FORWARD, BACKWARD = "forward", "backward"
+PRODUCT_SIZES, BATCHED_SIZES, FUSED_SIZES, STREAM_SIZES = 3, 4, 3, 1  # how many sizes a point of such a kernel has
+INPUT_GRADIENT, WEIGHT_GRADIENT = "input_gradient", "weight_gradient"
+BATCHED = ("batched_forward", "batched_backward")
 FLASH_BACKWARD_FLOPS = 2.5  # of the forward's: two products more, and one recomputed
 FP32_BYTES = 4
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
@@ -47,7 +50,7 @@ class ProductKernel:
     def sizes(self) -> tuple[int, ...]:
         """(m, n, k); of un-fused attention's (batch, m, n, k), without which its time says nothing of its speed."""
         of = self.product
-        return (of.batch, of.m, of.n, of.k) if self.curve.startswith("batched") else (of.m, of.n, of.k)
+        return (of.batch, of.m, of.n, of.k) if self.curve in BATCHED else (of.m, of.n, of.k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,20 +174,31 @@ def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> O
     n, k = sharding.dim_size(operator, features.name), sharding.dim_size(operator, contracted.name)
     fp8, element = training.fp8_matmuls and features.name != "vocab", training.precision.num_bytes
     operand = 1 if fp8 else element
-    slower = misaligned(math.gcd(n, k) * operand)
 
     def product(curve: str, m: int, n: int, k: int, result_bytes: int = element) -> ProductKernel:
-        of = Product(m=m, n=n, k=k, operand_bytes=operand, result_bytes=result_bytes)
-        return ProductKernel(curve, of, slower=slower, fp8=fp8)
+        return product_kernel(curve, (m, n, k), operand, result_bytes, fp8=fp8)
 
     def cast(way: str, elements: int) -> tuple[Kernel, ...]:
         return (StreamKernel("cast", "elementwise", way, (2 * element + operand) * elements),) if fp8 else ()
 
     bias = (StreamKernel("bias_gradient", "elementwise", BACKWARD, element * m * n),) if len(operator.parameters) > 1 else ()
     return OperatorKernels(
-        (product("forward", m, n, k), *cast(FORWARD, m * k + n * k)),
-        (product("input_gradient", m, k, n), *cast(BACKWARD, m * n)),
-        (product("weight_gradient", k, n, m, _accumulated_bytes(training)), *_added(n * k, training), *bias))
+        (product(FORWARD, m, n, k), *cast(FORWARD, m * k + n * k)),
+        (product(INPUT_GRADIENT, m, k, n), *cast(BACKWARD, m * n)),
+        (product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training)), *_added(n * k, training), *bias))
+
+
+def product_kernel(
+    curve: str, sizes: tuple[int, ...], operand_bytes: int, result_bytes: int, *, fp8: bool = False,
+) -> ProductKernel:
+    """The product of `curve` whose `sizes` are those; slower where rows of its weight are not aligned."""
+    if len(sizes) == BATCHED_SIZES:
+        batch, m, n, k = sizes
+        return ProductKernel(curve, Product(m=m, n=n, k=k, batch=batch, operand_bytes=operand_bytes, result_bytes=result_bytes))
+    m, n, k = sizes
+    weight = (m, n) if curve == WEIGHT_GRADIENT else (n, k)
+    of = Product(m=m, n=n, k=k, operand_bytes=operand_bytes, result_bytes=result_bytes)
+    return ProductKernel(curve, of, slower=misaligned(math.gcd(*weight) * operand_bytes), fp8=fp8)
 
 
 def _experts(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
@@ -202,9 +216,9 @@ def _experts(operator: Operator, sharding: Sharding, training: TrainingSpec) -> 
         of = Product(m=m, n=n, k=k, batch=experts, operand_bytes=element, result_bytes=result_bytes)
         return ProductKernel(curve, of, grouped=True)
 
-    weights = product("weight_gradient", k, n, m, _accumulated_bytes(training))
+    weights = product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training))
     return OperatorKernels(
-        (product("forward", m, n, k),), (product("input_gradient", m, k, n), weights, *_added(experts * n * k, training)))
+        (product(FORWARD, m, n, k),), (product(INPUT_GRADIENT, m, k, n), weights, *_added(experts * n * k, training)))
 
 
 def _attention(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
@@ -244,8 +258,7 @@ def _unfused(operator: Operator, sharding: Sharding, training: TrainingSpec) -> 
     dropout = (
         (StreamKernel("dropout", "dropout", way, (2 * element + 1) * elements),) if dropped else () for way in _WAYS)
     products = (
-        tuple(ProductKernel("batched_forward", product) for product in (qk, pv)),
-        tuple(ProductKernel("batched_backward", product) for product in (qk, pv, pv, pv)))
+        tuple(ProductKernel(curve, product) for product in run) for curve, run in zip(BATCHED, ((qk, pv), (qk, pv, pv, pv)), strict=True))
     return OperatorKernels(*((*a, b, *c) for a, b, c in zip(products, softmax, dropout, strict=True)))
 
 
