@@ -69,7 +69,8 @@ def lines_of(records: Iterable[Record], precision: str | None) -> list[dict[str,
 def _line(record: Record, precision: str | None) -> dict[str, Any]:
     case, measured = record.case, record.measured or Measured()
     times = {name: _time(timing) for name, timing in measured.times.items()}
-    passes: dict[str, dict[str, Any]] = {one.name: {"curve": one.curve, "at": list(one.sizes)} | times.pop(one.name, {}) for one in case.passes}
+    passes: dict[str, dict[str, Any]] = {
+        one.name: {"curve": one.curve, "at": list(one.sizes)} | times.pop(one.name, {}) for one in case.passes}
     body = {
         "work": case.work, "sizes": dict(case.sizes), "precision": None if case.precision == precision else case.precision,
         "outcome": None if record.outcome is Outcome.MEASURED else record.outcome.value, "detail": record.detail,

@@ -13,6 +13,12 @@ from profiles.speeds import Compute, Passes
 
 DROPPED_FLASH = ("dropped_flash.forward", "dropped_flash.backward")
 DIRECTIONS = ("forward", "backward")
+MEMBERS = {  # class of memory-bound operations -> those that have a curve of their own beside it
+    "norm": ("layer_norm", "rms_norm"),
+    "elementwise": ("gelu", "swiglu", "rotary", "positions", "dropped_positions", "bias_gradient"),
+    "residual": ("dropped_residual",),
+}
+NAMED = {name: of for of, members in MEMBERS.items() for name in members} | {"gradient_norm": "elementwise"}
 Points = tuple[tuple[float, ...], ...]
 
 
