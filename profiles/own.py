@@ -115,9 +115,9 @@ class OwnProfile:
     precision: str | None = None
     environment: Environment | None = None
     allocator_share: float | None = None
-    context_bytes: float | None = None
-    communicator_bytes: float | None = None
-    granularity_bytes: float | None = None
+    context_bytes: int | None = None
+    communicator_bytes: int | None = None
+    granularity_bytes: int | None = None
     fingerprint: str = ""
     calibration: Calibration | None = None
     runs: tuple[Source, ...] = ()
@@ -144,7 +144,7 @@ def prices_fingerprint(cluster: Cluster, stack: Stack) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Lists of numbers and words in one line, all else in blocks."""
+    """Lists of numbers and words in one line, all else in blocks; a text of several lines stays one."""
 
 
 def _list(dumper: _Dumper, values: list[Any]) -> yaml.Node:
@@ -152,7 +152,12 @@ def _list(dumper: _Dumper, values: list[Any]) -> yaml.Node:
     return dumper.represent_sequence("tag:yaml.org,2002:seq", values, flow_style=plain)
 
 
+def _text(dumper: _Dumper, value: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if "\n" in value else None)
+
+
 _Dumper.add_representer(list, _list)
+_Dumper.add_representer(str, _text)
 
 
 def to_yaml(profile: OwnProfile) -> str:
@@ -169,7 +174,7 @@ def _records_yaml(profile: OwnProfile) -> str:
     if not profile.records:
         return ""
     lines = lines_of(profile.records, profile.precision)
-    texts = (yaml.safe_dump(line, sort_keys=False, default_flow_style=True, width=float("inf")) for line in lines)
+    texts = (yaml.dump(line, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=float("inf")) for line in lines)
     return "".join(("records:\n", *(f"- {text}" for text in texts)))
 
 
@@ -242,7 +247,7 @@ def with_memory_facts(profile: OwnProfile) -> OwnProfile:
     figures = {name: value for record in profile.records if record.measured for name, value in record.measured.figures.items()}
     if "reserved_share" in figures:
         figures["allocator_share"] = figures["reserved_share"]
-    found: dict[str, Any] = {name: figures[name] for name in _FACTS if name in figures}
+    found: dict[str, Any] = {name: round(figures[name]) if name.endswith("_bytes") else figures[name] for name in _FACTS if name in figures}
     return replace(profile, **found)
 
 

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from profiles.cases import Case, Measured, Outcome, Pass, Record, Timing
 from profiles.errors import ConfigError
-from profiles.schema import document, json_schema, parse
+from profiles.schema import json_schema, parse
 
 _FORBID = {"extra": "forbid"}
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -75,8 +75,14 @@ def _line(record: Record, precision: str | None) -> dict[str, Any]:
         "work": case.work, "sizes": dict(case.sizes), "precision": None if case.precision == precision else case.precision,
         "outcome": None if record.outcome is Outcome.MEASURED else record.outcome.value, "detail": record.detail,
         "passes": {name: _filled(one) for name, one in passes.items()}, "times": times, "saved_bytes": measured.saved_bytes,
-        "workspace_bytes": measured.workspace_bytes, "figures": document(measured.figures), "clock_mhz": measured.clock_mhz}
+        "workspace_bytes": measured.workspace_bytes,
+        "figures": {name: _number(value) for name, value in measured.figures.items()}, "clock_mhz": measured.clock_mhz}
     return _filled(body)
+
+
+def _number(value: float) -> float | int:
+    """Whole figures without a decimal."""
+    return int(value) if value == int(value) else value
 
 
 def _filled(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -85,8 +85,9 @@ def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precisio
     form = _Form(_by_curve(records), chip, of.num_bytes)
     assumed = analytic_profile(device.name).compute
     classes = _classes(form, assumed)
+    fitted: dict[str, Any] = {**_products(form, assumed), **classes}
     compute = replace(
-        assumed, **_products(form, assumed), **classes, optimizer=_memory(form, assumed.optimizer, "optimizer"),
+        assumed, **fitted, optimizer=_memory(form, assumed.optimizer, "optimizer"),
         flash_forward=_flash(form, assumed.flash_forward, "flash_forward", 1.0),
         flash_backward=_flash(form, assumed.flash_backward, "flash_backward", FLASH_BACKWARD_FLOPS))
     return with_points(replace(compute, dropped_flash=_dropped(form, compute), named=_named(form, classes)), records)
