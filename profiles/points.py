@@ -18,7 +18,8 @@ MEMBERS = {  # class of memory-bound operations -> those that have a curve of th
     "elementwise": ("gelu", "swiglu", "rotary", "positions", "dropped_positions", "bias_gradient"),
     "residual": ("dropped_residual",),
 }
-NAMED = {name: of for of, members in MEMBERS.items() for name in members} | {"gradient_norm": "elementwise"}
+NAMED = {name: of for of, members in MEMBERS.items() for name in members}
+OTHERS = "elementwise"  # class of every other operation
 Points = tuple[tuple[float, ...], ...]
 
 

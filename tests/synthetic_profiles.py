@@ -59,11 +59,10 @@ class Machine:
         return matmul_s.__wrapped__(product, getattr(self.compute, curve), self.chip, sustained=True)
 
     def batched(self, batch: int, m: int, n: int, k: int) -> Record:
-        at = (m, min(n, k))
-        back_s = self.product_s((m, k, n), "batched_backward", batch) + self.product_s((k, n, m), "batched_backward", batch)
+        names = ("batched_forward", "batched_backward")
         return self.record("batched", {"batch": batch, "m": m, "n": n, "k": k}, [
-            (Pass(name="forward", curve="batched_forward", sizes=at), self.product_s((m, n, k), "batched_forward", batch)),
-            (Pass(name="backward", curve="batched_backward", sizes=at), back_s)])
+            (Pass(name=name.removeprefix("batched_"), curve=name, sizes=(batch, m, n, k)), self.product_s((m, n, k), name, batch))
+            for name in names])
 
     def attention(self, heads: int, seq: int, head_dim: int, dropout: int = 0) -> Record:
         names = ("dropped_flash.forward", "dropped_flash.backward") if dropout else ("flash_forward", "flash_backward")
@@ -102,7 +101,7 @@ class Machine:
         return (
             *(self.linear(*shape) for shape in LINEARS), *(self.attention(*shape) for shape in HEADS),
             *(self.attention(*shape, dropout=1) for shape in HEADS[:6]),
-            *(self.batched(32, seq, seq, dim) for seq in (512, 1024, 2048) for dim in (64, 128)),
+            *(self.batched(32, *shape) for seq in (512, 1024, 2048) for dim in (64, 128) for shape in ((seq, seq, dim), (seq, dim, seq))),
             *(self.streamed(work, n_bytes) for work in works for n_bytes in BYTES),
             *(self.streamed("bias_gradient", n_bytes, ("backward",)) for n_bytes in BYTES),
             *(self.adamw(parameters) for parameters in (10**6, 10**7, 10**8)),

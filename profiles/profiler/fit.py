@@ -31,7 +31,7 @@ from profiles.curves import (
 from profiles.fitting import Array, fit, rounded, rounded_curve
 from profiles.hardware import Cluster
 from profiles.measured import ASSUMED_SHARES, analytic_profile
-from profiles.points import DIRECTIONS, DROPPED_FLASH, MEMBERS, NAMED, with_points
+from profiles.points import DIRECTIONS, DROPPED_FLASH, MEMBERS, NAMED, OTHERS, with_points
 from profiles.provenance import Kind
 from profiles.spec import Precision
 from profiles.speeds import Compute, InStep, Inter, Intra, Passes, Profile
@@ -134,7 +134,7 @@ def _fitted(
 
 
 def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
-    """The products of linear layers, and those of un-fused attention, both gradients of which are one time."""
+    """The products of linear layers, and those of un-fused attention, which are bounded by sequence and head_dim."""
 
     def price(point: Point, curve: MatmulCurve) -> float:
         m, n, k = point.sizes
@@ -142,16 +142,21 @@ def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
         return matmul_s.__wrapped__(product, curve, form.chip, sustained=True)
 
     def batched(point: Point, curve: MatmulCurve) -> float:
-        products = _batched_products(point, form.element_bytes)
-        return sum(matmul_s.__wrapped__(product, curve, form.chip, sustained=True) for product in products)
+        batch, m, n, k = _batched_sizes(point)
+        product = Product(m=m, n=n, k=k, batch=batch, operand_bytes=form.element_bytes, result_bytes=form.element_bytes)
+        return matmul_s.__wrapped__(product, curve, form.chip, sustained=True)
+
+    def heads(point: Point) -> tuple[int, ...]:
+        _, m, n, k = _batched_sizes(point)
+        return m, min(n, k)
 
     forward = _fitted(_aligned(form, "forward"), assumed.forward, _PRODUCT, price)
     return {
         "forward": forward,
         "input_gradient": _fitted(_aligned(form, "input_gradient"), forward, _PRODUCT, price),
         "weight_gradient": _fitted(_aligned(form, "weight_gradient"), forward, _PRODUCT, price),
-        "batched_forward": _fitted(form.of("batched_forward"), assumed.batched_forward, _PRODUCT, batched),
-        "batched_backward": _fitted(form.of("batched_backward"), assumed.batched_backward, _PRODUCT, batched),
+        "batched_forward": _fitted(form.of("batched_forward"), assumed.batched_forward, _PRODUCT, batched, heads),
+        "batched_backward": _fitted(form.of("batched_backward"), assumed.batched_backward, _PRODUCT, batched, heads),
     }
 
 
@@ -169,13 +174,9 @@ def _row_elements(point: Point) -> int:
     return math.gcd(first, second) if point.curve == "weight_gradient" else math.gcd(second, third)
 
 
-def _batched_products(point: Point, element_bytes: int) -> tuple[Product, ...]:
-    """[m,k] x [k,n] of a `batched` case; backward the gradients of its operands, [m,n] x [n,k] and [k,m] x [m,n]."""
-    batch, m, n, k = (point.case.size(name) for name in ("batch", "m", "n", "k"))
-    shapes = ((m, n, k),) if point.curve == "batched_forward" else ((m, k, n), (k, n, m))
-    return tuple(
-        Product(m=rows, n=columns, k=inner, batch=batch, operand_bytes=element_bytes, result_bytes=element_bytes)
-        for rows, columns, inner in shapes)
+def _batched_sizes(point: Point) -> tuple[int, ...]:
+    """(batch, m, n, k) of a product of un-fused attention."""
+    return tuple(point.case.size(name) for name in ("batch", "m", "n", "k"))
 
 
 def _flash(form: _Form, base: FlashCurve, name: str, work: float) -> FlashCurve:
@@ -214,7 +215,10 @@ def _classes(form: _Form, assumed: Compute) -> dict[str, Passes]:
 
 def _named(form: _Form, classes: Mapping[str, Passes]) -> dict[str, Passes]:
     """Single operations that have points, drawn towards their class, which also stands in for a pass without any."""
+    found = {curve.rpartition(".")[0] for curve in form.points}
+    names = sorted(found - {"", *classes, *(name.rpartition(".")[0] for name in DROPPED_FLASH)})
     return {
         name: Passes(**{
-            direction: _memory(form, getattr(classes[of], direction), f"{name}.{direction}") for direction in DIRECTIONS})
-        for name, of in NAMED.items() if form.of(*(f"{name}.{direction}" for direction in DIRECTIONS))}
+            direction: _memory(form, getattr(classes[NAMED.get(name, OTHERS)], direction), f"{name}.{direction}")
+            for direction in DIRECTIONS})
+        for name in names}
