@@ -37,6 +37,7 @@ from profiles.spec import Precision
 from profiles.speeds import Compute, InStep, Inter, Intra, Passes, Profile
 from profiles.units import US_PER_S
 
+HOST_K_HALF = 4.0  # 1.5 was fitted to products of a core of AMD EPYC (Genoa) with torch 2.13
 DRAW = 0.02  # weight of an assumption beside that of a point
 FLASH_BACKWARD_FLOPS = 2.5  # of the forward's, as costmodels/compute.py prices them
 ALIGNED_BYTES = 16  # products with rows of other lengths are slower by a factor that the prices know, and say nothing of the curve
@@ -83,7 +84,7 @@ def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precisio
     device, of = cluster.device, Precision(precision)
     chip = Chip(peak_flops_per_s=device.peak(of), bytes_per_s=device.memory_bytes_per_s, num_sms=max(1, device.num_sms))
     form = _Form(_by_curve(records), chip, of.num_bytes)
-    assumed = analytic_profile(device.name).compute
+    assumed = _assumed(form, device.name)
     classes = _classes(form, assumed)
     fitted: dict[str, Any] = {**_products(form, assumed), **classes}
     compute = replace(
@@ -91,6 +92,17 @@ def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precisio
         flash_forward=_flash(form, assumed.flash_forward, "flash_forward", 1.0),
         flash_backward=_flash(form, assumed.flash_backward, "flash_backward", FLASH_BACKWARD_FLOPS))
     return with_points(replace(compute, dropped_flash=_dropped(form, compute), named=_named(form, classes)), records)
+
+
+def _assumed(form: _Form, device_name: str) -> Compute:
+    """What is assumed of the device; a host has no tiles that start and end, so little k is enough for it."""
+    compute = analytic_profile(device_name).compute
+    if form.chip.num_sms > 1:
+        return compute
+    product = replace(compute.forward, k_half=HOST_K_HALF)
+    products = ("forward", "input_gradient", "weight_gradient", "batched_forward", "batched_backward")
+    same: dict[str, Any] = dict.fromkeys(products, product)
+    return replace(compute, **same)
 
 
 def _by_curve(records: Sequence[Record]) -> dict[str, list[Point]]:
