@@ -9,6 +9,7 @@ from profiles.calibration import Calibration
 from profiles.errors import ConfigError
 
 _FORBID = {"extra": "forbid"}
+CPU = "cpu"  # the device of configs/clusters/cpu.yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
