@@ -35,7 +35,7 @@ from profiles.cases import Case, Pass
 from profiles.catalog import load_model
 from profiles.hardware import Cluster
 from profiles.measured import Machine, analytic_profile
-from profiles.model import LayerClass, LayerKind
+from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Norm, Positions, TrainingSpec
 from profiles.transformer import build_graph
 from profiles.units import MIB
@@ -50,7 +50,6 @@ MOVED_MIB = (256, 16)
 HOST_PARAMETERS = 2**24
 BLOCK = "block"
 ADAM_BYTES = 18  # of a parameter in 16 bits with its gradient and states; in fp32 16
-DROPOUT = 0.1  # of blocks; its time does not depend on it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,17 +227,3 @@ def _block_case(model: ModelSpec, batch: int, seq: int, precision: str) -> Case:
         "rotary": int(model.positions is Positions.ROTARY), "dropout": int(model.dropout > 0), "batch": batch, "seq": seq}
     return Case(
         work=BLOCK, sizes=tuple(sizes.items()), precision=precision, passes=(Pass(name="forward"), Pass(name="backward")))
-
-
-def block_of(case: Case, training: TrainingSpec) -> tuple[LayerClass, ModelSpec, TrainingSpec]:
-    """The layer that a `block` case measures, its model and its training, to be priced: as executor/operations builds it, with
-    biases where it has layer norms."""
-    of = dict(case.sizes)
-    rms = bool(of["rms"])
-    model = ModelSpec(
-        name="block", num_layers=1, hidden_size=of["hidden"], num_heads=of["heads"], num_kv_heads=of["kv_heads"], head_dim=of["head_dim"],
-        ffn_hidden_size=of["ffn"], gated_ffn=bool(of["gated"]), norm=Norm.RMS_NORM if rms else Norm.LAYER_NORM,
-        positions=Positions.ROTARY if of["rotary"] else Positions.LEARNED, dropout=DROPOUT * of["dropout"], linear_bias=not rms,
-        qkv_bias=not rms, vocab_size=1, max_seq_length=of["seq"])
-    training = replace(training, global_batch_size=of["batch"], seq_length=of["seq"])
-    return build_graph(model, training, of["batch"]).block, model, training

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
+from costmodels.compute import kernel_time
 from costmodels.kernels import StreamKernel, operator_kernels
 from costmodels.sharding import Sharding
 from planner.cases import (
     Workload,
-    block_of,
     cases_of,
     default_workloads,
     layouts_of,
@@ -22,9 +23,13 @@ from planner.cases import (
     tiny_model,
 )
 from planner.operator_cases import operator_cases
+from profiles.cases import Measured, Outcome, Record, Timing
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
+from profiles.measured import analytic_profile, machine_for
 from profiles.model import OperatorKind
+from profiles.profiler.fit import fit_compute
+from profiles.provenance import Kind
 from profiles.spec import Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
@@ -69,6 +74,35 @@ def test_every_kernel_of_every_layout_is_a_point_of_a_case(one, cluster):
 
     for size, sharding in layouts_of(one, cluster):
         assert set(priced_points(one, size, sharding)) <= points, (size, sharding)
+
+
+def made_up_us(point) -> float:
+    """The time of a pass, or of a kernel: a microsecond for every 1,000 of the product of its sizes, and for each letter of its curve."""
+    return len(point.curve) + math.prod(point.sizes) / 1000
+
+
+def recorded(cases):
+    for case in cases:
+        times = {one.name: Timing(median_us=made_up_us(one), spread=0.0, repeats=5) for one in case.passes if one.curve}
+        yield Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times=times))
+
+
+@pytest.mark.parametrize(("one", "cluster"), [
+    pytest.param(TINY, CPU, id="gpt-tiny"),
+    pytest.param(workload("gpt-tiny", "fp32", attention="unfused"), CPU, id="unfused"),
+    pytest.param(workload("llama3-8b"), replace(GPU, gpus_per_node=2), id="llama3-8b"),
+])
+def test_a_profile_of_exactly_these_cases_prices_every_kernel_as_it_was_measured(one, cluster):
+    compute = fit_compute(list(recorded(cases_of([one], cluster))), cluster, one.training.precision)
+    machine = machine_for(replace(cluster, profile=replace(analytic_profile(cluster.device.name), compute=compute)))
+
+    for size, sharding in layouts_of(one, cluster):
+        for operator in (op for layer in build_graph(one.model, one.training, size) for op in layer.operators):
+            kernels = operator_kernels(operator, sharding, one.training)
+            for kernel in (*kernels.forward, *kernels.backward):
+                price = kernel_time(kernel, machine, one.training)
+                assert price.kind is Kind.MEASURED, (kernel, size, sharding)
+                assert price.value_s == pytest.approx(getattr(kernel, "times", 1) * made_up_us(kernel) / 1e6, rel=1e-9)
 
 
 def test_the_cases_of_a_block_by_hand():
@@ -186,25 +220,20 @@ def test_a_cpu_has_nothing_to_move_over_a_bus():
     assert {case.work for case in machine_cases(GPU, "bf16")} == {"launch", "allocator", "device_copy", "transfer", "host_adam"}
 
 
-def test_a_block_case_is_the_layer_it_measures():
-    for one in (workload("gpt-2.5b"), workload("llama3-8b"), TINY):
-        blocks = [case for case in cases_of([one], CPU if one is TINY else GPU) if case.work == "block"]
-        tiny, large = sorted(blocks, key=lambda case: case.size("hidden") * case.size("batch"))
+def test_two_blocks_are_measured_a_tiny_one_and_the_models_own():
+    blocks = [case.key for case in cases_of([workload("llama3-8b")], GPU) if case.work == "block"]
 
-        layer, model, training = block_of(large, one.training)
-
-        graph = build_graph(one.model, one.training, large.size("batch"))
-        assert [(op.name, op.dims, len(op.parameters)) for op in layer.operators] == [
-            (op.name, op.dims, len(op.parameters)) for op in graph.block.operators]
-        assert (model.gated_ffn, model.norm, training.seq_length) == (one.model.gated_ffn, one.model.norm, one.training.seq_length)
-        assert tiny.size("hidden") <= 256
+    assert blocks == [
+        "block hidden=256 heads=2 kv_heads=1 head_dim=128 ffn=896 gated=1 rms=1 rotary=1 dropout=0 batch=1 seq=128 bf16",
+        "block hidden=4096 heads=32 kv_heads=8 head_dim=128 ffn=14336 gated=1 rms=1 rotary=1 dropout=0 batch=2 seq=8192 bf16"]
+    assert not [case for case in cases_of([workload("mixtral-8x7b")], GPU) if case.work == "block"]
 
 
 def test_the_operators_of_a_tiny_block_are_measured_beside_it():
     one = workload("llama3-8b")
     points = {(found.curve, found.sizes) for case in cases_of([one], GPU) for found in case.passes}
-    tiny = next(case for case in cases_of([one], GPU) if case.work == "block" and case.size("hidden") == 256)
-    layer, _, training = block_of(tiny, one.training)
+    training = replace(one.training, seq_length=128)
+    layer = build_graph(tiny_model(one.model), training, 1).block
 
     kernels = [operator_kernels(operator, Sharding(), training) for operator in layer.operators]
 
