@@ -338,7 +338,7 @@ def test_products_in_fp8_keep_the_form():
 def test_grouped_products_keep_the_form():
     experts = load_model("mixtral-tiny").spec
     layer = build_graph(experts, TRAINING, 1).block.operator("fc1")
-    *token_dims, features, contracted = layer.dims
+    *_token_dims, features, contracted = layer.dims
     m = -(-SEQ * experts.experts_per_token // experts.num_experts)
     machine = own(forward=replace(MATMUL, points=((m, features.size, contracted.size, 1e6),)))
 

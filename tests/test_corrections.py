@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -59,7 +60,7 @@ def test_the_correction_has_no_jump_on_a_way_through_a_point_and_out_of_the_reac
     way = [corrected(rows, tuple(size * math.exp((i - 1000) / 200) for size in through))[0] for i in range(2001)]
 
     assert way[0] == way[-1] == 1.0 != way[1000]
-    assert max(abs(math.log(after / before)) for before, after in zip(way, way[1:], strict=False)) < 0.02  # of steps of 0.5 %
+    assert max(abs(math.log(after / before)) for before, after in itertools.pairwise(way)) < 0.02  # of steps of 0.5 %
 
 
 @pytest.mark.parametrize("ratio", [3.0, 0.5])
@@ -72,7 +73,7 @@ def test_the_correction_of_a_lone_point_fades_with_distance_until_the_form_is_le
         for d in (0.0, 0.01, 0.1, 0.5, 1.0, 1.5, 2.0, REACH, 3.0, 10.0)]
 
     assert logs[0] == pytest.approx(abs(math.log(ratio)))
-    assert all(before > after for before, after in zip(logs[:8], logs[1:8], strict=False))
+    assert all(before > after for before, after in itertools.pairwise(logs[:8]))
     assert logs[4] == pytest.approx(abs(math.log(ratio)) / 2)  # a factor e away it counts as much as no correction
     assert logs[7:] == pytest.approx([0.0, 0.0, 0.0], abs=1e-12)
 

@@ -71,7 +71,8 @@ def test_fp8_products_are_marked_and_cast_before_each():
     assert not any(kernel.fp8 for kernel in kernels("lm_head", kind=LayerKind.HEAD, training=replace(TRAINING, fp8_matmuls=True)).forward)
 
 
-@pytest.mark.parametrize(("curve", "sizes"), [("forward", (64, 100, 9)), ("input_gradient", (64, 9, 100)), ("weight_gradient", (9, 100, 64))])
+@pytest.mark.parametrize(("curve", "sizes"), [
+    ("forward", (64, 100, 9)), ("input_gradient", (64, 9, 100)), ("weight_gradient", (9, 100, 64))])
 def test_a_product_built_of_its_sizes_is_as_slow_as_its_weight_is_misaligned(curve, sizes):
     made = product_kernel(curve, sizes, 2, 2)  # a weight of 100 x 9: its rows share no 16 bytes
 
@@ -96,7 +97,8 @@ def test_fused_attention_has_sizes_of_heads_sequence_and_head_dim(dropout, curve
     assert points((*found.forward, *found.backward)) == [(curves[0], sizes), (curves[1], sizes)]
     forward, backward = found.forward[0], found.backward[0]
     assert (forward.flops, backward.flops) == (4 * sizes[0] * S * S / 2 * sizes[2], 2.5 * forward.flops)
-    assert isinstance(forward, FusedKernel) and forward == fused_kernel("forward", sizes[0], S, S, sizes[2], dropped=dropout > 0)
+    assert isinstance(forward, FusedKernel)
+    assert forward == fused_kernel("forward", sizes[0], S, S, sizes[2], dropped=dropout > 0)
 
 
 def test_unfused_attention_is_batched_products_a_softmax_and_a_dropout():
@@ -106,7 +108,8 @@ def test_unfused_attention_is_batched_products_a_softmax_and_a_dropout():
     assert points(found.forward) == [
         ("batched_forward", qk), ("batched_forward", pv), ("softmax.forward", (3 * scores,)), ("dropout.forward", (5 * scores,))]
     assert points(found.backward) == [
-        *(("batched_backward", sizes) for sizes in (qk, pv, pv, pv)), ("softmax.backward", (4 * scores,)), ("dropout.backward", (5 * scores,))]
+        *(("batched_backward", sizes) for sizes in (qk, pv, pv, pv)),
+        ("softmax.backward", (4 * scores,)), ("dropout.backward", (5 * scores,))]
     assert len(kernels("attention", training=UNFUSED, model=replace(GPT, dropout=0.0)).forward) == 3
 
 
@@ -176,7 +179,8 @@ def test_every_operator_of_every_model_has_kernels_with_whole_sizes():
             for layer in build_graph(model, training, B):
                 for operator in layer.operators:
                     found = operator_kernels(operator, Sharding(2, True), training)
-                    assert found.forward and found.backward
+                    assert found.forward
+                    assert found.backward
                     for kernel in (*found.forward, *found.backward):
                         assert all(size > 0 and size == int(size) for size in kernel.sizes), kernel
                         assert isinstance(kernel, ProductKernel | FusedKernel | StreamKernel)
