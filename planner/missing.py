@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
 from costmodels.collectives import POINT_TO_POINT, Collective, collective_time, point_to_point_time
@@ -22,9 +22,11 @@ from planner.operator_cases import kernels_by_case, kernels_of_update, update_ca
 from planner.plan import Plan
 from planner.reprice import book_of, strategy_of
 from profiles.cases import Case
+from profiles.measured import analytic_profile
 from profiles.profiler.comm_cases import TIMED, timed_case
 from profiles.profiler.groups import Shape
 from profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest
+from profiles.speeds import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +46,15 @@ class Coverage:
         return sum(found is kind and (case.work in TIMED) is of_ranks for case, found in self.cases)
 
 
-def missing_cases(plan: Plan) -> tuple[Case, ...]:
-    """What is to be measured so that a plan's own profile has all of it; nothing where it has no own profile.
+def missing_cases(plan: Plan, profile: Profile | None = None) -> tuple[Case, ...]:
+    """What is to be measured so that `profile` has all of a plan: by default the plan's own, without one everything.
 
     Raises ConfigError, as `coverage` does.
     """
-    found = coverage(plan)
-    return found.missing if found else ()
+    own = profile or plan.cluster.profile or analytic_profile(plan.cluster.device.name)
+    found = coverage(replace(plan, cluster=replace(plan.cluster, profile=own)))
+    assert found is not None
+    return found.missing
 
 
 def coverage(plan: Plan) -> Coverage | None:
