@@ -21,6 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from planner.report.text import console, print_table, seconds_text
+from profiles.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = (sys.executable, "-c", "import cli; cli.main()")
@@ -71,30 +77,32 @@ def make_plan(job: Job, own: Path) -> None:
 
 def run(job: Job, repeat: int) -> None:
     call(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.world), "--master-port", str(29500 + os.getpid() % 1000),
-         "-m", "executor", str(job.plan), "--steps", str(STEPS[job.name]), "--run-json", str(job.run_json(repeat))],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.world), "-m",
+         "executor", str(job.plan), "--steps", str(STEPS[job.name]), "--run-json", str(job.run_json(repeat))],
         job.folder / "run.log")
 
 
-def figures(job: Job, repeats: int) -> dict[str, object]:
-    """Predicted and measured step and peak of the fullest rank."""
+def figures(job: Job, repeats: int) -> dict[str, Any]:
+    """Predicted and measured step, and peak of the fullest rank; ratios are predicted over measured."""
     runs = [json.loads(job.run_json(repeat).read_text()) for repeat in range(repeats)]
     steps = [found["figures"]["step_time_s"] for found in runs]
-    peaks = [max(found["ranks"], key=lambda rank: rank["peak_allocated_bytes"]["measured"])["peak_allocated_bytes"] for found in runs]
+    peaks = [max((rank["peak_allocated_bytes"] for rank in found["ranks"]), key=lambda peak: peak["measured"]) for found in runs]
     ratios = sorted(step["predicted"] / step["measured"] for step in steps)
     return {
-        "model": job.name, "world": job.world, "predicted_s": steps[0]["predicted"], "measured_s": median(step["measured"] for step in steps),
-        "ratio": median(ratios), "least": ratios[0], "most": ratios[-1], "predicted_bytes": peaks[0]["predicted"],
-        "measured_bytes": median(peak["measured"] for peak in peaks), "memory_ratio": median(p["predicted"] / p["measured"] for p in peaks)}
+        "model": job.name, "world": job.world, "mesh": runs[0]["plan"]["mesh"],
+        "predicted_s": steps[0]["predicted"], "measured_s": median(step["measured"] for step in steps),
+        "ratio": median(ratios), "least_ratio": ratios[0], "most_ratio": ratios[-1],
+        "predicted_bytes": peaks[0]["predicted"], "measured_bytes": median(peak["measured"] for peak in peaks),
+        "memory_ratio": median(peak["predicted"] / peak["measured"] for peak in peaks)}
 
 
-def print_table(rows: Sequence[dict[str, object]]) -> None:
-    print(f"{'model':<10}{'ranks':>6}{'step: predicted':>17}{'measured':>11}{'predicted/measured':>20}{'(least, most)':>16}"
-          f"{'peak: predicted':>18}{'measured':>12}{'ratio':>7}")
-    for row in rows:
-        print(f"{row['model']:<10}{row['world']:>6}{row['predicted_s'] * 1e3:>14.1f} ms{row['measured_s'] * 1e3:>8.1f} ms"
-              f"{row['ratio']:>20.3f}{f'({row['least']:.3f}, {row['most']:.3f})':>16}"
-              f"{row['predicted_bytes'] / 2**20:>14.1f} MiB{row['measured_bytes'] / 2**20:>8.1f} MiB{row['memory_ratio']:>7.3f}")
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    print_table(
+        console(sys.stdout), ("model", "ranks", "mesh", "step predicted", "measured", "ratio", "of runs", "peak predicted", "measured", "ratio"),
+        [(row["model"], str(row["world"]), " ".join(f"{axis}{n}" for axis, n in row["mesh"].items() if n > 1) or "-",
+          seconds_text(row["predicted_s"]), seconds_text(row["measured_s"]), f"{row['ratio']:.3f}",
+          f"{row['least_ratio']:.3f}-{row['most_ratio']:.3f}", format_bytes(row["predicted_bytes"]), format_bytes(row["measured_bytes"]),
+          f"{row['memory_ratio']:.3f}") for row in rows], left=("model", "mesh"))
 
 
 def main() -> None:
@@ -120,7 +128,7 @@ def main() -> None:
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    print_table(rows)
+    show(rows)
     print(f"\nprofiled for {profiled_s:.0f} s, {time.monotonic() - started:.0f} s in all")
 
 
