@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from costmodels.book import PriceBook
 from costmodels.collectives import Collective
-from costmodels.compute import FP32_BYTES
 from costmodels.edges import Edge, edges_of, leaves
+from costmodels.kernels import FP32_BYTES
 from costmodels.layer import LOSS_REDUCTIONS
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis

@@ -108,6 +108,7 @@ def _attention(qkv: Tensor, context: Tensor, model: ModelSpec, training: Trainin
     return Operator(
         name="attention", kind=OperatorKind.ATTENTION, dims=(*scores, shapes.head_dim), inputs=(qkv,), outputs=(context,),
         saved=kept, parallel_dim="heads", flops_forward=flops, flops_backward=2 * flops, causal=True,
+        dropped=model.dropout > 0,
         undivided=(
             ("sequence", "attention reads every token of a sequence"), ("keys", "the softmax is over all of them"),
             ("head_dim", "the scores sum over it")),
