@@ -111,7 +111,8 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     """Make a hardware profile of your own from what runs measured: `plan --profile` plans with it.
 
     RUN is the run.json that the executor wrote. Its times give factors for the prices of compute, of each kind of communication
-    that the runs exercised, and of the optimizer; what none exercised stays as it was, and is said so.
+    that the runs exercised, and of the optimizer; what none exercised stays as it was, and is said so. Of plans that were made with
+    what `plan profile` measured, the new profile keeps those curves beside the factors.
     """
     from planner.calibrate import calibrate
     from planner.options import require_writable
@@ -135,7 +136,8 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     out = console(sys.stderr if output == STDOUT else sys.stdout)
     print_calibration(found, out)
     if output != STDOUT:
-        say(out, f"wrote {output}; plan with it: --gpu {found.device} --stack {found.calibration.stack} --profile {output}")
+        device = "" if found.cluster else f"--gpu {found.device} "  # a file with measured curves names the machine itself
+        say(out, f"wrote {output}; plan with it: {device}--stack {found.calibration.stack} --profile {output}")
 
 
 @click.command(cls=Command, epilog="  plan trace plan.yaml -o trace.json")

@@ -55,7 +55,7 @@ class Curve:
     bounds: Bounds | None = None
     rows: int = 0
     median_error: float | None = None
-    points: tuple[tuple[float, ...], ...] = ()
+    points: tuple[tuple[int | float, ...], ...] = ()
 
     def kind_at(self, sizes: tuple[float, ...]) -> Kind:
         """The curve's own kind where it was fitted, ANALYTIC elsewhere."""

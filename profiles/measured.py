@@ -41,19 +41,24 @@ class Machine:
 
     @functools.cached_property
     def collective_curves(self) -> Mapping[str, tuple[CollectiveCurve, ...]]:
-        """The curves by collective, by rising number of ranks; none where the node's link is not the one they hold for."""
+        """The curves by collective, by rising number of ranks; none where the node's link is not the one they hold for.
+
+        What was measured on the machine itself holds on its link, whatever the datasheet calls it.
+        """
         intra = self.profile.intra
-        if abs(self.cluster.intra_node.bytes_per_s / intra.link_bytes_per_s - 1) > LINK_TOLERANCE:
+        if self.cluster.profile is None and abs(self.cluster.intra_node.bytes_per_s / intra.link_bytes_per_s - 1) > LINK_TOLERANCE:
             return {}
         ordered = sorted(intra.curves, key=lambda curve: curve.ranks)
         return {name: tuple(curve for curve in ordered if curve.collective == name) for name in {curve.collective for curve in ordered}}
 
 
 def machine_for(cluster: Cluster, terms: Terms | None = None, *, without: str | None = None) -> Machine:
-    """The cluster with the shipped profile of its device, or with the analytic one when none is shipped.
+    """The cluster with its own profile, else with the shipped one of its device, else with the analytic one.
 
     terms: those of another fit than the shipped one; without: those of the fit that did not see the source of that name
     """
+    if cluster.profile is not None:
+        return Machine(cluster, cluster.profile)
     name, terms = cluster.device.name, shipped_terms() if terms is None else terms
     profile = shipped_profile(name) or analytic_profile(name)
     share = terms.nic_share(cluster.nic.name, without)
