@@ -47,4 +47,4 @@ def test_a_missing_profile_says_how_to_make_one(tmp_path):
     with pytest.raises(ConfigError, match="cannot read") as error:
         read(tmp_path / "mine.yaml")
 
-    assert error.value.hint == "make one with: plan calibrate run.json -o FILE"
+    assert error.value.hint == "make one with: plan profile -o FILE, or of runs with: plan calibrate run.json -o FILE"

@@ -1,0 +1,102 @@
+"""`plan profile`: measures this machine, and shows or compares what was measured. All but click is imported where it is used."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cli_options import OUTPUT, PRECISIONS, as_json
+from cli_style import Command, option
+
+WHAT, HOW, IMPORT, LOOK = "What to measure", "How", "Import", "Look at profiles"
+PROGRAM = "executor.operations.program:measure"
+
+
+@click.command("profile", cls=Command, epilog=(
+    "  plan profile -o mygpu.yaml --model gpt-20b --minutes 10\n  plan profile -o mygpu.yaml --comm\n"
+    "  plan profile -o mygpu.yaml --missing plan.yaml\n  plan profile --show mygpu.yaml --plot mygpu.png\n"
+    "  plan profile --diff before.yaml after.yaml\n  plan --model gpt-20b --gpus 64 --profile mygpu.yaml"))
+@click.argument("files", metavar="[FILE]...", nargs=-1, type=click.Path(path_type=Path))
+@option(WHAT, "--model", "models", multiple=True, metavar="NAME|PATH",
+        help="Whose shapes to measure; may be repeated. [default: a few that say most]")
+@option(WHAT, "--missing", type=click.Path(path_type=Path), metavar="PLAN", help="Only the shapes of this plan that its profile lacks.")
+@option(WHAT, "--comm/--no-comm", default=None, help="Only collectives, or none. [default: both, where there are 2 devices]")
+@option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of the tensors. [default: bf16 on GPUs, fp32 on CPUs]")
+@option(HOW, "--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto", show_default=True, help="auto: GPUs if any.")
+@option(HOW, "--minutes", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, metavar="N",
+        help="Budget; the most informative shapes come first.")
+@option(HOW, "--restart", is_flag=True, help="Forget what an interrupted or earlier run measured.")
+@option(HOW, "--retry-failed", is_flag=True, help="Try again what ran out of memory, crashed or hung.")
+@option(HOW, "--hang-limit", type=click.FloatRange(min=1), default=60.0, show_default=True, metavar="SECONDS",
+        help="When a measurement that does not answer is given up.")
+@option(IMPORT, "--nccl-tests", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+        help="Collectives from the text that nccl-tests printed, instead of measuring; may be repeated.")
+@option(IMPORT, "--nodes", type=click.IntRange(1), metavar="N", help="On how many nodes it ran.")
+@option(IMPORT, "--ranks-per-node", type=click.IntRange(1), metavar="N", help="With how many GPUs of each.")
+@option(LOOK, "--show", is_flag=True, help="Print FILE.")
+@option(LOOK, "--diff", is_flag=True, help="Compare FILE with a second one.")
+@option(LOOK, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the profile: .png, .svg or .pdf.")
+@option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="profile.yaml", show_default=True,
+        help="The profile; what is there already is kept and added to.")
+@as_json
+def profile(files: tuple[Path, ...], **options: Any) -> int:
+    """Measure this machine: operators, memory, links. `plan --profile` plans with the result.
+
+    Every measurement runs in a process of its own: what runs out of memory, crashes or hangs is recorded and skipped. Started
+    again after an interruption, of any kind, it goes on. --show prints FILE, --diff compares two.
+    """
+    _check(files, options)
+    if options["diff"]:
+        return _diff(*files, as_json=options["as_json"])
+    if options["show"]:
+        return _show(files[0], options["plot"], as_json=options["as_json"])
+    return _measure(options)
+
+
+def _check(files: tuple[Path, ...], options: dict[str, Any]) -> None:
+    """Raises UsageError: options that contradict each other, or the wrong number of files."""
+    if options["show"] and options["diff"]:
+        raise click.UsageError("--show prints one profile, --diff compares two: leave out one of them")
+    expected = 2 if options["diff"] else 1 if options["show"] else 0
+    if len(files) != expected:
+        wanted = {2: "--diff compares two files", 1: "--show prints one file", 0: "a measurement takes no file (-o says where to write)"}
+        raise click.UsageError(f"{wanted[expected]}, {len(files)} given")
+    if options["nccl_tests"] and not (options["nodes"] and options["ranks_per_node"]):
+        raise click.UsageError("--nccl-tests needs --nodes and --ranks-per-node: its text does not say them")
+
+
+def _diff(first: Path, second: Path, *, as_json: bool) -> int:
+    from planner.report.profile_diff import diff_document, print_diff
+
+    from planner.report.text import console
+    from profiles.own import read
+
+    before, after = read(first), read(second)
+    if as_json:
+        click.echo(json.dumps(diff_document(before, after), indent=2))
+    else:
+        print_diff(before, after, (str(first), str(second)), console(sys.stdout))
+    return 0
+
+
+def _show(path: Path, plot: Path | None, *, as_json: bool) -> int:
+    from planner.report.profile import print_profile, profile_document
+
+    from planner.report.scatter import require_plot
+    from planner.report.text import console
+    from profiles.own import read
+
+    if plot is not None:
+        require_plot(plot)
+    found = read(path)
+    if as_json:
+        click.echo(json.dumps(profile_document(found), indent=2))
+    else:
+        print_profile(found, console(sys.stdout))
+    if plot is not None:
+        _draw(found, plot, quiet=as_json)
+    return 0
