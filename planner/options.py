@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -35,13 +34,12 @@ from profiles.module import ModuleSource
 from profiles.own import OwnProfile, read
 from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
-from profiles.units import GB, GIB, MIB, TERA
+from profiles.units import parse_size
 
 Options = Mapping[str, Any]
 DEFAULT_GPU = "a100-80gb"
 DEFAULT_STACK = "megatron-core"
 _OF_THE_PROFILE = " (the profile's)"
-_SIZE_UNITS = {"gib": GIB, "mib": MIB, "tib": 1024 * GIB, "gb": GB, "mb": 10**6, "tb": TERA}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,18 +269,6 @@ def _require_divisor(pins: Mapping[str, tuple[int, ...] | None], whole: int, wha
 
 def _listed(values: tuple[int, ...]) -> str:
     return ",".join(map(str, values))
-
-
-def parse_size(flag: str, text: str) -> int:
-    """Bytes of a size with its unit: 72GiB, 73728 MiB, 80GB. Raises ConfigError naming `flag`."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
-    scale = _SIZE_UNITS.get(found[2].lower()) if found else None
-    if found is None or scale is None:
-        raise ConfigError(f"{flag} is {text!r}, it must be a number and a unit", hint=f"for example {flag} 72GiB (or MiB, GB, MB)")
-    size = round(float(found[1]) * scale)
-    if size < 1:
-        raise ConfigError(f"{flag} is {text}, it must be more than nothing", hint=f"for example {flag} 72GiB")
-    return size
 
 
 def require_no_front(options: Options) -> None:
