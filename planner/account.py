@@ -28,7 +28,7 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasured:
-    """One rank: bytes of states predicted and held, peaks (None where there is no CUDA allocator), and its recorded steps.
+    """One rank: bytes of states predicted and held, peaks (None where nobody counted), and its recorded steps.
 
     ahead_s: by how much its clock is ahead of rank 0's
     """
