@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -100,3 +101,73 @@ def _show(path: Path, plot: Path | None, *, as_json: bool) -> int:
     if plot is not None:
         _draw(found, plot, quiet=as_json)
     return 0
+
+
+def _draw(found: Any, plot: Path, *, quiet: bool) -> None:
+    from planner.report.profile_plot import draw_profile
+
+    draw_profile(found, plot)
+    click.echo(f"wrote {plot}", err=quiet)
+
+
+def _measure(options: dict[str, Any]) -> int:
+    """Operators in subprocesses here, collectives under torchrun; the file is written after each of both."""
+    from planner.options import require_writable
+    from planner.profiling import measure
+    from planner.report.profile import print_measured, profile_document
+    from planner.report.progress import profile_bar
+    from planner.report.text import console
+
+    output: Path = options["output"]
+    require_writable(output, hint="choose another file with -o")
+    _require_torch()
+    wanted = _wanted(options)
+    with profile_bar(console(sys.stderr)) as on_progress:
+        found = measure(wanted, on_progress)
+    for note in found.notes:
+        click.echo(f"note: {note}", err=True)
+    if options["as_json"]:
+        click.echo(json.dumps(profile_document(found.profile), indent=2))
+    else:
+        print_measured(found, console(sys.stdout))
+    if options["plot"] is not None:
+        _draw(found.profile, options["plot"], quiet=options["as_json"])
+    if not options["as_json"]:
+        click.echo(f"wrote {output}; plan with it: plan --model NAME --gpus N --profile {output}")
+    return INTERRUPTED if found.interrupted else 0
+
+
+def _require_torch() -> None:
+    from profiles.errors import ConfigError
+
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("plan profile measures with torch: it is not installed", hint="pip install 'parplan[torch]'")
+
+
+def _wanted(options: dict[str, Any]) -> Wanted:
+    """What the options ask for. Raises ConfigError."""
+    import torch
+
+    from planner.profiling import Wanted
+    from profiles.catalog import load_model
+    from profiles.errors import ConfigError
+    from profiles.spec import Precision
+
+    device = options["device"]
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU", hint="use --device cpu, or install a torch with CUDA")
+    precision = Precision(options["precision"] or ("bf16" if device == "cuda" else "fp32"))
+    return Wanted(
+        output=options["output"], device=device, precision=precision, program=PROGRAM, minutes=options["minutes"],
+        models=tuple(load_model(name) for name in options["models"]), hang_limit_s=options["hang_limit"],
+        cases=None if options["missing"] is None else _missing(options["missing"]), restart=options["restart"],
+        retry_failed=options["retry_failed"])
+
+
+def _missing(path: Path) -> tuple[Case, ...]:
+    from planner.cases import missing_cases
+    from planner.plan import read
+
+    return missing_cases(read(path))
