@@ -71,7 +71,8 @@ def test_groups_at_once_share_no_rank_and_each_node_is_in_as_many_as_the_shape_s
         ranks = [rank for group in together for rank in group]
         nodes = [{rank // world.ranks_per_node for rank in group} for group in together]
 
-        assert len(ranks) == len(set(ranks)) and set(ranks) <= set(range(world.num_ranks))
+        assert len(ranks) == len(set(ranks))
+        assert set(ranks) <= set(range(world.num_ranks))
         assert {len(group) for group in together} == {one.num_ranks}
         assert {len(over) for over in nodes} == {one.nodes}
         assert {sum(node in over for over in nodes) for node in set().union(*nodes)} == {one.groups}

@@ -40,17 +40,18 @@ def comm_records(
         if not in_flight_of(output).exists() and not any(_ENDED.match(line) for line in lines):
             break
         again = ["--attempts", "1"]  # what is in flight ended a run that nobody ended from outside
-    errors = [line for line in lines if line.startswith("error: ")]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    own = _command(num_ranks, {"--output": output, "--device": device})
     raise PlannerError(
-        errors[-1].removeprefix("error: ") if errors else f"communication of {num_ranks} ranks was not measured: {' '.join(list(lines)[-1:])}",
-        hint=f"start it yourself to see all it says: {' '.join(_command(num_ranks, {'--output': output, '--device': device})[1:])}")
+        (errors or [f"communication of {num_ranks} ranks was not measured: {' '.join(list(lines)[-1:])}"])[-1],
+        hint=f"start it yourself to see all it says: {' '.join(['python', *own[1:]])}")
 
 
 def _command(num_ranks: int, options: dict[str, object]) -> list[str]:
     """The line that starts it; --standalone finds a port that is free."""
     said = [part for name, value in options.items() if value is not None for part in (name, str(value))]
-    return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m", "profiles.profile_comm", *said]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    return [*torchrun, "-m", "profiles.profile_comm", *said]
 
 
 def _run(command: list[str], lines: deque[str], told: Callable[[str], None]) -> int:
