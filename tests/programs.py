@@ -176,3 +176,21 @@ def measured_alone(case: Case, program: object = by_work, *, limit_s: float = 20
     while (record := worker.finished(child)) is None:
         wait(child.ready, 0.2)
     return record
+
+
+def processes_left(session: int) -> list[int]:
+    """Processes of a session of the system that live; waits some seconds for them to end."""
+    for _ in range(200):
+        found = [int(name) for name in os.listdir("/proc") if name.isdigit() and _lives_in(int(name), session)]
+        if not found:
+            break
+        time.sleep(0.05)
+    return found
+
+
+def _lives_in(pid: int, session: int) -> bool:
+    try:
+        state, _, _, its_session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z" and int(its_session) == session

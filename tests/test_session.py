@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -18,8 +19,9 @@ import pytest
 from profiles.cases import Outcome, Pass, Record
 from profiles.profiler import session
 from profiles.profiler.journal import open_journal
+from profiles.profiler.progress import Progress
 from profiles.profiler.session import Measurements, run_session
-from tests.programs import ASKED, apart, by_work, case, logged, meeting, steady
+from tests.programs import ASKED, apart, by_work, case, logged, meeting, processes_left, steady
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_CASES = 30
@@ -154,22 +156,40 @@ def test_progress_counts_what_is_done_what_failed_and_what_runs(journal):
     assert all(0 < progress.budget_s <= 60 for progress in told)
 
 
-def test_ctrl_c_ends_what_runs_and_keeps_what_is_done(journal, monkeypatch):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run with it ignored
+@pytest.fixture
+def _ctrl_c():
+    """As in a shell's foreground: tests may run with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def interrupting(found, times: int):
+    def interrupt(progress: Progress) -> None:
+        for _ in range(times * (progress.running == (found.key,))):
+            signal.raise_signal(signal.SIGINT)
+    return interrupt
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_ctrl_c_ends_what_runs_and_keeps_what_is_done(journal):
     asked = [case("linear"), case("gelu"), case("sleeps"), case("softmax")]
 
-    def interrupt(progress: session.Progress) -> None:
-        if progress.running == (asked[2].key,):
-            signal.raise_signal(signal.SIGINT)
-
-    try:
-        found = ran(journal, asked, by_work, on_progress=interrupt)
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
+    found = ran(journal, asked, by_work, on_progress=interrupting(asked[2], times=1))
 
     assert found == Measurements(records=tuple(map(measured, asked[:2])), missed=tuple(asked[2:]), interrupted=True)
     assert ran(journal, [asked[3]]).records == (measured(asked[3]),)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_a_second_ctrl_c_does_not_wait(journal):
+    asked = [case("linear"), case("sleeps")]
+
+    with pytest.raises(KeyboardInterrupt):
+        ran(journal, asked, by_work, on_progress=interrupting(asked[1], times=2))
+
+    assert list(journal.records) == [asked[0].key]
+    assert multiprocessing.active_children() == []
 
 
 # kill -9
@@ -200,22 +220,6 @@ class Killed:
         self.process.kill()
         self.process.communicate()
 
-    def left(self) -> list[int]:
-        """Processes of the session that live; waits some seconds for them to end."""
-        for _ in range(200):
-            found = [int(name) for name in os.listdir("/proc") if name.isdigit() and self._is_of(int(name))]
-            if not found:
-                break
-            time.sleep(0.05)
-        return found
-
-    def _is_of(self, pid: int) -> bool:
-        try:
-            state, _, _, its_session = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:4]
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-        return state != "Z" and int(its_session) == self.process.pid
-
 
 def test_a_session_killed_five_times_ends_as_one_that_was_not(tmp_path):
     draw, killed, journaled = random.Random(6), Killed(tmp_path), set()
@@ -226,7 +230,7 @@ def test_a_session_killed_five_times_ends_as_one_that_was_not(tmp_path):
             killed.kill(draw.randrange(0, 5), draw.uniform(0.0, 0.02))
         else:
             assert killed.process.communicate(timeout=60)[0] == "done\n"
-        assert killed.left() == []
+        assert processes_left(killed.process.pid) == []
 
         started = killed.begun()[before:]
         assert not journaled & set(started), "measured again"

@@ -11,39 +11,19 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from profiles.cases import Case, Outcome, Record
 from profiles.profiler.child import Program
 from profiles.profiler.journal import Journal
+from profiles.profiler.progress import OnProgress, Progress
 from profiles.profiler.worker import Child, end, finished, preload, start
 
 # works of the host and of its memory: another device's case at the same time would be measured with them
 ALONE = frozenset({"transfer", "host_adam", "launch"})
 _TICK_S = 0.5  # between two looks at the clock and at Ctrl-C
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a session is.
-
-    done, failed    cases with a record, those of earlier sessions among them; and of them those without figures
-    running         keys of the cases at work
-    expected_s      how long the rest takes, by the mean of this session's cases; None before its first is finished
-    budget_s        how much of the session's time is left
-    """
-
-    done: int
-    total: int
-    failed: int
-    running: tuple[str, ...]
-    expected_s: float | None
-    budget_s: float
-
-
-OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +37,7 @@ class Measurements:
 
 def run_session(
     cases: Sequence[Case], program: Program, devices: Sequence[str], journal: Journal, *, deadline_s: float, hang_limit_s: float,
-    on_progress: OnProgress = lambda progress: None, retry_failed: bool = False, modules: Sequence[str] = (),
+    on_progress: OnProgress | None = None, retry_failed: bool = False, modules: Sequence[str] = (),
 ) -> Measurements:
     """Measure what the journal does not hold of `cases`, the first ones first, each in a process of its own.
 
@@ -69,15 +49,16 @@ def run_session(
     Raises ConfigError: the journal cannot be written, no process can be started.
     """
     preload(modules)
+    tell = on_progress or (lambda progress: None)
     session = _Session(cases, journal, retry_failed, time.monotonic() + deadline_s)
     with _noticed_ctrl_c() as interrupts:
         try:
             while not interrupts and session.start(program, devices, hang_limit_s):
-                on_progress(session.progress())
+                tell(session.progress())
                 session.collect()
         finally:
             session.stop()
-    on_progress(session.progress())
+    tell(session.progress())
     return session.measurements(interrupted=bool(interrupts))
 
 
@@ -152,14 +133,23 @@ def _settled(record: Record | None, retry_failed: bool) -> bool:
 
 @contextlib.contextmanager
 def _noticed_ctrl_c() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C came, which is looked at between two cases: no record is lost half-way."""
+    """A list that is not empty once Ctrl-C came: looked at between two cases, so that no record is lost half-way.
+
+    The second one is the usual KeyboardInterrupt.
+    """
     interrupts: list[int] = []
+
+    def on_interrupt(number: int, _: object) -> None:
+        if interrupts:
+            raise KeyboardInterrupt
+        interrupts.append(number)
+
     here = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT)
     if not here or before is signal.SIG_IGN:  # a background job of a shell: Ctrl-C is not meant for it
         yield interrupts
         return
-    signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+    signal.signal(signal.SIGINT, on_interrupt)
     try:
         yield interrupts
     finally:

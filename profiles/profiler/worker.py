@@ -61,12 +61,11 @@ def preload(modules: Sequence[str]) -> None:
 
 def start(program: Program, case: Case, device: str, limit_s: float) -> Child:
     """Begin to measure; waits for the server where that is just starting. Raises ConfigError where no process can be had."""
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe(duplex=False)
-    output = _no_file()
-    process = context.Process(target=measure, args=(theirs, output, program, case, device, limit_s), daemon=True)
-    kills = _kernel_kills()
+    context, kills = multiprocessing.get_context("forkserver"), _kernel_kills()
     try:
+        ours, theirs = context.Pipe(duplex=False)
+        output = _no_file()
+        process = context.Process(target=measure, args=(theirs, output, program, case, device, limit_s), daemon=True)
         with _no_ctrl_c():
             forkserver.ensure_running()
         with _no_main():
