@@ -76,3 +76,18 @@ class Cluster:
     @property
     def num_gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """With which a node's NICs leave it, all together."""
+        return self.nic.bytes_per_s * self.nics_per_node
+
+    def group_nic_bytes_per_s(self, ranks_per_node: int, groups: int) -> float:
+        """The part of it of one of `groups` groups with so many ranks on the node (EQUATIONS C6).
+
+            W = min(W_node / groups, max(W_node g / G, W_nic), W_node)
+
+        g of the node's G GPUs reach no more than their part of the NICs, but at least one.
+        """
+        reach = max(self.node_bytes_per_s * ranks_per_node / self.gpus_per_node, self.nic.bytes_per_s)
+        return min(self.node_bytes_per_s / groups, reach, self.node_bytes_per_s)

@@ -137,7 +137,7 @@ def _communicator(together: _Together, repeats: int) -> Measured:
     """What the first collective of new groups takes of the device's memory, of the rank that has least left after it."""
     ranks = together.ranks
     if ranks.device.type != "cuda":
-        raise UnsupportedError(f"{ranks.device.type} ranks have no communicator buffers that could be told from other memory of the process")
+        raise UnsupportedError("on a CPU the buffers of a communicator cannot be told from other memory of the process")
     tensor = zeros(4, "fp32", ranks.device)
     groups = ranks.groups(together.members, fresh=True)
     torch.cuda.synchronize()
