@@ -26,6 +26,7 @@ HERE = Environment(
 OWN = OwnProfile(
     profile_version=PROFILE_VERSION, device="a100-80gb", precision="bf16", environment=HERE, cluster=cluster_document(CLUSTER),
     profile=fit_profile(RECORDS, CLUSTER, "bf16", intra=LINKS.intra, inter=LINKS.inter, contention=0.2), records=RECORDS)
+TEXT = to_yaml(OWN)
 
 
 def file_of(profile: OwnProfile, tmp_path):
@@ -117,7 +118,7 @@ def test_curves_are_taken_apart_and_put_together_by_name():
     pytest.param(lambda text: text[:len(text) - 40], "not YAML", id="cut-off"),
 ])
 def test_what_is_wrong_is_named_with_its_place(change, message, tmp_path):
-    (tmp_path / "own.yaml").write_text(change(to_yaml(OWN)))
+    (tmp_path / "own.yaml").write_text(change(TEXT))
 
     with pytest.raises(ConfigError, match=message) as error:
         read(tmp_path / "own.yaml")
@@ -176,7 +177,7 @@ def test_a_file_that_cannot_be_written_says_so(tmp_path):
 
 def test_the_schema_describes_every_key_of_a_file():
     found = schema()
-    body = yaml.safe_load(to_yaml(OWN))
+    body = yaml.load(TEXT, Loader=yaml.CSafeLoader)
 
     assert json.loads(json.dumps(found)) == found
     assert set(body) <= set(found["properties"])
