@@ -136,9 +136,13 @@ def test_a_time_that_is_none_is_refused(value, tmp_path):
 
 
 def test_facts_of_memory_are_those_that_were_measured():
-    found = with_memory_facts(replace(OWN, communicator_bytes=7))
+    communicators = [Machine().figures("communicator", {"nodes": 1, "ranks_per_node": n}, buffer_bytes=n * 1e6) for n in (4, 8, 2)]
 
-    assert (found.allocator_share, found.context_bytes, found.granularity_bytes, found.communicator_bytes) == (0.04, 500_000_000, 512, 7)
+    found = with_memory_facts(replace(OWN, records=(*RECORDS, *communicators)))
+
+    assert (found.allocator_share, found.context_bytes, found.granularity_bytes) == (0.04, 500_000_000, 512)
+    assert found.communicator_bytes == 8_000_000
+    assert with_memory_facts(replace(OWN, communicator_bytes=7)).communicator_bytes == 7
 
 
 def test_a_second_session_adds_its_cases_and_replaces_those_it_measured_again():
