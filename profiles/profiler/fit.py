@@ -37,6 +37,7 @@ from profiles.spec import Precision
 from profiles.speeds import Compute, InStep, Inter, Intra, Passes, Profile
 from profiles.units import US_PER_S
 
+HOST_K_HALF = 4.0  # 1.5 was fitted to products of a core of AMD EPYC (Genoa) with torch 2.13
 DRAW = 0.02  # weight of an assumption beside that of a point
 FLASH_BACKWARD_FLOPS = 2.5  # of the forward's, as costmodels/compute.py prices them
 ALIGNED_BYTES = 16  # products with rows of other lengths are slower by a factor that the prices know, and say nothing of the curve
@@ -83,7 +84,7 @@ def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precisio
     device, of = cluster.device, Precision(precision)
     chip = Chip(peak_flops_per_s=device.peak(of), bytes_per_s=device.memory_bytes_per_s, num_sms=max(1, device.num_sms))
     form = _Form(_by_curve(records), chip, of.num_bytes)
-    assumed = analytic_profile(device.name).compute
+    assumed = _assumed(form, device.name)
     classes = _classes(form, assumed)
     fitted: dict[str, Any] = {**_products(form, assumed), **classes}
     compute = replace(
@@ -91,6 +92,17 @@ def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precisio
         flash_forward=_flash(form, assumed.flash_forward, "flash_forward", 1.0),
         flash_backward=_flash(form, assumed.flash_backward, "flash_backward", FLASH_BACKWARD_FLOPS))
     return with_points(replace(compute, dropped_flash=_dropped(form, compute), named=_named(form, classes)), records)
+
+
+def _assumed(form: _Form, device_name: str) -> Compute:
+    """What is assumed of the device; a host has no tiles that start and end, so little k is enough for it."""
+    compute = analytic_profile(device_name).compute
+    if form.chip.num_sms > 1:
+        return compute
+    product = replace(compute.forward, k_half=HOST_K_HALF)
+    products = ("forward", "input_gradient", "weight_gradient", "batched_forward", "batched_backward")
+    same: dict[str, Any] = dict.fromkeys(products, product)
+    return replace(compute, **same)
 
 
 def _by_curve(records: Sequence[Record]) -> dict[str, list[Point]]:
@@ -107,9 +119,10 @@ def _by_curve(records: Sequence[Record]) -> dict[str, list[Point]]:
 
 def _fitted(
     points: Sequence[Point], base: AnyCurve, names: Sequence[str], price: Callable[[Point, AnyCurve], float],
-    extent: Callable[[Point], tuple[int, ...]] = lambda point: point.sizes,
+    extent: Callable[[Point], tuple[int, ...]] = lambda point: point.sizes, beside: Sequence[Point] = (),
 ) -> AnyCurve:
-    """`base` with the named constants fitted to points, its bounds and its errors; without any ANALYTIC, as it is."""
+    """`base` with the named constants fitted to points, its errors there, and its bounds, also of points `beside` that it is not
+    fitted to; without any points ANALYTIC, as it is."""
     if not points:
         return replace(base, kind=Kind.ANALYTIC, bounds=None, rows=0, median_error=None, worst_error=None)
     start = np.array([getattr(base, name) for name in names])
@@ -125,7 +138,7 @@ def _fitted(
     constants = fit(lambda x: np.concatenate([priced(curve(x)), x]), np.concatenate([times_s, start]), start.tolist(), drawn)
     found = rounded_curve(curve(constants))
     errors = np.abs(priced(found) / times_s - 1)
-    sizes = np.array([extent(point) for point in points])
+    sizes = np.array([extent(point) for point in (*points, *beside)])
     works = ", ".join(sorted({point.case.work for point in points}))
     return replace(
         found, kind=Kind.INTERPOLATED, source=f"{works} on this machine, under steady load",
@@ -150,11 +163,14 @@ def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
         _, m, n, k = _batched_sizes(point)
         return m, min(n, k)
 
-    forward = _fitted(_aligned(form, "forward"), assumed.forward, _PRODUCT, price)
+    def linear(name: str, base: MatmulCurve) -> MatmulCurve:
+        return _fitted(_aligned(form, name), base, _PRODUCT, price, beside=form.of(name))
+
+    forward = linear("forward", assumed.forward)
     return {
         "forward": forward,
-        "input_gradient": _fitted(_aligned(form, "input_gradient"), forward, _PRODUCT, price),
-        "weight_gradient": _fitted(_aligned(form, "weight_gradient"), forward, _PRODUCT, price),
+        "input_gradient": linear("input_gradient", forward),
+        "weight_gradient": linear("weight_gradient", forward),
         "batched_forward": _fitted(form.of("batched_forward"), assumed.batched_forward, _PRODUCT, batched, heads),
         "batched_backward": _fitted(form.of("batched_backward"), assumed.batched_backward, _PRODUCT, batched, heads),
     }
