@@ -13,6 +13,7 @@ from profiles.errors import ConfigError, unknown_name_error
 from profiles.hardware import Cluster
 from profiles.own import OwnProfile, prices_fingerprint
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import Stack
 
 FORCED = "--force-profile takes it all the same"
 
@@ -42,7 +43,7 @@ def stack_of(profile: OwnProfile) -> str | None:
 def applied(
     profile: OwnProfile, cluster: Cluster | None, training: TrainingSpec, where: str, *, force: bool,
 ) -> tuple[Cluster, TrainingSpec]:
-    """The cluster, None for the profile's own, and the training with what the profile says.
+    """The cluster, None for the profile's own, and the training with what the profile says, of memory too.
 
     The datasheet figures that measured curves are shares of come with them. Raises ConfigError: it names no machine, and
     unless `force`: it is of another device, stack or precision, or of other prices.
@@ -57,19 +58,24 @@ def applied(
         there = replace(_of_same_datasheet(there, measured_on), profile=profile.profile)
     if not force:
         _require_same_prices(profile, there, training, where)
-    stack = training.stack
+    return replace(there, calibration=profile.calibration), replace(training, stack=_with_memory(profile, training.stack))
+
+
+def _with_memory(profile: OwnProfile, stack: Stack) -> Stack:
+    """The stack with what its allocator and its communicators were seen to hold."""
     if profile.allocator_share is not None:
         stack = replace(stack, allocator_share=profile.allocator_share)
-    return replace(there, calibration=profile.calibration), replace(training, stack=stack)
+    return stack if profile.communicator_bytes is None else replace(stack, nccl_bytes=float(profile.communicator_bytes))
 
 
 def _of_same_datasheet(cluster: Cluster, measured_on: Cluster | None) -> Cluster:
-    """The cluster with the speeds by which the curves were fitted, where both are of one device; its memory stays."""
+    """The cluster with the speeds by which the curves were fitted, where both are of one device; how much memory it has stays."""
     if measured_on is None or measured_on.device.name != cluster.device.name:
         return cluster
     device = measured_on.device
     return replace(cluster, device=replace(
-        cluster.device, peak_flops_per_s=device.peak_flops_per_s, memory_bytes_per_s=device.memory_bytes_per_s, num_sms=device.num_sms))
+        cluster.device, peak_flops_per_s=device.peak_flops_per_s, memory_bytes_per_s=device.memory_bytes_per_s, num_sms=device.num_sms,
+        context_bytes=device.context_bytes))
 
 
 def _require_same(profile: OwnProfile, cluster: Cluster, training: TrainingSpec, where: str) -> None:

@@ -10,6 +10,7 @@ from profiles.errors import ConfigError
 from profiles.speeds import Profile
 
 _FORBID = {"extra": "forbid"}
+CPU = "cpu"  # the device of configs/clusters/cpu.yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

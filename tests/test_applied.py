@@ -61,8 +61,8 @@ def measured_profile() -> Profile:
 
 
 MEASURED = OwnProfile(
-    profile_version=PROFILE_VERSION, device="cpu", precision="fp32", allocator_share=0.01, cluster=cluster_document(CPU),
-    profile=measured_profile())
+    profile_version=PROFILE_VERSION, device="cpu", precision="fp32", allocator_share=0.01, communicator_bytes=2**20,
+    cluster=cluster_document(CPU), profile=measured_profile())
 
 
 def test_a_profile_goes_to_the_cluster_and_the_allocators_share_to_the_stack():
@@ -109,7 +109,7 @@ def test_measured_curves_go_to_the_cluster_with_the_datasheet_that_they_are_shar
 
     assert cluster.profile is machine_for(cluster).profile is MEASURED.profile
     assert cluster == replace(CPU, device=replace(CPU.device, memory_bytes=2 * GIB), profile=MEASURED.profile)
-    assert training.stack.allocator_share == 0.01
+    assert (training.stack.allocator_share, training.stack.nccl_bytes) == (0.01, 2**20)
 
 
 def test_without_a_cluster_it_is_the_machine_that_was_measured():
