@@ -26,10 +26,9 @@ from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
 from costmodels.compute import kernel_time
-from costmodels.kernels import Kernel, operator_kernels, update_kernels
 from costmodels.memory import owned_parameters
 from costmodels.sharding import Sharding
-from planner.operator_cases import kernel_sizes, operator_cases, update_cases
+from planner.operator_cases import kernels_by_case, kernels_of_update, operator_cases, update_cases
 from planner.space import MAX_MICRO_BATCH_SIZE, divisors, illegal_tensor_parallel
 from profiles.cases import Case, Pass
 from profiles.catalog import load_model
@@ -159,21 +158,15 @@ def step_shares(workload: Workload, cluster: Cluster) -> dict[tuple[str, str], f
     graph, seconds = build_graph(model, training, size), defaultdict[tuple[str, str], float](float)
     for layer in graph:
         for operator in layer.operators:
-            kernels = operator_kernels(operator, Sharding(), training)
-            for case in operator_cases(operator, Sharding(), model, training):
-                once_s = _case_s(case, (*kernels.forward, *kernels.backward), machine, training)
+            found, _ = kernels_by_case(operator, Sharding(), model, training)
+            for case, kernels in found.items():
+                once_s = sum(kernel_time(kernel, machine, training).value_s for kernel in kernels)
                 seconds[operator.name, case.work] += num_micro_batches * layer.count * once_s
-    kernels_of_step = update_kernels(graph.num_parameters, training)
     for case in update_cases(graph.num_parameters, training):
-        seconds[case.work, case.work] = _case_s(case, kernels_of_step, machine, training)
+        of_update = kernels_of_update(case, training)
+        seconds[case.work, case.work] = sum(kernel_time(kernel, machine, training).value_s for kernel in of_update)
     whole_s = sum(seconds.values())
     return {key: part_s / whole_s for key, part_s in seconds.items()}
-
-
-def _case_s(case: Case, kernels: Sequence[Kernel], machine: Machine, training: TrainingSpec) -> float:
-    """Of an operator's kernels, the seconds of those that the case measures."""
-    points = {(one.curve, one.sizes) for one in case.passes}
-    return sum(kernel_time(kernel, machine, training).value_s for kernel in kernels if (kernel.curve, kernel_sizes(kernel)) in points)
 
 
 def _halved(cases: set[Case], share: float) -> Iterator[tuple[Case, float]]:

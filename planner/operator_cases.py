@@ -8,7 +8,7 @@ kernel adds up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from costmodels.kernels import FusedKernel, Kernel, OperatorKernels, ProductKernel, StreamKernel, operator_kernels, update_kernels
@@ -23,8 +23,7 @@ Sizes = dict[str, int]
 
 def operator_cases(operator: Operator, sharding: Sharding, model: ModelSpec, training: TrainingSpec) -> tuple[Case, ...]:
     """The cases of one rank's share of an operator, in no order of importance."""
-    measured = _one_branch(operator)
-    kernels = operator_kernels(measured, sharding, training)
+    kernels = operator_kernels(_one_branch(operator), sharding, training)
     precision = training.precision.value
     if operator.kind is OperatorKind.MATMUL:
         return tuple(_linear(operator, kernels, precision))
@@ -34,6 +33,27 @@ def operator_cases(operator: Operator, sharding: Sharding, model: ModelSpec, tra
     if work not in _SIZES:
         return ()
     return (_case(work, _SIZES[work](operator, sharding, model), precision, _both_ways(kernels)),)
+
+
+def kernels_by_case(
+    operator: Operator, sharding: Sharding, model: ModelSpec, training: TrainingSpec,
+) -> tuple[dict[Case, tuple[Kernel, ...]], tuple[Kernel, ...]]:
+    """The kernels that each case of an operator measures, and those that none does."""
+    runs = operator_kernels(_one_branch(operator), sharding, training)
+    kernels = (*runs.forward, *runs.backward)
+    found = {case: _measured_by(case, kernels) for case in operator_cases(operator, sharding, model, training)}
+    covered = {kernel for measured in found.values() for kernel in measured}
+    return found, tuple(kernel for kernel in kernels if kernel not in covered)
+
+
+def _measured_by(case: Case, kernels: Sequence[Kernel]) -> tuple[Kernel, ...]:
+    points = {(one.curve, one.sizes) for one in case.passes}
+    return tuple(kernel for kernel in kernels if (kernel.curve, kernel_sizes(kernel)) in points)
+
+
+def kernels_of_update(case: Case, training: TrainingSpec) -> tuple[Kernel, ...]:
+    """The kernels that a case of `update_cases` measures."""
+    return _measured_by(case, update_kernels(case.size("parameters"), training))
 
 
 def update_cases(num_parameters: int, training: TrainingSpec) -> tuple[Case, ...]:
