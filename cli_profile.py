@@ -5,15 +5,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from cli_options import OUTPUT, PRECISIONS, as_json
-from cli_style import Command, option
+from cli_style import INTERRUPTED, Command, option
+
+if TYPE_CHECKING:
+    from planner.profiling import Profiled, Wanted
+    from profiles.cases import Case
+    from profiles.own import OwnProfile
 
 WHAT, HOW, IMPORT, LOOK = "What to measure", "How", "Import", "Look at profiles"
+LINKS_SHARE = 0.3  # of the budget, where operators and collectives are measured
 PROGRAM = "executor.operations.program:measure"
 
 
@@ -34,6 +42,8 @@ PROGRAM = "executor.operations.program:measure"
 @option(HOW, "--retry-failed", is_flag=True, help="Try again what ran out of memory, crashed or hung.")
 @option(HOW, "--hang-limit", type=click.FloatRange(min=1), default=60.0, show_default=True, metavar="SECONDS",
         help="When a measurement that does not answer is given up.")
+@option(IMPORT, "--add", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
+        help="Collectives that torchrun -m profiles.profile_comm measured, on several nodes perhaps; may be repeated.")
 @option(IMPORT, "--nccl-tests", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
         help="Collectives from the text that nccl-tests printed, instead of measuring; may be repeated.")
 @option(IMPORT, "--nodes", type=click.IntRange(1), metavar="N", help="On how many nodes it ran.")
@@ -54,7 +64,7 @@ def profile(files: tuple[Path, ...], **options: Any) -> int:
     if options["diff"]:
         return _diff(*files, as_json=options["as_json"])
     if options["show"]:
-        return _show(files[0], options["plot"], as_json=options["as_json"])
+        return _show(files[0], options)
     return _measure(options)
 
 
@@ -84,26 +94,17 @@ def _diff(first: Path, second: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _show(path: Path, plot: Path | None, *, as_json: bool) -> int:
-    from planner.report.profile import print_profile, profile_document
-
+def _show(path: Path, options: dict[str, Any]) -> int:
     from planner.report.scatter import require_plot
-    from planner.report.text import console
     from profiles.own import read
 
-    if plot is not None:
-        require_plot(plot)
-    found = read(path)
-    if as_json:
-        click.echo(json.dumps(profile_document(found), indent=2))
-    else:
-        print_profile(found, console(sys.stdout))
-    if plot is not None:
-        _draw(found, plot, quiet=as_json)
+    if options["plot"] is not None:
+        require_plot(options["plot"])
+    _print(read(path), options)
     return 0
 
 
-def _draw(found: Any, plot: Path, *, quiet: bool) -> None:
+def _draw(found: OwnProfile, plot: Path, *, quiet: bool) -> None:
     from planner.report.profile_plot import draw_profile
 
     draw_profile(found, plot)
@@ -111,30 +112,77 @@ def _draw(found: Any, plot: Path, *, quiet: bool) -> None:
 
 
 def _measure(options: dict[str, Any]) -> int:
-    """Operators in subprocesses here, collectives under torchrun; the file is written after each of both."""
+    """Operators in processes of their own, then collectives under torchrun; the file is written after each of both."""
     from planner.options import require_writable
-    from planner.profiling import measure
-    from planner.report.profile import print_measured, profile_document
-    from planner.report.progress import profile_bar
-    from planner.report.text import console
+    from planner.report.text import console, say
 
     output: Path = options["output"]
     require_writable(output, hint="choose another file with -o")
-    _require_torch()
-    wanted = _wanted(options)
-    with profile_bar(console(sys.stderr)) as on_progress:
-        found = measure(wanted, on_progress)
+    if options["plot"] is not None:
+        from planner.report.scatter import require_plot
+
+        require_plot(options["plot"])
+    found = _imported(options) if options["nccl_tests"] or options["add"] else _measured(options)
     for note in found.notes:
         click.echo(f"note: {note}", err=True)
-    if options["as_json"]:
-        click.echo(json.dumps(profile_document(found.profile), indent=2))
-    else:
-        print_measured(found, console(sys.stdout))
-    if options["plot"] is not None:
-        _draw(found.profile, options["plot"], quiet=options["as_json"])
+    _print(found.profile, options)
     if not options["as_json"]:
-        click.echo(f"wrote {output}; plan with it: plan --model NAME --gpus N --profile {output}")
+        out = console(sys.stdout)
+        if found.missed:
+            say(out, f"{len(found.missed)} shapes were not reached: the same command goes on with them")
+        say(out, f"wrote {output}; plan with it: plan --model NAME --gpus N --profile {output}")
     return INTERRUPTED if found.interrupted else 0
+
+
+def _measured(options: dict[str, Any]) -> Profiled:
+    from planner.profiling import has_links, measure_links, measure_operators
+    from planner.report.progress import line_bar, profile_bar
+    from planner.report.text import console
+    from profiles.profiler.environment import environment
+
+    _require_torch()
+    wanted, comm, output = _wanted(options), options["comm"], options["output"]
+    num_ranks = environment(wanted.device).num_devices
+    links = comm is True or (comm is None and num_ranks > 1 and wanted.cases is None and not has_links(output, num_ranks))
+    started_s, found = time.monotonic(), None
+    if comm is not True:
+        share = 1 - LINKS_SHARE if links else 1.0
+        with profile_bar(console(sys.stderr)) as on_progress:
+            found = measure_operators(replace(wanted, minutes=share * wanted.minutes), on_progress)
+    if not links or (found is not None and found.interrupted):
+        return found
+    left = max(0.2, wanted.minutes - (time.monotonic() - started_s) / 60)
+    with line_bar(console(sys.stderr), "measuring communication") as told:
+        communication = measure_links(replace(wanted, restart=comm is True and wanted.restart), left, told)
+    return communication if found is None else replace(found, profile=communication.profile)
+
+
+def _imported(options: dict[str, Any]) -> Profiled:
+    """Records that profiles.profile_comm wrote, or nccl-tests printed."""
+    from planner.profiling import add_records
+    from profiles.nccl_tests import read_files
+    from profiles.profiler.comm_file import read
+
+    found = None
+    for path in options["add"]:
+        measured = read(path)
+        found = add_records(options["output"], measured.records, measured.device, str(path))
+    if options["nccl_tests"]:
+        records = read_files(options["nccl_tests"], nodes=options["nodes"], ranks_per_node=options["ranks_per_node"])
+        found = add_records(options["output"], records, None, ", ".join(map(str, options["nccl_tests"])))
+    return found
+
+
+def _print(profile: OwnProfile, options: dict[str, Any]) -> None:
+    from planner.report.profile import print_profile, profile_document
+    from planner.report.text import console
+
+    if options["as_json"]:
+        click.echo(json.dumps(profile_document(profile), indent=2))
+    else:
+        print_profile(profile, console(sys.stdout))
+    if options["plot"] is not None:
+        _draw(profile, options["plot"], quiet=options["as_json"])
 
 
 def _require_torch() -> None:

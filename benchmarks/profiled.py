@@ -98,7 +98,8 @@ def figures(job: Job, repeats: int) -> dict[str, Any]:
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     print_table(
-        console(sys.stdout), ("model", "ranks", "mesh", "step predicted", "measured", "ratio", "of runs", "peak predicted", "measured", "ratio"),
+        console(sys.stdout),
+        ("model", "ranks", "mesh", "step predicted", "measured", "ratio", "of runs", "peak predicted", "measured", "ratio"),
         [(row["model"], str(row["world"]), " ".join(f"{axis}{n}" for axis, n in row["mesh"].items() if n > 1) or "-",
           seconds_text(row["predicted_s"]), seconds_text(row["measured_s"]), f"{row['ratio']:.3f}",
           f"{row['least_ratio']:.3f}-{row['most_ratio']:.3f}", format_bytes(row["predicted_bytes"]), format_bytes(row["measured_bytes"]),

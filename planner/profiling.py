@@ -18,15 +18,19 @@ from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import analytic_profile, shipped_profile
 from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, with_memory_facts, write
+from profiles.profiler.comm_cases import ALL_REDUCE
 from profiles.profiler.environment import CPU, cluster_of, environment, fingerprint
 from profiles.profiler.fit import fit_profile
 from profiles.profiler.fit_links import links_of
 from profiles.profiler.journal import Journal, beside, open_journal
-from profiles.profiler.session import Measurements, OnProgress, run_session
+from profiles.profiler.launch import comm_records
+from profiles.profiler.progress import OnProgress
+from profiles.profiler.session import Measurements, run_session
 from profiles.spec import ModelEntry, Precision, TrainingSpec
 from profiles.stack import Stack
 
 STACK = "parplan"  # whose blocks are measured
+Tell = Callable[[str], None]
 MODULES = ("torch", "torch.distributed")  # what every measurement needs, and takes seconds to import
 
 
@@ -57,30 +61,72 @@ class Profiled:
     """The file's profile; the cases that the budget or Ctrl-C did not reach; remarks on what was found on the way."""
 
     profile: OwnProfile
-    missed: tuple[Case, ...]
-    interrupted: bool
-    notes: tuple[str, ...]
+    missed: tuple[Case, ...] = ()
+    interrupted: bool = False
+    notes: tuple[str, ...] = ()
 
 
-def measure(wanted: Wanted, on_progress: OnProgress) -> Profiled:
-    """Measure what the file and its journal lack, and write the file. Raises ConfigError."""
-    here = environment(wanted.device)
-    known = _known(wanted)
+def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profiled:
+    """Measure what the file and its journal lack of the operators on one device, and write the file. Raises ConfigError."""
+    here, known = environment(wanted.device), known_profile(wanted)
     cases = wanted.cases if wanted.cases is not None else _cases(wanted, here)
-    journal = open_journal(
-        beside(wanted.output), {"fingerprint": fingerprint(here, wanted.precision), "device": here.device}, restart=wanted.restart)
+    asked = {"fingerprint": fingerprint(here, wanted.precision), "device": here.device}
+    journal = open_journal(beside(wanted.output), asked, restart=wanted.restart)
     try:
-        found, notes = _session(wanted, cases, known, here, journal, on_progress)
-        if not found.records and known is None:
+        for record in known.records if known else ():
+            journal.records.setdefault(record.case.key, record)
+        found = _session(wanted, cases, here, journal, on_progress)
+        if not found.records:
             raise ConfigError("nothing was measured before it ended", hint="give it more time with --minutes")
         profile = kept(wanted.output, known, found.records, here, wanted.precision)
         journal.delete()
     finally:
         journal.close()
-    return Profiled(profile=profile, missed=found.missed, interrupted=found.interrupted, notes=(*journal.notes, *notes))
+    return Profiled(profile=profile, missed=found.missed, interrupted=found.interrupted, notes=tuple(journal.notes))
 
 
-def _known(wanted: Wanted) -> OwnProfile | None:
+def measure_links(wanted: Wanted, minutes: float, told: Tell) -> Profiled:
+    """Measure the communication of this node's devices, and write the file. Raises PlannerError.
+
+    Interrupted, it goes on when it is started again: its own journal has what was measured.
+    """
+    here, known = environment(wanted.device), known_profile(wanted)
+    beside_it = comm_path(wanted.output)
+    found = comm_records(here.num_devices, beside_it, device=wanted.device, minutes=minutes, restart=wanted.restart, told=told)
+    profile = kept(wanted.output, known, found.records, here, wanted.precision)
+    beside_it.unlink(missing_ok=True)
+    return Profiled(profile=profile)
+
+
+def comm_path(output: Path) -> Path:
+    """Where the communication's records are until the profile has them."""
+    return output.with_name(output.name + ".comm")
+
+
+def has_links(output: Path, num_ranks: int) -> bool:
+    """Whether the file has all that can be measured of the communication of one node of `num_ranks`."""
+    if not output.exists() or beside(comm_path(output)).exists():
+        return False
+    sizes = [dict(record.case.sizes) for record in read(output).records if record.case.work == ALL_REDUCE]
+    return any(found["nodes"] == 1 and found["ranks_per_node"] == num_ranks for found in sizes)
+
+
+def add_records(output: Path, records: Sequence[Record], device: str | None, where: str) -> Profiled:
+    """Put records that something else measured into a profile that is there. Raises ConfigError: none is, or of another device."""
+    if not output.exists():
+        hint = f"measure operators first: plan profile --no-comm -o {output}"
+        raise ConfigError(f"{output}: no such profile to add {where} to", hint=hint)
+    known = read(output)
+    if known.environment is None or known.precision is None:
+        raise ConfigError(f"{output}: it does not say what it was measured on", hint="make one with: plan profile -o FILE")
+    if device is not None and device != known.environment.device:
+        raise ConfigError(
+            f"{where}: it was measured on {device}, {output} on {known.environment.device}", hint="add it to a profile of its own device")
+    return Profiled(profile=kept(output, known, records, known.environment, Precision(known.precision)))
+
+
+def known_profile(wanted: Wanted) -> OwnProfile | None:
+    """What the file has already, None where it is to be made anew. Raises ConfigError."""
     return read(wanted.output) if wanted.output.exists() and not wanted.restart else None
 
 
@@ -113,17 +159,13 @@ def nominal_cluster(here: Environment) -> Cluster:
 
 
 def _session(
-    wanted: Wanted, cases: Sequence[Case], known: OwnProfile | None, here: Environment, journal: Journal, on_progress: OnProgress,
-) -> tuple[Measurements, tuple[str, ...]]:
-    """Measure; on CPUs one case at a time, whose processes would share its memory, on GPUs one a device."""
-    for record in known.records if known else ():
-        journal.records.setdefault(record.case.key, record)
+    wanted: Wanted, cases: Sequence[Case], here: Environment, journal: Journal, on_progress: OnProgress | None,
+) -> Measurements:
+    """Measure: on CPUs one case at a time, since they share the memory; on GPUs one on each."""
     devices = [CPU] if wanted.device == CPU else [f"cuda:{index}" for index in range(here.num_devices)]
-    module = wanted.program.split(":")[0]
-    found = run_session(
+    return run_session(
         cases, wanted.program, devices, journal, deadline_s=60 * wanted.minutes, hang_limit_s=wanted.hang_limit_s,
-        on_progress=on_progress, retry_failed=wanted.retry_failed, modules=(*MODULES, module))
-    return found, ()
+        on_progress=on_progress, retry_failed=wanted.retry_failed, modules=(*MODULES, wanted.program.split(":")[0]))
 
 
 def kept(
@@ -153,5 +195,3 @@ def fitted(profile: OwnProfile) -> OwnProfile:
     return with_memory_facts(replace(
         profile, device=cluster.device.name, cluster=cluster_document(cluster), profile=replace(curves, in_step=in_step)))
 
-
-Tell = Callable[[str], None]
