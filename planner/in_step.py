@@ -6,7 +6,7 @@ A block of n_f operators (n_b launches backward) whose operators take F and B se
     f = max(s F, n_f h_f)      b = max(s B, n_b h_b)        where the host launches ahead of the device
 
 s is `kernel_slowdown` (gaps, colder caches, clocks), h_f and h_b the host's seconds for one operator. Least squares of relative
-errors, h at least 0. Blocks of one size alone cannot tell s from h: h is then 0.
+errors, h at least 0, s drawn towards 1 by as little as a tenth of one pass. Blocks of one size alone cannot tell s from h: h is then 0.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ BLOCK = "block"  # the work of cases that measure one
 _WHOLE = Sharding()
 _LEAST_SLOWDOWN, _MOST_SLOWDOWN = 0.5, 3.0
 _ROUNDS = 20
+DRAW = 0.1**0.5  # of the slowdown towards 1, beside the equation of one pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +104,14 @@ def _added(found: Sequence[Equation]) -> tuple[float, float, float]:
     sizes = {one.alone_s for one in found if not one.backward}
     matrix = np.array([
         [one.alone_s, 0.0 if one.backward else one.launches, one.launches if one.backward else 0.0] for one in found])
-    relative = matrix / np.array([[one.measured_s] for one in found])
+    relative = np.vstack([matrix / np.array([[one.measured_s] for one in found]), [DRAW, 0.0, 0.0]])
+    wanted = np.array([1.0] * len(found) + [DRAW])
     best, least = np.array([1.0, 0.0, 0.0]), np.inf
     for kept in product((True,), *([(True, False)] * 2 if len(sizes) > 1 else [(False,)] * 2)):
         columns = [i for i, keep in enumerate(kept) if keep]
         x = np.zeros(3)
-        x[columns] = np.linalg.lstsq(relative[:, columns], np.ones(len(found)), rcond=None)[0]
-        error = float(np.sum((relative @ x - 1) ** 2))
+        x[columns] = np.linalg.lstsq(relative[:, columns], wanted, rcond=None)[0]
+        error = float(np.sum((relative @ x - wanted) ** 2))
         if (x >= 0).all() and error < least:
             best, least = x, error
     return _within(best[0]), float(best[1]), float(best[2])
