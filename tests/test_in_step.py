@@ -15,7 +15,9 @@ from profiles.units import US_PER_S
 
 CLUSTER, STACK, PROFILE = load_cluster("cpu"), load_stack("parplan"), analytic_profile("cpu")
 NAMES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "gated", "rms", "rotary", "dropout", "batch", "seq")
-TINY, SMALL, LARGE = (64, 4, 4, 16, 256, 0, 0, 0, 0, 2, 32), (256, 4, 4, 64, 1024, 0, 0, 0, 1, 4, 64), (768, 12, 12, 64, 3072, 0, 0, 0, 0, 4, 256)
+TINY, SMALL = (64, 4, 4, 16, 256, 0, 0, 0, 0, 2, 32), (256, 4, 4, 64, 1024, 0, 0, 0, 1, 4, 64)
+LARGE = (768, 12, 12, 64, 3072, 0, 0, 0, 0, 4, 256)
+ON_GPU = (4096, 32, 32, 128, 16384, 0, 0, 0, 0, 4, 2048)  # large for one
 
 
 def case(sizes) -> Case:
@@ -24,8 +26,8 @@ def case(sizes) -> Case:
 
 
 def record(sizes, forward_s: float, backward_s: float) -> Record:
-    times = {
-        name: Timing(median_us=seconds * US_PER_S, spread=0.0, repeats=5) for name, seconds in (("forward", forward_s), ("backward", backward_s))}
+    seconds = {"forward": forward_s, "backward": backward_s}
+    times = {name: Timing(median_us=taken_s * US_PER_S, spread=0.0, repeats=5) for name, taken_s in seconds.items()}
     return Record(case=case(sizes), outcome=Outcome.MEASURED, measured=Measured(times=times))
 
 
@@ -49,20 +51,20 @@ def test_host_time_that_adds_is_told_from_slower_kernels():
 
 
 def test_host_time_that_bounds_is_read_off_the_blocks_that_wait_for_it():
-    host_s = 40e-6
-    gpu = replace(load_cluster("a100-80gb"))
-    profile = analytic_profile("a100-80gb")
-    asked = [replace(record(sizes, 1.0, 1.0), case=replace(case(sizes), precision="bf16")) for sizes in (TINY, LARGE)]
-    found = list(equations(asked, profile, gpu, Precision.BF16, STACK))
-    seconds = [max(1.2 * one.alone_s, one.launches * host_s) for one in found]
-    assert seconds[0] > 1.5 * 1.2 * found[0].alone_s  # the tiny block does wait
-    made = [record((TINY, LARGE)[i], *seconds[2 * i : 2 * i + 2]) for i in range(2)]
+    gpu, profile = load_cluster("a100-80gb"), analytic_profile("a100-80gb")
 
-    fitted = in_step_of(made, profile, gpu, Precision.BF16, STACK, host_adds=False)
+    def of(shapes, forward_s=1.0, backward_s=1.0):
+        return [replace(record(sizes, forward_s, backward_s), case=replace(case(sizes), precision="bf16")) for sizes in shapes]
 
-    waits = [one.measured_s > 1.25 * 1.2 * one.alone_s for one in equations(made, profile, gpu, Precision.BF16, STACK)]
-    assert fitted.forward_s == pytest.approx(host_s) if waits[0] else fitted.forward_s == 0.0
-    assert fitted.kernel_slowdown == pytest.approx(1.2, rel=1e-3) if not waits[2] else fitted.kernel_slowdown >= 1.2
+    alone = list(equations(of((TINY, ON_GPU)), profile, gpu, Precision.BF16, STACK))
+    host_s = 3 * max(one.alone_s / one.launches for one in alone[:2])  # a tiny block takes its launches, a large one its kernels
+    assert 2 * host_s < min(one.alone_s / one.launches for one in alone[2:])
+    seconds = [max(1.2 * one.alone_s, one.launches * host_s) for one in alone]
+
+    found = in_step_of([*of((TINY,), *seconds[:2]), *of((ON_GPU,), *seconds[2:])], profile, gpu, Precision.BF16, STACK, host_adds=False)
+
+    assert (found.forward_s, found.backward_s) == (pytest.approx(host_s, rel=1e-3), pytest.approx(host_s, rel=1e-3))
+    assert found.kernel_slowdown == pytest.approx(1.2, rel=1e-3)
 
 
 def test_one_size_of_block_gives_a_factor_and_no_host_time():
@@ -78,7 +80,7 @@ def test_host_time_is_never_negative():
         blocks((TINY, LARGE), lambda alone_s, launches, backward: (0.7 if launches and alone_s < 1e-3 else 1.0) * alone_s),
         PROFILE, CLUSTER, Precision.FP32, STACK, host_adds=True)
 
-    assert found.forward_s >= 0 and found.backward_s >= 0
+    assert min(found.forward_s, found.backward_s) >= 0
 
 
 def test_without_blocks_there_is_nothing_to_say():
@@ -91,5 +93,6 @@ def test_a_block_is_the_one_that_its_case_says():
     model, batch, seq = block_model(case((128, 8, 2, 16, 512, 1, 1, 1, 0, 3, 32)))
 
     assert (model.hidden_size, model.num_heads, model.num_kv_heads, model.ffn_hidden_size) == (128, 8, 2, 512)
-    assert (str(model.norm), str(model.positions), model.gated_ffn, model.linear_bias, model.dropout) == ("rms_norm", "rotary", True, False, 0.0)
+    assert (str(model.norm), str(model.positions)) == ("rms_norm", "rotary")
+    assert (model.gated_ffn, model.linear_bias, model.dropout) == (True, False, 0.0)
     assert (batch, seq) == (3, 32)

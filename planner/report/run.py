@@ -63,6 +63,6 @@ def _notes(run: Run) -> Iterator[str]:
         most = max(rank.host_rss_bytes for rank in run.ranks)
         yield f"host memory of a process at most {format_bytes(most)}, with Python and its libraries: no figure that is predicted"
         if "profile" not in run.plan["cluster"]:
-            yield "prices of the device cpu are assumed: 'plan profile -o cpu.yaml' measures them, 'plan calibrate' takes them from this run"
+            yield "prices of the device cpu are assumed: 'plan profile' measures them, 'plan calibrate' takes them from this run"
     if run.clock_error_s:
         yield f"clocks of the machines agree to within about {seconds_text(run.clock_error_s)}"
