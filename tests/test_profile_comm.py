@@ -15,10 +15,10 @@ from profiles.cases import Measured, Outcome, Record
 from profiles.errors import ConfigError, PlannerError
 from profiles.profiler import collectives, comm_run, launch
 from profiles.profiler.collectives import timing
-from profiles.profiler.comm_cases import COLLECTIVES, COMMUNICATOR, OVERLAP, POINT_TO_POINT, comm_cases
+from profiles.profiler.comm_cases import COLLECTIVES, COMMUNICATOR, OVERLAP, POINT_TO_POINT, comm_cases, shape_of
 from profiles.profiler.comm_file import COMM_VERSION, CommFile, in_flight_of, read, write
 from profiles.profiler.comm_run import Chief, InFlight, run_cases
-from profiles.profiler.groups import World
+from profiles.profiler.groups import Shape, World
 from profiles.profiler.journal import beside, open_journal
 from profiles.profiler.ranks import chosen_device, joined, world_of_environment
 
@@ -74,6 +74,19 @@ def test_two_ranks_measure_every_collective_and_message_and_the_overlap(tmp_path
     assert set(overlap.measured.figures) == {"compute_alone_s", "communication_alone_s", "both_s", "products"}
     assert communicator.outcome is Outcome.UNSUPPORTED
     assert not (tmp_path / "journal.in-flight").exists()
+
+
+@pytest.mark.multiproc
+def test_ranks_of_several_nodes_measure_every_shape_at_once_and_alone(tmp_path):
+    """Four ranks that count as two nodes; ranks outside a group wait for those in it."""
+    cases = [case for case in cases_of(World(nodes=2, ranks_per_node=2), 1024) if case.work in ("all_gather", POINT_TO_POINT, OVERLAP)]
+    records, codes = run(tmp_path / "journal", cases, World(nodes=2, ranks_per_node=2))
+
+    assert codes == [0] * 4
+    assert {shape_of(case) for case in cases} >= {
+        Shape(nodes=2, ranks_per_node=1, groups=2), Shape(nodes=2, ranks_per_node=1, groups=1), Shape(nodes=1, ranks_per_node=2, groups=1)}
+    assert [record.case for record in records.values()] == cases
+    assert all(record.outcome is Outcome.MEASURED for record in records.values())
 
 
 @pytest.mark.multiproc
