@@ -15,7 +15,9 @@ from costmodels.mesh import Placement
 from profiles.curves import CollectiveCurve, spline_s
 from profiles.hardware import Link
 from profiles.measured import Machine
-from profiles.provenance import ZERO, Kind, Seconds
+from profiles.provenance import ZERO, Kind, Seconds, weakest
+
+POINT_TO_POINT = "point_to_point"  # the name of curves of single messages
 
 
 class Collective(StrEnum):
@@ -94,14 +96,30 @@ def collective_time(collective: Collective, n_bytes: int, placement: Placement, 
     """Seconds of one collective of a group that sits at `placement`.
 
     `n_bytes` as nccl-tests counts: the tensor (all-reduce), the gathered output (all-gather), the whole input
-    (reduce-scatter), the send buffer (all-to-all). A group of one rank costs exactly 0.
+    (reduce-scatter), the send buffer (all-to-all). A group of one rank costs exactly 0. What the machine's own profile has a
+    curve of at just this placement is read from it.
     """
     if placement.num_ranks == 1:
         return ZERO
+    groups = (placement.groups_per_node,) if placement.crosses_nodes else (machine.cluster.gpus_per_node // placement.ranks_per_node, 1)
+    own = _placed(collective, placement.nodes, placement.ranks_per_node, groups, machine)
+    if own is not None:
+        return Seconds(spline_s(own, n_bytes), own.kind_at(n_bytes))
     inside = _inside_node(collective, n_bytes, placement.ranks_per_node, machine)
     if not placement.crosses_nodes:
         return inside
     return _across_nodes(collective, n_bytes, placement, inside, machine)
+
+
+def _placed(name: str, nodes: int, ranks: int, groups: tuple[int, ...], machine: Machine) -> CollectiveCurve | None:
+    """The machine's own curve of a placement, with the first of those numbers of groups at once that was measured.
+
+    Inside a node all groups of an axis run at once, whatever a placement says: they share no NIC, but the link on some machines.
+    """
+    if not machine.placed_curves:
+        return None
+    found = (machine.placed_curves.get((name, nodes, ranks, at_once)) for at_once in groups)
+    return next((curve for curve in found if curve is not None), None)
 
 
 def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Machine) -> Seconds:
@@ -116,7 +134,7 @@ def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Ma
     below = next((curve for curve in reversed(curves) if curve.ranks <= ranks), curves[0])
     above = next((curve for curve in curves if curve.ranks >= ranks), curves[-1])
     inside = curves[0].ranks <= ranks <= curves[-1].ranks and below.bytes[0] <= n_bytes <= below.bytes[-1]
-    kind = machine.profile.intra.kind if inside else Kind.ANALYTIC
+    kind = weakest((machine.profile.intra.kind, Kind.INTERPOLATED)) if inside else Kind.ANALYTIC
     return Seconds(_between_ranks(below, above, ranks, n_bytes), kind)
 
 
@@ -133,16 +151,12 @@ def _between_ranks(below: CollectiveCurve, above: CollectiveCurve, ranks: int, n
 def group_nic_bytes_per_s(placement: Placement, machine: Machine) -> float:
     """Bytes per second with which one group leaves a node (EQUATIONS C6).
 
-        W = min(W_nic N_nic / groups, W_nic N_nic g / G, W_link)
-
-    N_nic NICs per node shared by the groups that cross at once; g of the node's G GPUs reach no more than their part of
-    the NICs; the ring passes through the GPUs' own links. Times the share of a NIC's bandwidth that NCCL reaches.
+    Its part of the NICs (Cluster.group_nic_bytes_per_s) times the share of their bandwidth that NCCL reaches; the ring passes
+    through the GPUs' own links.
     """
-    cluster, inter = machine.cluster, machine.profile.inter
-    node = cluster.nic.bytes_per_s * cluster.nics_per_node
-    reach = max(node * placement.ranks_per_node / cluster.gpus_per_node, cluster.nic.bytes_per_s)
-    shared = min(node / placement.groups_per_node, reach, node)
-    return min(shared * inter.nic_share, cluster.intra_node.bytes_per_s)
+    cluster = machine.cluster
+    shared = cluster.group_nic_bytes_per_s(placement.ranks_per_node, placement.groups_per_node)
+    return min(shared * machine.profile.inter.nic_share, cluster.intra_node.bytes_per_s)
 
 
 def _across_nodes(collective: Collective, n_bytes: float, placement: Placement, inside: Seconds, machine: Machine) -> Seconds:
@@ -174,12 +188,17 @@ def _crossings(collective: Collective, n_bytes: float, placement: Placement) -> 
 def point_to_point_time(n_bytes: int, *, crosses_nodes: bool, sharing: int, machine: Machine) -> Seconds:
     """Seconds of one message of `n_bytes` while `sharing` transfers leave the node at once (EQUATIONS C4, C6).
 
-    Between nodes each transfer has min(one NIC, all NICs / sharing). Leaves out: what else uses the NICs.
+    Between nodes each transfer has min(one NIC, all NICs / sharing). Leaves out: what else uses the NICs. What the machine's own
+    profile has a curve of is read from it; inside a node, where no such number of transfers was measured, that of one alone.
     """
     cluster, profile = machine.cluster, machine.profile
+    place, groups = ((2, 1), (sharing,)) if crosses_nodes else ((1, 2), (sharing, 1))
+    own = _placed(POINT_TO_POINT, *place, groups, machine)
+    if own is not None:
+        return Seconds(spline_s(own, n_bytes), own.kind_at(n_bytes))
     if not crosses_nodes:
         link = cluster.intra_node
-        measured = profile.intra.kind if machine.collective_curves else Kind.ANALYTIC
+        measured = profile.intra.kind if machine.collective_curves and not machine.placed_curves else Kind.ANALYTIC
         return Seconds(send_s(n_bytes, _scaled(link, link.bytes_per_s * profile.intra.point_to_point_share)), measured)
     share = min(1.0, cluster.nics_per_node / max(1, sharing))
     nic = _scaled(cluster.nic, cluster.nic.bytes_per_s * share * profile.inter.point_to_point_share)

@@ -256,12 +256,12 @@ def to_yaml(profile: Profile) -> str:
     return f"# Written by `python -m profiles.calibrate` from public measurements; do not edit. Times in s and us, sizes in bytes.\n{body}"
 
 
-OF_OWN = ("points", "named")  # what only a machine's own profile has
+OF_OWN: dict[str, Any] = {"points": [], "named": {}, "crossing": [], "nodes": 1, "groups": 1}  # what only a machine's own profile has
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None and (item or key not in OF_OWN)}
+        return {key: _plain(item) for key, item in value.items() if item is not None and (key not in OF_OWN or item != OF_OWN[key])}
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 

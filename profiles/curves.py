@@ -57,7 +57,7 @@ class Curve:
     rows: int = 0
     median_error: float | None = None
     worst_error: float | None = None
-    points: tuple[tuple[float, ...], ...] = ()
+    points: tuple[tuple[int | float, ...], ...] = ()
 
     def kind_at(self, sizes: tuple[float, ...]) -> Kind:
         """The curve's own kind where it was fitted, ANALYTIC elsewhere."""
@@ -109,7 +109,13 @@ class MemoryCurve(Curve):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CollectiveCurve:
-    """Microseconds of one collective on `ranks` GPUs of a node at the knots of a log-log spline over bytes (EQUATIONS C7)."""
+    """Microseconds of one collective on `ranks` GPUs of a node at the knots of a log-log spline over bytes (EQUATIONS C7).
+
+    Of a machine's own profile, where the knots are the sizes that were measured, and a collective may be a point_to_point:
+    nodes         on how many nodes the group has `ranks` each
+    groups        how many such groups each of these nodes took part in at once
+    median_error  the median over the knots of the spread of their repeats
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -119,6 +125,14 @@ class CollectiveCurve:
     time_us: tuple[float, ...]
     rows: int
     median_error: float
+    nodes: int = 1
+    groups: int = 1
+
+    def kind_at(self, n_bytes: float) -> Kind:
+        """Of one whose knots were measured: MEASURED at a knot, INTERPOLATED between two, ANALYTIC beyond them."""
+        if n_bytes in self.bytes:
+            return Kind.MEASURED
+        return Kind.INTERPOLATED if self.bytes[0] < n_bytes < self.bytes[-1] else Kind.ANALYTIC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from profiles.calibration import Calibration
 from profiles.errors import ConfigError
+from profiles.speeds import Profile
 
 _FORBID = {"extra": "forbid"}
+CPU = "cpu"  # the device of configs/clusters/cpu.yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Cluster:
     """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs leave the node.
 
     calibration: what the user's own runs say of the prices on it, None without any
+    profile: what was measured on the machine itself, taken instead of the shipped profile of its device; None where nothing was
     """
 
     __pydantic_config__ = _FORBID
@@ -64,6 +67,7 @@ class Cluster:
     host_memory_bytes: int
     pcie_bytes_per_s: float
     calibration: Calibration | None = None
+    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         for field in ("nodes", "gpus_per_node", "nics_per_node"):
@@ -73,3 +77,18 @@ class Cluster:
     @property
     def num_gpus(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """With which a node's NICs leave it, all together."""
+        return self.nic.bytes_per_s * self.nics_per_node
+
+    def group_nic_bytes_per_s(self, ranks_per_node: int, groups: int) -> float:
+        """The part of it of one of `groups` groups with so many ranks on the node (EQUATIONS C6).
+
+            W = min(W_node / groups, max(W_node g / G, W_nic), W_node)
+
+        g of the node's G GPUs reach no more than their part of the NICs, but at least one.
+        """
+        reach = max(self.node_bytes_per_s * ranks_per_node / self.gpus_per_node, self.nic.bytes_per_s)
+        return min(self.node_bytes_per_s / groups, reach, self.node_bytes_per_s)

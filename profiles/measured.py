@@ -41,19 +41,42 @@ class Machine:
 
     @functools.cached_property
     def collective_curves(self) -> Mapping[str, tuple[CollectiveCurve, ...]]:
-        """The curves by collective, by rising number of ranks; none where the node's link is not the one they hold for."""
-        intra = self.profile.intra
-        if abs(self.cluster.intra_node.bytes_per_s / intra.link_bytes_per_s - 1) > LINK_TOLERANCE:
-            return {}
-        ordered = sorted(intra.curves, key=lambda curve: curve.ranks)
-        return {name: tuple(curve for curve in ordered if curve.collective == name) for name in {curve.collective for curve in ordered}}
+        """The curves by collective, by rising number of ranks; none where the node's link is not the one they hold for.
+
+        Where several groups were also measured at once, of each number of ranks the curve of most at once, as a mesh runs them.
+        """
+        found: dict[str, dict[int, CollectiveCurve]] = {}
+        for curve in sorted(self._curves_inside, key=lambda curve: (curve.ranks, curve.groups)):
+            found.setdefault(curve.collective, {})[curve.ranks] = curve
+        return {name: tuple(by_ranks.values()) for name, by_ranks in found.items()}
+
+    @functools.cached_property
+    def placed_curves(self) -> Mapping[tuple[str, int, int, int], CollectiveCurve]:
+        """The curves that were measured on the machine itself, by collective, nodes, ranks per node and groups at once."""
+        inter = self.profile.inter
+        inside = self._curves_inside if self.profile.intra.kind is Kind.MEASURED else ()
+        across = inter.crossing if _near(self.cluster.node_bytes_per_s, inter.node_bytes_per_s) else ()
+        return {(curve.collective, curve.nodes, curve.ranks, curve.groups): curve for curve in (*inside, *across)}
+
+    @property
+    def _curves_inside(self) -> tuple[CollectiveCurve, ...]:
+        """What was measured on the machine itself holds on its link, whatever the datasheet calls it."""
+        intra, own = self.profile.intra, self.cluster.profile is not None
+        return intra.curves if own or _near(self.cluster.intra_node.bytes_per_s, intra.link_bytes_per_s) else ()
+
+
+def _near(bytes_per_s: float, of_curves: float | None) -> bool:
+    """Whether a link is the one that curves were measured on."""
+    return of_curves is not None and abs(bytes_per_s / of_curves - 1) <= LINK_TOLERANCE
 
 
 def machine_for(cluster: Cluster, terms: Terms | None = None, *, without: str | None = None) -> Machine:
-    """The cluster with the shipped profile of its device, or with the analytic one when none is shipped.
+    """The cluster with its own profile, else with the shipped one of its device, else with the analytic one.
 
     terms: those of another fit than the shipped one; without: those of the fit that did not see the source of that name
     """
+    if cluster.profile is not None:
+        return Machine(cluster, cluster.profile)
     name, terms = cluster.device.name, shipped_terms() if terms is None else terms
     profile = shipped_profile(name) or analytic_profile(name)
     share = terms.nic_share(cluster.nic.name, without)

@@ -77,6 +77,7 @@ class Compute:
 class Intra:
     """Between the GPUs of a node. The curves hold where the link runs at `link_bytes_per_s`; no other node uses them.
 
+    kind: MEASURED where the curves' knots were measured on the machine itself
     link_share: share of the link's bandwidth that a ring reaches where no curve holds
     """
 
@@ -92,7 +93,12 @@ class Intra:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inter:
-    """Between nodes: the shares of the NICs' bandwidth that collectives and single messages reach."""
+    """Between nodes: the shares of the NICs' bandwidth that collectives and single messages reach.
+
+    Of a machine's own profile:
+    crossing          curves of groups across nodes, with knots that were measured
+    node_bytes_per_s  of all NICs of a node together, where these curves hold
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -100,6 +106,8 @@ class Inter:
     point_to_point_share: float
     kind: Kind
     source: str
+    crossing: tuple[CollectiveCurve, ...] = ()
+    node_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import re
+
+from profiles.errors import ConfigError
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
 GB = 10**9
 TERA = 10**12
 US_PER_S = 1e6
+_SIZE_UNITS = {
+    "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": TERA}
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Bytes of a size with its unit: 72GiB, 73728 MiB, 80GB. Raises ConfigError naming `flag`."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", text.strip())
+    scale = _SIZE_UNITS.get(found[2].lower()) if found else None
+    if found is None or scale is None:
+        raise ConfigError(f"{flag} is {text!r}, it must be a number and a unit", hint=f"for example {flag} 72GiB (or MiB, GB, MB)")
+    size = round(float(found[1]) * scale)
+    if size < 1:
+        raise ConfigError(f"{flag} is {text}, it must be more than nothing", hint=f"for example {flag} 72GiB")
+    return size
 
 
 def gib(n_bytes: float) -> float:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from costmodels.collectives import Collective, collective_time
-from costmodels.compute import adam_bytes_per_parameter, operator_time, optimizer_time
+from costmodels.compute import operator_time, optimizer_time
+from costmodels.kernels import adam_bytes_per_parameter
 from costmodels.mesh import Placement
 from costmodels.sharding import Sharding
 from profiles.catalog import load_cluster, load_model

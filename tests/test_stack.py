@@ -8,7 +8,8 @@ import pytest
 
 from costmodels.book import PriceBook
 from costmodels.collectives import Collective, collective_time
-from costmodels.compute import MISALIGNED, misaligned, operator_time
+from costmodels.compute import operator_time
+from costmodels.kernels import MISALIGNED, misaligned
 from costmodels.layer import CONTENTION, price_operators
 from costmodels.mesh import Axis, Mesh, place
 from costmodels.schedules import Schedule

@@ -31,7 +31,7 @@ _CAUSES = (
     ("compute", "compute_s"), ("recompute", "recompute_s"), ("bubble", "pp_bubble_s"), ("data", "dp_comm_s"),
     ("tensor", "tp_comm_s"), ("p2p", "pp_comm_s"), ("optimizer", "optimizer_s"),
 )
-EXECUTORS_STACK = "torchtitan"  # built of the same parts
+EXECUTORS_STACK = "parplan"
 _REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 _PRICE_NOTES = {
     Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far to trust it' in the README",
@@ -93,8 +93,8 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "band unknown: no measured steps on this device"
     if plan.cluster.calibration:
         yield "prices follow runs of your own (cluster.calibration has the factors)" + ("; the band is of prices without" if band else "")
-    if not plan.training.stack.name.startswith(EXECUTORS_STACK):
-        yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is nearest to --stack {EXECUTORS_STACK}"
+    if plan.training.stack.name != EXECUTORS_STACK:
+        yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack {EXECUTORS_STACK}"
 
 
 def header(plan: Plan, width: int) -> str:

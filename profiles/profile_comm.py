@@ -1,0 +1,131 @@
+"""`torchrun --nproc-per-node N -m profiles.profile_comm -o comm.yaml`: times the communication of the ranks that were started."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import click
+import torch
+import torch.distributed as dist
+
+from profiles.cases import Case, Record
+from profiles.errors import PlannerError
+from profiles.profiler.comm_cases import comm_cases
+from profiles.profiler.comm_file import COMM_VERSION, CommFile, write
+from profiles.profiler.comm_run import ATTEMPTS, Chief, InFlight, run_cases
+from profiles.profiler.groups import World
+from profiles.profiler.journal import beside, open_journal
+from profiles.profiler.ranks import chosen_device, joined, world_of_environment
+from profiles.units import GB, GIB, MIB, US_PER_S, format_seconds, parse_size
+
+LARGEST_BYTES = {"cuda": GIB, "cpu": 64 * MIB}
+PRECISION = {"cuda": "bf16", "cpu": "fp32"}
+PRODUCT = {"cuda": 4096, "cpu": 512}  # rows and columns of the product that overlap is measured with
+TIMEOUT_S = 120.0  # of one collective
+EXAMPLE = (
+    "  torchrun --nproc-per-node 8 -m profiles.profile_comm -o comm.yaml\n"
+    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m profiles.profile_comm -o comm.yaml --minutes 5")
+
+
+@click.command(epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, metavar="FILE",
+              help="Where the records go; a run that was interrupted goes on with FILE.journal.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="auto: GPUs if any.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), metavar="N",
+              help="Stop then; what says most comes first. [default: until all is measured]")
+@click.option("--largest", metavar="SIZE", help="The largest tensor. [default: 1GiB, on CPUs 64MiB]")
+@click.option("--restart", is_flag=True, help="Measure anew what an earlier run left in FILE.journal.")
+def main(output: Path, device: str, minutes: float | None, largest: str | None, restart: bool) -> None:
+    """Time collectives and messages of the ranks that torchrun started, for each group that a mesh can make of them."""
+    began_s = time.monotonic()
+    world, where = world_of_environment(), chosen_device(device)
+    cases = comm_cases(
+        world, largest_bytes=LARGEST_BYTES[where.type] if largest is None else parse_size("--largest", largest),
+        precision=PRECISION[where.type], product=PRODUCT[where.type])
+    chief = None
+    if os.environ["RANK"] == "0":
+        ends_at_s = math.inf if minutes is None else began_s + 60 * minutes
+        chief = _chief(cases, output, _measured_on(world, where), ends_at_s, restart=restart)
+    ranks = joined(world, where, timedelta(seconds=TIMEOUT_S))
+    try:
+        run_cases(cases, ranks, chief)
+    finally:
+        if chief is not None:
+            _write(chief, output, _measured_on(world, where))
+    dist.destroy_process_group()
+
+
+def _measured_on(world: World, device: torch.device) -> dict[str, Any]:
+    """What records hold for."""
+    cuda, nccl = device.type == "cuda", cast(Any, torch.cuda.nccl)
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "backend": f"nccl {'.'.join(map(str, nccl.version()))}" if cuda else "gloo",
+        "torch": torch.__version__, "nodes": world.nodes, "ranks_per_node": world.ranks_per_node}
+
+
+def _chief(cases: Sequence[Case], output: Path, measured_on: Mapping[str, Any], ends_at_s: float, *, restart: bool) -> Chief:
+    """Rank 0's part, with what an earlier run left. torchrun's own restarts say that the case in flight ended the run."""
+    journal = open_journal(beside(output), measured_on, restart=restart)
+    for note in journal.notes:
+        click.echo(f"note: {note}", err=True)
+    chief = Chief(
+        cases=cases, journal=journal, in_flight=InFlight(output.with_name(output.name + ".in-flight")), ends_at_s=ends_at_s, told=_tell)
+    chief.give_up(1 if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else ATTEMPTS)
+    return chief
+
+
+def _tell(record: Record, done: int, number: int) -> None:
+    found = record.outcome.value
+    if record.measured is not None and "time" in record.measured.times:
+        time_s = record.measured.times["time"].median_us / US_PER_S
+        found = f"{format_seconds(time_s)}, {record.case.size('bytes') / time_s / GB:.3g} GB/s"
+    elif record.measured is not None:
+        found = ", ".join(f"{name} {value:.4g}" for name, value in record.measured.figures.items())
+    click.echo(f"{done}/{number}  {record.case.key}  {found}", err=True)
+
+
+def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
+    """The file of what there is; the journal stays where cases are left."""
+    records = tuple(chief.journal.records[case.key] for case in chief.cases if case.key in chief.journal.records)
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    write(output, CommFile(comm_version=COMM_VERSION, date=date, records=records, **measured_on))
+    left = len(chief.left())
+    if left:
+        click.echo(f"note: {left} of {len(chief.cases)} cases are left; the same command goes on with them", err=True)
+        chief.journal.close()
+    else:
+        chief.journal.delete()
+    click.echo(f"wrote {output}: {len(records)} records", err=True)
+
+
+def run() -> int:
+    """The command with its exit code: 0, or that of the error."""
+    try:
+        main(prog_name="python -m profiles.profile_comm", standalone_mode=False)
+    except PlannerError as error:
+        if os.environ.get("RANK", "0") == "0":
+            click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    # the default action ends even a rank that waits inside a collective, without a traceback; a shell reports 130
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code = run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: gloo's threads may still run while the interpreter is torn down

@@ -1,0 +1,60 @@
+"""The file of what `profiles/profile_comm.py` measured: what it was measured on, and every record."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from profiles.cases import Record
+from profiles.errors import ConfigError
+from profiles.schema import document, parse
+
+COMM_VERSION = 1
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommFile:
+    """Records of communication on `nodes` nodes of `ranks_per_node` ranks. `date` is the day on which the last was measured."""
+
+    __pydantic_config__ = _FORBID
+
+    comm_version: int
+    date: str
+    device: str
+    backend: str
+    torch: str
+    nodes: int
+    ranks_per_node: int
+    records: tuple[Record, ...]
+
+
+def write(path: Path, found: CommFile) -> None:
+    """Write the file whole or not at all. Raises ConfigError."""
+    beside = path.with_name(path.name + ".new")
+    try:
+        beside.write_text(yaml.safe_dump(document(found), sort_keys=False, width=120), encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another -o") from None
+
+
+def read(path: Path) -> CommFile:
+    """What `write` wrote. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
+    try:
+        body: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint=_HINT) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not YAML: {getattr(error, 'problem', None) or error}", hint=_HINT) from None
+    version = body.get("comm_version") if isinstance(body, dict) else None
+    if version != COMM_VERSION:
+        raise ConfigError(f"{path}: comm_version is {version}, this parplan reads {COMM_VERSION}", hint=_HINT)
+    return parse(CommFile, body, str(path))
+
+
+_HINT = "make one with: torchrun --nproc-per-node 8 -m profiles.profile_comm -o comm.yaml"

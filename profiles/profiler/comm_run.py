@@ -1,0 +1,119 @@
+"""Measures cases of communication one after another: rank 0 decides which, keeps the journal, and says what came of them.
+
+Before each case rank 0 notes on disk that it is in flight. A collective that fails or passes its timeout ends the run, for its
+communicators cannot be used again: rank 0 records the case and the next run goes on after it. A case that is still noted when a run
+begins had ended the one before, or was interrupted with it: it is tried again, and given up when that has happened too often.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from profiles.cases import Case, Outcome, Record
+from profiles.errors import PlannerError
+from profiles.profiler.collectives import MAX_REPEATS, measured
+from profiles.profiler.journal import Journal
+from profiles.profiler.ranks import Ranks
+
+STOP = -1
+ATTEMPTS = 3  # runs that may end in a case without a word of it: kills from outside look the same
+LAST_WORD_S = 3.0  # other ranks stay so long after an error, for torchrun ends all when the first goes
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """The note of the case that is being measured, in a file beside the journal."""
+
+    path: Path
+
+    def begin(self, case: Case) -> None:
+        """Note the case, and how often it was begun."""
+        beside = self.path.with_name(self.path.name + ".new")
+        beside.write_text(json.dumps({"case": case.key, "attempts": self.attempts(case) + 1}), encoding="ascii")
+        os.replace(beside, self.path)
+
+    def attempts(self, case: Case) -> int:
+        """How many runs ended in this case."""
+        noted = self._noted()
+        return noted["attempts"] if noted is not None and noted["case"] == case.key else 0
+
+    def end(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def _noted(self) -> Any:
+        try:
+            return json.loads(self.path.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            return None
+
+
+@dataclass(kw_only=True)
+class Chief:
+    """What rank 0 has besides: the cases' order, the journal, the note of what is in flight, the end of the budget.
+
+    told: called with each record, how many cases have one, and of how many
+    """
+
+    cases: Sequence[Case]
+    journal: Journal
+    in_flight: InFlight
+    ends_at_s: float = math.inf  # of time.monotonic()
+    told: Callable[[Record, int, int], None] = lambda record, done, number: None
+
+    def left(self) -> tuple[Case, ...]:
+        """The cases without a record, in order."""
+        return tuple(case for case in self.cases if case.key not in self.journal.records)
+
+    def give_up(self, attempts: int) -> None:
+        """Record the case in flight as crashed where so many runs have ended in it."""
+        for case in self.left():
+            if self.in_flight.attempts(case) >= attempts:
+                self.keep(Record(case=case, outcome=Outcome.CRASHED, detail=f"{attempts} runs ended in it without a word"))
+
+    def next_index(self) -> int:
+        """The case to measure now, STOP when there is none or no time."""
+        for index, case in enumerate(self.cases):
+            if case.key not in self.journal.records:
+                return index if time.monotonic() < self.ends_at_s else STOP
+        return STOP
+
+    def keep(self, record: Record) -> None:
+        """The record is on disk when this returns."""
+        self.journal.append(record)
+        self.in_flight.end()
+        self.told(record, len(self.cases) - len(self.left()), len(self.cases))
+
+
+def run_cases(cases: Sequence[Case], ranks: Ranks, chief: Chief | None, *, repeats: int = MAX_REPEATS) -> None:
+    """Measure the cases that rank 0, which alone has a `chief`, chooses. Raises PlannerError when a collective failed."""
+    while (index := ranks.decided(STOP if chief is None else chief.next_index())) != STOP:
+        case = cases[index]
+        if chief is not None:
+            chief.in_flight.begin(case)
+        try:
+            record = measured(case, ranks, repeats=repeats)
+        except RuntimeError as error:
+            raise _failed(case, error, chief) from None
+        if chief is not None:
+            chief.keep(record)
+
+
+def _failed(case: Case, error: RuntimeError, chief: Chief | None) -> PlannerError:
+    """The error of a run that cannot go on, once rank 0 has kept what came of the case."""
+    lines = str(error).splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    hung = any(words in reason.lower() for words in ("timed out", "timeout"))
+    if chief is None:
+        time.sleep(LAST_WORD_S)
+    else:
+        chief.keep(Record(case=case, outcome=Outcome.HUNG if hung else Outcome.CRASHED, detail=reason))
+    return PlannerError(
+        f"{case.key} {'hung' if hung else 'crashed'}: {reason}",
+        hint="run the same command again: it goes on with what is left, without this case")

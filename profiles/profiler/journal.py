@@ -1,0 +1,167 @@
+"""The journal of a profile that is being measured: every finished record on disk at once, so that an interrupted one goes on.
+
+A text file beside the output: a header (what was measured on, and what was asked), then one line for each finished record, all of
+them JSON, a tab, and the CRC-32 of the JSON. A line is one write and one fsync. What a crash can leave is a torn last line, which is
+cut off; a damaged line in the middle costs its record alone, which is measured again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from profiles.cases import Record
+from profiles.errors import ConfigError
+from profiles.schema import document, parse
+
+JOURNAL_VERSION = 1
+_START = b'{"journal_version":'
+
+
+def beside(output: Path) -> Path:
+    """Where the journal of a profile file is."""
+    return output.with_name(output.name + ".journal")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Journal:
+    """An open journal, which no other process has. `records` by the key of their case; `notes` on lines that were dropped."""
+
+    path: Path
+    handle: int
+    records: dict[str, Record] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def append(self, record: Record) -> None:
+        """Keep the record; it is on disk when this returns. A later one of the same case replaces it. Raises ConfigError."""
+        _write(self.handle, _line(document(record)), self.path)
+        self.records[record.case.key] = record
+
+    def close(self) -> None:
+        """Leave the file for a later session."""
+        if self.handle >= 0:
+            os.close(self.handle)
+        self.handle = -1
+
+    def delete(self) -> None:
+        """Remove the file: what it holds has been written elsewhere, whole."""
+        self.path.unlink(missing_ok=True)
+        self.close()
+
+
+def open_journal(path: Path, asked: Mapping[str, Any], *, restart: bool = False) -> Journal:
+    """The journal at `path`, begun where there is none or with `restart`.
+
+    asked: what its records hold for (device, versions, precision, ...), of plain JSON values; without dates and budgets, since a
+    journal of anything else is refused
+
+    Raises ConfigError: not readable, not a journal, in use, of another version, or of something else than `asked`.
+    """
+    journal = Journal(path=path, handle=_locked(path))
+    try:
+        lines = [] if restart else _whole_lines(journal)
+        if lines:
+            _check_header(lines[0], asked, path)
+            _read(journal, lines[1:])
+        else:
+            os.ftruncate(journal.handle, 0)
+            _write(journal.handle, _line({"journal_version": JOURNAL_VERSION, "asked": dict(asked)}), path)
+    except ConfigError:
+        journal.close()
+        raise
+    return journal
+
+
+def _locked(path: Path) -> int:
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another -o") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(f"{path} is in use: another session measures into it", hint="wait for it, or choose another -o") from None
+    except OSError:  # a file system without locks
+        pass
+    return handle
+
+
+def _whole_lines(journal: Journal) -> list[bytes]:
+    """Its lines; what is torn off at the end is cut off in the file too. Raises ConfigError."""
+    body = _content(journal.handle)
+    start = body[: len(_START)]
+    if start != _START[: len(start)]:
+        raise _no_journal(journal.path)
+    *lines, rest = body.split(b"\n")
+    if not rest and len(lines) > 1 and _body(lines[-1]) is None:
+        rest = lines.pop() + b"\n"
+    if rest:
+        os.ftruncate(journal.handle, len(body) - len(rest))
+        journal.notes.append(f"{journal.path}: the last line was torn; what it was of is measured again")
+    return lines
+
+
+def _content(handle: int) -> bytes:
+    with open(handle, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read()
+
+
+def _check_header(line: bytes, asked: Mapping[str, Any], path: Path) -> None:
+    header = _body(line)
+    if header is None:
+        raise _no_journal(path)
+    version = header["journal_version"]
+    if version != JOURNAL_VERSION:
+        raise ConfigError(f"{path}: journal_version is {version}, this parplan reads {JOURNAL_VERSION}", hint=_again())
+    before, now = header["asked"], json.loads(json.dumps(dict(asked)))
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            raise ConfigError(f"{path}: what it holds was measured for {name} {before.get(name)}, asked is {now.get(name)}", hint=_again())
+
+
+def _again() -> str:
+    return "measure anew with --restart, or choose another -o"
+
+
+def _no_journal(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is not a journal of plan profile, or its first line is damaged", hint=_again())
+
+
+def _read(journal: Journal, lines: list[bytes]) -> None:
+    for number, line in enumerate(lines, start=2):
+        where = f"{journal.path}, line {number}"
+        try:
+            record = parse(Record, _body(line), where)  # a damaged line is None, which is no record
+        except ConfigError:
+            journal.notes.append(f"{where}: damaged; what it was of is measured again")
+        else:
+            journal.records[record.case.key] = record
+
+
+def _line(content: Any) -> bytes:
+    body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+    return body + f"\t{zlib.crc32(body):08x}\n".encode()
+
+
+def _body(line: bytes) -> Any:
+    """What a line holds, None where it is not as it was written."""
+    body, _, checksum = line.rpartition(b"\t")
+    return json.loads(body) if checksum == f"{zlib.crc32(body):08x}".encode() else None
+
+
+def _write(handle: int, line: bytes, path: Path) -> None:
+    try:
+        written = os.write(handle, line)
+        os.fsync(handle)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="make room, and run the command again: it goes on") from None
+    if written < len(line):
+        raise ConfigError(f"cannot write {path}: no room", hint="make room, and run the command again: it goes on")
