@@ -148,10 +148,13 @@ class Attention(nn.Module):
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0, enable_gqa=key.shape[1] != query.shape[1])
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = query @ key.transpose(-2, -1) * self.model.head_dim**-0.5
+        return functional.dropout(self.weights(query @ key.transpose(-2, -1)), self.dropout, self.training) @ value
+
+    def weights(self, products: Tensor) -> Tensor:
+        """The masked softmax of the products of queries and keys, [batch, heads, sequence, sequence]."""
+        scores = products * self.model.head_dim**-0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
-        return functional.dropout(weights, self.dropout, self.training) @ value
+        return scores.masked_fill(future, float("-inf")).softmax(dim=-1)
 
 
 class _SwiGLU(torch.autograd.Function):
