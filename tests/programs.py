@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from profiles.cases import Case, Measured, Pass, Timing
+from profiles.cases import Case, Measured, Pass, Timing, UnsupportedCase
 from profiles.profiler import worker
 from profiles.profiler.journal import open_journal
 from profiles.profiler.session import run_session
@@ -122,7 +122,7 @@ def _raises(case: Case) -> None:
 
 
 def _is_unsupported(case: Case) -> None:
-    raise NotImplementedError("no transfers on a CPU")
+    raise UnsupportedCase("no transfers on a CPU")
 
 
 def _returns_nothing(case: Case) -> None:

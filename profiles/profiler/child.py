@@ -14,11 +14,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from profiles.cases import Case, Measured, Outcome, Record
+from profiles.cases import Case, Measured, Outcome, Record, UnsupportedCase
 from profiles.schema import document
 
-# `module:function`, or a function that pickle can name; it takes a case and a device (cpu, cuda:0) and raises NotImplementedError
-# for what does not exist there
+# `module:function`, or a function that pickle can name; it takes a case and the device that it is to use (cpu, cuda:0), and raises
+# UnsupportedCase for what does not exist there
 Program = str | Callable[[Case, str], Measured]
 
 MOST_CHARACTERS = 300  # of a detail
@@ -78,10 +78,6 @@ def _answer(program: Program, case: Case, device: str) -> bytes:
 
 
 def _measured(program: Program, case: Case, device: str) -> Measured:
-    if device.startswith("cuda"):
-        import torch
-
-        torch.cuda.set_device(device)
     measured = _loaded(program)(case, device)
     if not isinstance(measured, Measured):
         raise TypeError(f"the program returned {type(measured).__name__}, needed is Measured")
@@ -105,7 +101,10 @@ def outcome_of(error: BaseException) -> tuple[Outcome, str]:
 
     Allocators raise RuntimeErrors too, and so does an operator that has no kernel for a type of tensors.
     """
-    text = ": ".join((type(error).__name__, *str(error).strip().splitlines()[:1]))
+    message = str(error).strip().splitlines()[:1]
+    if isinstance(error, UnsupportedCase):
+        return Outcome.UNSUPPORTED, shortened("".join(message))
+    text = ": ".join((type(error).__name__, *message))
     if isinstance(error, MemoryError | RuntimeError | OSError) and out_of_memory(text):
         return Outcome.OUT_OF_MEMORY, shortened(text)
     if isinstance(error, NotImplementedError) or " not implemented for " in text:
