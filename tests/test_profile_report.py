@@ -87,6 +87,22 @@ def test_a_curve_has_its_points_its_ends_and_its_errors():
     assert float(cells[7].replace(",", "")) == pytest.approx(gelu.points[-1][0] / gelu.points[-1][1] / 1e3, rel=0.01)  # GB/s
 
 
+def test_what_overlap_costs_is_said_where_it_was_measured():
+    assert "overlap" not in printed(OWN)
+
+    text = printed(replace(OWN, profile=replace(OWN.profile, contention=0.31)))
+
+    assert re.search(r"^  overlap +a second of communication costs the compute that it runs under 0\.31 s$", text, re.MULTILINE)
+
+
+def test_groups_across_nodes_and_several_at_once_are_told_apart():
+    across = replace(RING, nodes=2, groups=4)
+    text = printed(replace(OWN, profile=replace(OWN.profile, inter=replace(LINKS.inter, crossing=(across,)))))
+
+    assert re.search(r"^all_reduce +8 ranks +3 ", text, re.MULTILINE)
+    assert re.search(r"^all_reduce +2 x 8 ranks, 4 groups +3 ", text, re.MULTILINE)
+
+
 def test_failures_come_with_their_reasons_and_collectives_with_their_groups():
     text = printed(OWN)
 
@@ -140,13 +156,15 @@ def test_points_are_beside_what_the_curve_says_of_them():
         assert [point.work for point in one.points] == sorted(point.work for point in one.points)
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_the_picture_is_written(suffix, tmp_path):
+SMALL = profile_of([Machine().streamed("gelu", n_bytes) for n_bytes in (2**20, 2**24)], curves=())
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_the_picture_is_written_in_the_format_of_its_name(suffix, start, tmp_path):
     path = tmp_path / f"own.{suffix}"
 
-    draw_profile(OWN, path)
+    draw_profile(SMALL, path)
 
-    start = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
     assert path.read_bytes().startswith(start)
 
 
@@ -163,7 +181,7 @@ def test_the_picture_names_its_panels_curves_and_limits(tmp_path):
 
 
 def test_only_what_was_measured_gets_a_panel(tmp_path):
-    draw_profile(profile_of([Machine().streamed("gelu", 2**20)], curves=()), tmp_path / "own.svg")
+    draw_profile(SMALL, tmp_path / "own.svg")
 
     text = (tmp_path / "own.svg").read_text()
     assert "operations bound by memory" in text
@@ -175,7 +193,7 @@ def test_a_profile_without_points_is_not_drawn_and_a_missing_folder_is_named(tmp
     with pytest.raises(ConfigError, match="nothing to draw"):
         draw_profile(OwnProfile(profile_version=PROFILE_VERSION, device="a100-80gb"), tmp_path / "own.png")
     with pytest.raises(ConfigError, match="cannot write"):
-        draw_profile(OWN, tmp_path / "missing" / "own.png")
+        draw_profile(SMALL, tmp_path / "missing" / "own.png")
 
 
 def test_a_profile_does_not_differ_from_itself():

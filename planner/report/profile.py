@@ -42,6 +42,9 @@ def _facts(profile: OwnProfile) -> Iterator[tuple[str, list[str]]]:
     if chip is not None:
         yield "shares of", [f"{chip.peak_flops_per_s / TERA:.3g} TFLOP/s", f"{chip.bytes_per_s / GB:,.4g} GB/s"]
     yield from ((label, phrases) for label, phrases in (("memory", _memory(profile)), ("transfers", _rates(profile))) if phrases)
+    contention = profile.profile and profile.profile.contention
+    if contention is not None:
+        yield "overlap", [f"a second of communication costs the compute that it runs under {contention:.2g} s"]
     in_step = profile.profile and profile.profile.in_step
     if in_step:
         yield "in a step", [
@@ -124,14 +127,13 @@ def collectives_of(profile: OwnProfile) -> tuple[CollectiveCurve, ...]:
     """The curves of collectives inside nodes and, where there are any, across them."""
     if profile.profile is None:
         return ()
-    across: tuple[CollectiveCurve, ...] = getattr(profile.profile.inter, "crossing", ())
-    return (*profile.profile.intra.curves, *across)
+    return (*profile.profile.intra.curves, *profile.profile.inter.crossing)
 
 
 def placement_text(curve: CollectiveCurve) -> str:
     """`2 x 8 ranks, 4 groups`: nodes (left out where it is one), ranks on each, groups at once."""
-    nodes, groups = getattr(curve, "nodes", 1), getattr(curve, "groups", 1)
-    return f"{f'{nodes} x ' if nodes > 1 else ''}{curve.ranks} ranks" + (f", {groups} groups" if groups > 1 else "")
+    nodes = f"{curve.nodes} x " if curve.nodes > 1 else ""
+    return f"{nodes}{curve.ranks} ranks" + (f", {curve.groups} groups" if curve.groups > 1 else "")
 
 
 def _print_collectives(profile: OwnProfile, out: Console) -> None:
