@@ -13,6 +13,7 @@ from profiles.catalog import cluster_document
 from profiles.errors import ConfigError
 from profiles.measured import analytic_profile
 from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, schema, to_yaml, with_memory_facts, write
+from profiles.own_records import rounded_records
 from profiles.points import curves_of, points_of, with_curves
 from profiles.profiler.fit import fit_profile
 from profiles.schema import document
@@ -133,6 +134,19 @@ def test_a_time_that_is_none_is_refused(value, tmp_path):
 
     with pytest.raises(ConfigError, match=r"records\.0\.passes\.forward\.time_us"):
         read(tmp_path / "own.yaml")
+
+
+def test_times_are_kept_to_the_digits_that_repeats_can_tell_apart():
+    record = Machine().record("gelu", {}, [(Pass(name="forward", curve="gelu.forward", sizes=(1,)), 1.0)])
+    timing = Timing(median_us=12.3456789, spread=0.0123456, repeats=7)
+    figures = {"bytes_per_s": 1.23456789e9 + 0.5, "context_bytes": 254066688.0}
+    measured = replace(record.measured, times={"forward": timing}, figures=figures)
+
+    found, failed = rounded_records((replace(record, measured=measured), Machine().failed(Outcome.HUNG, "slow")))
+
+    assert found.measured.times == {"forward": Timing(median_us=12.3457, spread=0.0123, repeats=7)}
+    assert found.measured.figures == {"bytes_per_s": 1.23457e9, "context_bytes": 254066688.0}
+    assert (failed.outcome, failed.detail) == (Outcome.HUNG, "slow")
 
 
 def test_facts_of_memory_are_those_that_were_measured():

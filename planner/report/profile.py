@@ -15,7 +15,7 @@ from profiles.curves import CollectiveCurve
 from profiles.own import Environment, OwnProfile
 from profiles.points import curves_of
 from profiles.schema import document
-from profiles.units import GB, GIB, KIB, MIB, TERA, US_PER_S
+from profiles.units import GB, TERA, US_PER_S, format_bytes
 
 _MEMORY = ("allocator_share", "context_bytes", "communicator_bytes", "granularity_bytes")
 
@@ -23,8 +23,8 @@ _MEMORY = ("allocator_share", "context_bytes", "communicator_bytes", "granularit
 def print_profile(profile: OwnProfile, out: Console) -> None:
     """Print a profile for a person. Raises ConfigError: its machine has no arithmetic of its precision."""
     measured = sum(record.outcome is Outcome.MEASURED for record in profile.records)
-    precision = f", {profile.precision}" if profile.precision else ""
-    say(out, f"{profile.device}{precision}: {measured:,} of {len(profile.records):,} cases measured", "bold")
+    cases = f"{measured:,} of {len(profile.records):,} cases measured" if profile.records else "nothing measured"
+    say(out, f"{', '.join(filter(None, (profile.device, profile.precision)))}: {cases}", "bold")
     for label, phrases in _facts(profile):
         say(out, joined(phrases, ", ", out.width, start=labelled(label), indent=len(labelled(""))))
     _print_curves(profile, out)
@@ -42,6 +42,9 @@ def _facts(profile: OwnProfile) -> Iterator[tuple[str, list[str]]]:
     if chip is not None:
         yield "shares of", [f"{chip.peak_flops_per_s / TERA:.3g} TFLOP/s", f"{chip.bytes_per_s / GB:,.4g} GB/s"]
     yield from ((label, phrases) for label, phrases in (("memory", _memory(profile)), ("transfers", _rates(profile))) if phrases)
+    contention = profile.profile and profile.profile.contention
+    if contention is not None:
+        yield "overlap", [f"a second of communication costs the compute that it runs under {contention:.2g} s"]
     in_step = profile.profile and profile.profile.in_step
     if in_step:
         yield "in a step", [
@@ -57,7 +60,7 @@ def _machine(here: Environment) -> Iterator[tuple[str, list[str]]]:
         ("SM", here.sm_clock_mhz, here.max_sm_clock_mhz), ("memory", here.memory_clock_mhz, here.max_memory_clock_mhz)) if now or most]
     yield "clocks", [*clocks, *([f"limit {here.power_limit_w:g} W"] if here.power_limit_w else [])]
     host = [here.cpu, f"{here.num_cores} cores" if here.num_cores else None]
-    yield "host", [*filter(None, host), *([bytes_text(here.host_memory_bytes)] if here.host_memory_bytes else [])]
+    yield "host", [*filter(None, host), *([format_bytes(here.host_memory_bytes)] if here.host_memory_bytes else [])]
     yield "links", [f"{count} x {kind} {what}" for what, kinds in (("between GPUs", here.gpu_links), ("to NICs", here.nic_links))
                     for kind, count in kinds.items()]
 
@@ -68,8 +71,8 @@ def _of(now: float | None, most: float | None) -> str:
 
 def _memory(profile: OwnProfile) -> list[str]:
     texts = (
-        ("reserved beyond allocated", profile.allocator_share, percent), ("context", profile.context_bytes, bytes_text),
-        ("communicator", profile.communicator_bytes, bytes_text), ("granularity", profile.granularity_bytes, bytes_text))
+        ("reserved beyond allocated", profile.allocator_share, percent), ("context", profile.context_bytes, format_bytes),
+        ("communicator", profile.communicator_bytes, format_bytes), ("granularity", profile.granularity_bytes, format_bytes))
     return [f"{name} {text(value)}" for name, value, text in texts if value is not None]
 
 
@@ -117,21 +120,20 @@ def _cells(one: Series) -> tuple[str, ...]:
 
 
 def _sizes(one: Series, sizes: tuple[int, ...]) -> str:
-    return bytes_text(sizes[0]) if one.unit == "GB/s" else " x ".join(map(str, sizes))
+    return format_bytes(sizes[0]) if one.unit == "GB/s" else " x ".join(map(str, sizes))
 
 
 def collectives_of(profile: OwnProfile) -> tuple[CollectiveCurve, ...]:
     """The curves of collectives inside nodes and, where there are any, across them."""
     if profile.profile is None:
         return ()
-    across: tuple[CollectiveCurve, ...] = getattr(profile.profile.inter, "crossing", ())
-    return (*profile.profile.intra.curves, *across)
+    return (*profile.profile.intra.curves, *profile.profile.inter.crossing)
 
 
 def placement_text(curve: CollectiveCurve) -> str:
     """`2 x 8 ranks, 4 groups`: nodes (left out where it is one), ranks on each, groups at once."""
-    nodes, groups = getattr(curve, "nodes", 1), getattr(curve, "groups", 1)
-    return f"{f'{nodes} x ' if nodes > 1 else ''}{curve.ranks} ranks" + (f", {groups} groups" if groups > 1 else "")
+    nodes = f"{curve.nodes} x " if curve.nodes > 1 else ""
+    return f"{nodes}{curve.ranks} ranks" + (f", {curve.groups} groups" if curve.groups > 1 else "")
 
 
 def _print_collectives(profile: OwnProfile, out: Console) -> None:
@@ -140,8 +142,8 @@ def _print_collectives(profile: OwnProfile, out: Console) -> None:
         return
     say(out)
     rows = [(
-        curve.collective, placement_text(curve), str(len(curve.bytes)), bytes_text(curve.bytes[0]),
-        seconds_text(curve.time_us[0] / US_PER_S), bytes_text(curve.bytes[-1]),
+        curve.collective, placement_text(curve), str(len(curve.bytes)), format_bytes(curve.bytes[0]),
+        seconds_text(curve.time_us[0] / US_PER_S), format_bytes(curve.bytes[-1]),
         f"{rate_text(curve.bytes[-1] / curve.time_us[-1] * US_PER_S / GB)} GB/s") for curve in curves]
     heading = ("collective", "group", "points", "from", "takes", "to", "bytes a second")
     print_table(out, heading, rows, left=("collective", "group"), indent=0)
@@ -164,14 +166,6 @@ def _first_line(record: Record) -> str:
 def rate_text(rate: float) -> str:
     """Three digits, no exponent: `1.29`, `154`, `1,810`."""
     return f"{float(f'{rate:.3g}'):,.10g}"
-
-
-def bytes_text(n_bytes: float) -> str:
-    """`512 B`, `256 KiB`, `1.5 GiB`."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if n_bytes >= unit:
-            return f"{n_bytes / unit:,.3g} {name}"
-    return f"{n_bytes:.0f} B"
 
 
 def profile_document(profile: OwnProfile) -> dict[str, Any]:
