@@ -162,7 +162,7 @@ def _fused_corrections(curve: FlashCurve, way: str, chip: Chip) -> Corrections:
 def _stream_time(kernel: StreamKernel, machine: Machine) -> Seconds:
     """By the machine's own curve of that operation, else what it is made of by the curves of their classes.
 
-    The points of a class are of another operation, so they correct nothing there.
+    On a machine that measured single operations, one that it did not is analytic: points of its class are of others.
     """
     compute, bytes_per_s = machine.profile.compute, machine.cluster.device.memory_bytes_per_s
     own = _own_curve(kernel, compute)
@@ -170,10 +170,11 @@ def _stream_time(kernel: StreamKernel, machine: Machine) -> Seconds:
         return _sum([_stream_time(part, machine) for part in kernel.parts])
     curve = own or _curve_of(getattr(compute, kernel.like), kernel.way)
     form_s = memory_bound_s(kernel.n_bytes, curve, bytes_per_s)
-    if not curve.points:
-        once = Seconds(form_s, curve.kind_at(kernel.sizes))
+    if own is not None and own.points:
+        once = _corrected(form_s, _stream_corrections(own, bytes_per_s), kernel.sizes)
     else:
-        once = _corrected(form_s, _stream_corrections(curve, bytes_per_s), kernel.sizes) if own else Seconds(form_s, Kind.ANALYTIC)
+        of_another = own is None and (curve.points or (compute.named and kernel.name != kernel.like))
+        once = Seconds(form_s, Kind.ANALYTIC if of_another else curve.kind_at(kernel.sizes))
     return once if kernel.times == 1 else once.scaled(kernel.times)
 
 

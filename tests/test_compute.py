@@ -13,7 +13,7 @@ from costmodels.kernels import adam_bytes_per_parameter
 from costmodels.mesh import Placement
 from costmodels.sharding import Sharding
 from profiles.catalog import load_cluster, load_model
-from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, flash_attention_s, matmul_s
+from profiles.curves import Bounds, Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, flash_attention_s, matmul_s
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster, Device, Link
 from profiles.measured import ASSUMED_SHARES, Machine, analytic_profile, machine_for
@@ -222,7 +222,17 @@ def test_an_operation_has_its_own_curve_where_the_machine_measured_it(name, curv
 
     assert named.forward.value_s == pytest.approx(2 * plain.forward.value_s, rel=1e-12)
     assert named.backward.value_s == pytest.approx(2 * plain.backward.value_s, rel=1e-12)
-    assert price(name, kind=kind, machine=own(named={"another": both(HALF)})) == plain
+    unnamed = price(name, kind=kind, machine=own(named={"another": both(HALF)}))
+    assert (unnamed.forward.value_s, unnamed.backward.value_s) == (plain.forward.value_s, plain.backward.value_s)
+
+
+def test_an_operation_that_a_machine_did_not_measure_among_others_is_analytic():
+    bounded = replace(WHOLE, bounds=Bounds(low=(1,), high=(10**12,)))
+    shipped, measured = own(elementwise=both(bounded)), own(elementwise=both(bounded), named={"rotary": both(bounded)})
+
+    assert price("activation", machine=shipped).forward.kind is Kind.INTERPOLATED
+    assert price("activation", machine=measured).forward.kind is Kind.ANALYTIC
+    assert price("activation", machine=measured).forward.value_s == price("activation", machine=shipped).forward.value_s
 
 
 def test_the_gradient_of_a_bias_has_its_own_curve_and_counts_as_a_weights():
