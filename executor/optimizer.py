@@ -8,7 +8,7 @@ a run that goes on needs to know no more than where.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -70,11 +70,17 @@ def gradient_norm(plan: Plan, stages: Sequence[Stage], device: torch.device) -> 
     for parameter in _counted(plan, stages):
         if parameter.grad is not None:
             by_copies.setdefault(_copies(plan, parameter), []).append(local(parameter.grad))
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, parts in by_copies.items():
-        total += get_total_norm(parts).to(total).square() / copies
+    total = squared_norm(by_copies, device)
     dist.all_reduce(total)
     return total.sqrt().float()
+
+
+def squared_norm(parts: Mapping[int, list[Tensor]], device: torch.device) -> Tensor:
+    """The sum of the squares of this rank's gradients, by number of ranks that hold the same, each over that number; in fp64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, gradients in parts.items():
+        total += get_total_norm(gradients).to(total).square() / copies
+    return total
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, largest: float, norm: Tensor) -> None:

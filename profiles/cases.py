@@ -47,6 +47,10 @@ class Case:
         return dict(self.sizes)[name]
 
 
+class UnsupportedCase(Exception):  # noqa: N818  an outcome and no error, as the outcome is called
+    """This device, or the software on it, cannot do what a case asks; the message says what."""
+
+
 class Outcome(StrEnum):
     """What came of a case. Only MEASURED has figures."""
 

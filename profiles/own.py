@@ -34,7 +34,9 @@ _FORBID = {"extra": "forbid"}
 _HEADER = "# A machine's own profile: plan --profile FILE. Times in s or us, sizes in bytes, as the keys say; spread: half of the\n" \
           "# interquartile range over the median. Each record is what was measured of one case, or why it was not.\n"
 _MADE_BY = "make one with: plan profile -o FILE, or of runs with: plan calibrate run.json -o FILE"
-_FACTS = ("allocator_share", "context_bytes", "communicator_bytes", "granularity_bytes")
+_FACTS = {  # figure of a record -> the field that it is
+    "reserved_share": "allocator_share", "context_bytes": "context_bytes", "buffer_bytes": "communicator_bytes",
+    "granularity_bytes": "granularity_bytes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,11 +245,13 @@ def _from_document(body: Mapping[str, Any], where: str) -> OwnProfile:
 
 
 def with_memory_facts(profile: OwnProfile) -> OwnProfile:
-    """The profile with what its records say of memory: figures of `allocator`, and of communicators, by name."""
-    figures = {name: value for record in profile.records if record.measured for name, value in record.measured.figures.items()}
-    if "reserved_share" in figures:
-        figures["allocator_share"] = figures["reserved_share"]
-    found: dict[str, Any] = {name: round(figures[name]) if name.endswith("_bytes") else figures[name] for name in _FACTS if name in figures}
+    """The profile with what its records say of memory: the figures of the allocator, and of the largest communicator."""
+    found: dict[str, Any] = {}
+    for record in profile.records:
+        for name, value in (record.measured.figures if record.measured else {}).items():
+            if name in _FACTS:
+                fact = _FACTS[name]
+                found[fact] = max(found.get(fact, 0), round(value) if fact.endswith("_bytes") else value)
     return replace(profile, **found)
 
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -18,6 +18,7 @@ from profiles.errors import ConfigError
 from profiles.schema import json_schema, parse
 
 _FORBID = {"extra": "forbid"}
+TIME_DIGITS, SPREAD_DIGITS, FIGURE_DIGITS = 6, 3, 6
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -91,6 +92,24 @@ def _filled(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _time(timing: Timing) -> dict[str, Any]:
     return {"time_us": timing.median_us, "spread": timing.spread, "repeats": timing.repeats}
+
+
+def rounded_records(records: Iterable[Record]) -> tuple[Record, ...]:
+    """Records with times and figures to the digits that repeats can tell apart, as a file is to keep them."""
+    return tuple(
+        record if record.measured is None else replace(record, measured=replace(
+            record.measured, times={name: _rounded(timing) for name, timing in record.measured.times.items()},
+            figures={name: _digits(value, FIGURE_DIGITS) for name, value in record.measured.figures.items()}))
+        for record in records)
+
+
+def _rounded(timing: Timing) -> Timing:
+    return replace(timing, median_us=_digits(timing.median_us, TIME_DIGITS), spread=_digits(timing.spread, SPREAD_DIGITS))
+
+
+def _digits(value: float, digits: int) -> float:
+    """Whole numbers, which are counts of bytes, stay as they are."""
+    return value if value == int(value) else float(f"{value:.{digits}g}")
 
 
 def records_of(lines: object, precision: str | None, where: str) -> tuple[Record, ...]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from profiles.cases import Case, Record
 from profiles.errors import PlannerError
 from profiles.profiler.comm_cases import comm_cases
-from profiles.profiler.comm_file import COMM_VERSION, CommFile, write
+from profiles.profiler.comm_file import COMM_VERSION, CommFile, in_flight_of, write
 from profiles.profiler.comm_run import ATTEMPTS, Chief, InFlight, run_cases
 from profiles.profiler.groups import World
 from profiles.profiler.journal import beside, open_journal
@@ -44,7 +44,9 @@ EXAMPLE = (
               help="Stop then; what says most comes first. [default: until all is measured]")
 @click.option("--largest", metavar="SIZE", help="The largest tensor. [default: 1GiB, on CPUs 64MiB]")
 @click.option("--restart", is_flag=True, help="Measure anew what an earlier run left in FILE.journal.")
-def main(output: Path, device: str, minutes: float | None, largest: str | None, restart: bool) -> None:
+@click.option("--attempts", type=click.IntRange(1), default=ATTEMPTS, show_default=True, metavar="N",
+              help="Record a case as crashed when so many runs have ended in it without a word.")
+def main(output: Path, device: str, minutes: float | None, largest: str | None, restart: bool, attempts: int) -> None:
     """Time collectives and messages of the ranks that torchrun started, for each group that a mesh can make of them."""
     began_s = time.monotonic()
     world, where = world_of_environment(), chosen_device(device)
@@ -55,6 +57,7 @@ def main(output: Path, device: str, minutes: float | None, largest: str | None, 
     if os.environ["RANK"] == "0":
         ends_at_s = math.inf if minutes is None else began_s + 60 * minutes
         chief = _chief(cases, output, _measured_on(world, where), ends_at_s, restart=restart)
+        chief.give_up(attempts)
     ranks = joined(world, where, timedelta(seconds=TIMEOUT_S))
     try:
         run_cases(cases, ranks, chief)
@@ -74,14 +77,12 @@ def _measured_on(world: World, device: torch.device) -> dict[str, Any]:
 
 
 def _chief(cases: Sequence[Case], output: Path, measured_on: Mapping[str, Any], ends_at_s: float, *, restart: bool) -> Chief:
-    """Rank 0's part, with what an earlier run left. torchrun's own restarts say that the case in flight ended the run."""
+    """Rank 0's part, with what an earlier run left."""
     journal = open_journal(beside(output), measured_on, restart=restart)
     for note in journal.notes:
         click.echo(f"note: {note}", err=True)
-    chief = Chief(
-        cases=cases, journal=journal, in_flight=InFlight(output.with_name(output.name + ".in-flight")), ends_at_s=ends_at_s, told=_tell)
-    chief.give_up(1 if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else ATTEMPTS)
-    return chief
+    return Chief(
+        cases=cases, journal=journal, in_flight=InFlight(in_flight_of(output)), ends_at_s=ends_at_s, told=_tell)
 
 
 def _tell(record: Record, done: int, number: int) -> None:

@@ -24,7 +24,7 @@ ALLOWED = {  # package -> where it may be named: a file, or a folder with its sl
         "profiles/profiler/", "planner/plan.py", "planner/validation/fit.py"),
     "pydantic": ("profiles/",),
     "transformers": ("executor/foreign/source.py", "executor/data/tokens.py"),
-    "matplotlib": ("planner/report/scatter.py", "planner/report/front_plot.py"),
+    "matplotlib": ("planner/report/scatter.py", "planner/report/front_plot.py", "planner/report/profile_plot.py"),
 }
 
 

@@ -13,6 +13,7 @@ from profiles.catalog import cluster_document
 from profiles.errors import ConfigError
 from profiles.measured import analytic_profile
 from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, schema, to_yaml, with_memory_facts, write
+from profiles.own_records import rounded_records
 from profiles.points import curves_of, points_of, with_curves
 from profiles.profiler.fit import fit_profile
 from profiles.schema import document
@@ -26,6 +27,7 @@ HERE = Environment(
 OWN = OwnProfile(
     profile_version=PROFILE_VERSION, device="a100-80gb", precision="bf16", environment=HERE, cluster=cluster_document(CLUSTER),
     profile=fit_profile(RECORDS, CLUSTER, "bf16", intra=LINKS.intra, inter=LINKS.inter, contention=0.2), records=RECORDS)
+TEXT = to_yaml(OWN)
 
 
 def file_of(profile: OwnProfile, tmp_path):
@@ -117,7 +119,7 @@ def test_curves_are_taken_apart_and_put_together_by_name():
     pytest.param(lambda text: text[:len(text) - 40], "not YAML", id="cut-off"),
 ])
 def test_what_is_wrong_is_named_with_its_place(change, message, tmp_path):
-    (tmp_path / "own.yaml").write_text(change(to_yaml(OWN)))
+    (tmp_path / "own.yaml").write_text(change(TEXT))
 
     with pytest.raises(ConfigError, match=message) as error:
         read(tmp_path / "own.yaml")
@@ -134,10 +136,27 @@ def test_a_time_that_is_none_is_refused(value, tmp_path):
         read(tmp_path / "own.yaml")
 
 
-def test_facts_of_memory_are_those_that_were_measured():
-    found = with_memory_facts(replace(OWN, communicator_bytes=7))
+def test_times_are_kept_to_the_digits_that_repeats_can_tell_apart():
+    record = Machine().record("gelu", {}, [(Pass(name="forward", curve="gelu.forward", sizes=(1,)), 1.0)])
+    timing = Timing(median_us=12.3456789, spread=0.0123456, repeats=7)
+    figures = {"bytes_per_s": 1.23456789e9 + 0.5, "context_bytes": 254066688.0}
+    measured = replace(record.measured, times={"forward": timing}, figures=figures)
 
-    assert (found.allocator_share, found.context_bytes, found.granularity_bytes, found.communicator_bytes) == (0.04, 500_000_000, 512, 7)
+    found, failed = rounded_records((replace(record, measured=measured), Machine().failed(Outcome.HUNG, "slow")))
+
+    assert found.measured.times == {"forward": Timing(median_us=12.3457, spread=0.0123, repeats=7)}
+    assert found.measured.figures == {"bytes_per_s": 1.23457e9, "context_bytes": 254066688.0}
+    assert (failed.outcome, failed.detail) == (Outcome.HUNG, "slow")
+
+
+def test_facts_of_memory_are_those_that_were_measured():
+    communicators = [Machine().figures("communicator", {"nodes": 1, "ranks_per_node": n}, buffer_bytes=n * 1e6) for n in (4, 8, 2)]
+
+    found = with_memory_facts(replace(OWN, records=(*RECORDS, *communicators)))
+
+    assert (found.allocator_share, found.context_bytes, found.granularity_bytes) == (0.04, 500_000_000, 512)
+    assert found.communicator_bytes == 8_000_000
+    assert with_memory_facts(replace(OWN, communicator_bytes=7)).communicator_bytes == 7
 
 
 def test_a_second_session_adds_its_cases_and_replaces_those_it_measured_again():
@@ -176,7 +195,7 @@ def test_a_file_that_cannot_be_written_says_so(tmp_path):
 
 def test_the_schema_describes_every_key_of_a_file():
     found = schema()
-    body = yaml.safe_load(to_yaml(OWN))
+    body = yaml.load(TEXT, Loader=yaml.CSafeLoader)
 
     assert json.loads(json.dumps(found)) == found
     assert set(body) <= set(found["properties"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from dataclasses import replace
 
@@ -20,13 +21,14 @@ from planner.report.catalogue import print_stacks, stack_rows
 from planner.report.documents import plan_document, plan_schema
 from planner.report.explain import grouped
 from planner.report.layers import print_layers
-from planner.report.progress import progress_bar
+from planner.report.progress import profile_bar, progress_bar
 from planner.report.stages import layers_text, rows
 from planner.report.summary import Context, print_summary
 from planner.report.text import FIXED_WIDTH, aligned, console, gib_text, joined, seconds_text
 from planner.request import Progress
 from planner.space import Pruned
 from profiles.errors import ConfigError
+from profiles.profiler import progress as profiling
 from profiles.provenance import Kind
 from profiles.stack import AttentionKernel, Stack
 from profiles.terms import Residuals, Term, Terms
@@ -350,6 +352,26 @@ def test_progress_says_the_best_and_the_bound_in_the_unit_of_the_pass(monkeypatc
     text = out.file.getvalue()
     assert "best 20 s, at least 10 s" in text
     assert "best 3.0 GiB" in text
+
+
+def test_the_progress_of_a_session_is_shown_on_a_terminal_only():
+    with profile_bar(console(io.StringIO())) as on_progress:
+        assert on_progress is None
+
+
+@pytest.mark.parametrize(("failed", "expected_s", "budget_s", "text"), [
+    (0, None, 600.0, "10 min left"), (0, 45.0, 600.0, "45 s left"), (2, 150.0, 600.0, "2 failed, 2 min left"),
+    (0, 900.0, 30.0, "30 s left of 15 min needed"), (1, None, math.inf, "1 failed")])
+def test_the_progress_of_a_session_says_what_runs_what_failed_and_the_time_left(failed, expected_s, budget_s, text, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = Console(file=Terminal(), width=160)
+    with profile_bar(out) as on_progress:
+        on_progress(profiling.Progress(
+            done=3, total=40, failed=failed, running=("gelu tokens=8 width=16 bf16", "launch bf16"), expected_s=expected_s,
+            budget_s=budget_s))
+
+    shown = re.sub(r"\x1b\[[\d;]*m", "", out.file.getvalue())
+    assert re.search(rf"measuring .*3/40 {text} +gelu tokens=8 width=16 bf16, launch bf16", shown)
 
 
 def test_phrases_break_only_between_phrases():

@@ -148,10 +148,13 @@ class Attention(nn.Module):
             query, key, value, is_causal=True, dropout_p=self.dropout if self.training else 0.0, enable_gqa=key.shape[1] != query.shape[1])
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = query @ key.transpose(-2, -1) * self.model.head_dim**-0.5
+        return functional.dropout(self.weights(query @ key.transpose(-2, -1)), self.dropout, self.training) @ value
+
+    def weights(self, products: Tensor) -> Tensor:
+        """The masked softmax of the products of queries and keys, [batch, heads, sequence, sequence]."""
+        scores = products * self.model.head_dim**-0.5
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
-        return functional.dropout(weights, self.dropout, self.training) @ value
+        return scores.masked_fill(future, float("-inf")).softmax(dim=-1)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -241,14 +244,16 @@ class Block(nn.Module):
         self.residual2 = Residual(model)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x))
-        if hasattr(self, "rotary"):
-            qkv = self.rotary(qkv)
-        attended = self.attention_out(self.attention(qkv))
+        # without names for what is passed on: a name would keep it until the block is through
         if self.parallel_residual:
-            return self.residual2(x, attended, self._feed_forward(x))
-        middle = self.residual1(x, attended)
+            return self.residual2(x, self._attend(x), self._feed_forward(x))
+        middle = self.residual1(x, self._attend(x))
         return self.residual2(middle, self._feed_forward(middle))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        if hasattr(self, "rotary"):
+            return self.attention_out(self.attention(self.rotary(self.qkv(self.norm1(x)))))
+        return self.attention_out(self.attention(self.qkv(self.norm1(x))))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         normed = self.norm2(x)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
+from rich.table import Column
 
 from planner.pareto import OnSearch
 from planner.plan import Objective
 from planner.request import OnProgress, Progress
+from profiles.profiler import progress as profiling
 from profiles.units import format_bytes, format_seconds
 
 
@@ -92,3 +95,42 @@ def count_bar(out: Console, what: str, total: int) -> Iterator[Callable[[int], N
     with Bar(*columns, console=out, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+@contextmanager
+def profile_bar(out: Console) -> Iterator[profiling.OnProgress | None]:
+    """What to give to `run_session` as `on_progress`; None where nobody watches. The bar is gone when the session ends."""
+    if not out.file.isatty():
+        yield None
+        return
+    case = TextColumn("{task.fields[case]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[left]}"), case)
+    with Bar(*columns, console=out, transient=True, refresh_per_second=2) as bar:  # a CPU that is measured has other things to do
+        task = bar.add_task("measuring", total=None, left="", case="")
+        yield lambda progress: bar.update(
+            task, completed=progress.done, total=progress.total, left=_left(progress), case=", ".join(progress.running))
+
+
+def _left(progress: profiling.Progress) -> str:
+    """How long it takes still, by its cases so far and by its budget, and what failed."""
+    expected_s, budget_s = progress.expected_s, progress.budget_s
+    phrases = [f"{progress.failed} failed"] if progress.failed else []
+    if expected_s is not None and expected_s <= budget_s:
+        phrases.append(f"{_minutes(expected_s)} left")
+    elif math.isfinite(budget_s):
+        phrases.append(f"{_minutes(budget_s)} left" + (f" of {_minutes(expected_s)} needed" if expected_s is not None else ""))
+    return ", ".join(phrases)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+@contextmanager
+def line_bar(out: Console, what: str) -> Iterator[Callable[[str], None]]:
+    """A line that moves on with what another program says; nothing where nobody watches."""
+    if not out.file.isatty():
+        yield lambda line: None
+        return
+    with out.status(what) as status:
+        yield lambda line: status.update(f"{what}  {line}")

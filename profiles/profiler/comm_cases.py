@@ -67,7 +67,7 @@ def _timed(world: World, sizes: tuple[int, ...], precision: str) -> Iterator[tup
 
 def timed_case(work: str, n_bytes: int, shape: Shape, precision: str) -> Case:
     """One collective or message; bytes as nccl-tests counts them, rounded up to whole elements of every rank."""
-    step = ELEMENT_BYTES[precision] * (shape.num_ranks if work in PARTED else 1)
+    step = ELEMENT_BYTES.get(precision, 1) * (shape.num_ranks if work in PARTED else 1)
     rounded = -(-n_bytes // step) * step
     sizes = (rounded, shape.nodes, shape.ranks_per_node, shape.groups)
     named = tuple(zip(("bytes", "nodes", "ranks_per_node", "groups"), sizes, strict=True))

@@ -57,4 +57,9 @@ def read(path: Path) -> CommFile:
     return parse(CommFile, body, str(path))
 
 
+def in_flight_of(output: Path) -> Path:
+    """Where the case that is being measured is noted."""
+    return output.with_name(output.name + ".in-flight")
+
+
 _HINT = "make one with: torchrun --nproc-per-node 8 -m profiles.profile_comm -o comm.yaml"

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from profiles.profiler.journal import Journal
 from profiles.profiler.ranks import Ranks
 
 STOP = -1
-ATTEMPTS = 3  # runs that may end in a case without a word of it: kills from outside look the same
+ATTEMPTS = 3  # runs that may end in a case without a word: being killed from outside looks the same
 LAST_WORD_S = 3.0  # other ranks stay so long after an error, for torchrun ends all when the first goes
 
 
@@ -59,6 +59,7 @@ class Chief:
     """What rank 0 has besides: the cases' order, the journal, the note of what is in flight, the end of the budget.
 
     told: called with each record, how many cases have one, and of how many
+    parent: what started this process; without it there is nobody to measure for
     """
 
     cases: Sequence[Case]
@@ -66,6 +67,7 @@ class Chief:
     in_flight: InFlight
     ends_at_s: float = math.inf  # of time.monotonic()
     told: Callable[[Record, int, int], None] = lambda record, done, number: None
+    parent: int = field(default_factory=os.getppid)
 
     def left(self) -> tuple[Case, ...]:
         """The cases without a record, in order."""
@@ -79,6 +81,8 @@ class Chief:
 
     def next_index(self) -> int:
         """The case to measure now, STOP when there is none or no time."""
+        if os.getppid() != self.parent:
+            return STOP
         for index, case in enumerate(self.cases):
             if case.key not in self.journal.records:
                 return index if time.monotonic() < self.ends_at_s else STOP

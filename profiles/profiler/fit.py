@@ -119,9 +119,10 @@ def _by_curve(records: Sequence[Record]) -> dict[str, list[Point]]:
 
 def _fitted(
     points: Sequence[Point], base: AnyCurve, names: Sequence[str], price: Callable[[Point, AnyCurve], float],
-    extent: Callable[[Point], tuple[int, ...]] = lambda point: point.sizes,
+    extent: Callable[[Point], tuple[int, ...]] = lambda point: point.sizes, beside: Sequence[Point] = (),
 ) -> AnyCurve:
-    """`base` with the named constants fitted to points, its bounds and its errors; without any ANALYTIC, as it is."""
+    """`base` with the named constants fitted to points, its errors there, and its bounds, also of points `beside` that it is not
+    fitted to; without any points ANALYTIC, as it is."""
     if not points:
         return replace(base, kind=Kind.ANALYTIC, bounds=None, rows=0, median_error=None, worst_error=None)
     start = np.array([getattr(base, name) for name in names])
@@ -137,7 +138,7 @@ def _fitted(
     constants = fit(lambda x: np.concatenate([priced(curve(x)), x]), np.concatenate([times_s, start]), start.tolist(), drawn)
     found = rounded_curve(curve(constants))
     errors = np.abs(priced(found) / times_s - 1)
-    sizes = np.array([extent(point) for point in points])
+    sizes = np.array([extent(point) for point in (*points, *beside)])
     works = ", ".join(sorted({point.case.work for point in points}))
     return replace(
         found, kind=Kind.INTERPOLATED, source=f"{works} on this machine, under steady load",
@@ -162,11 +163,14 @@ def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
         _, m, n, k = _batched_sizes(point)
         return m, min(n, k)
 
-    forward = _fitted(_aligned(form, "forward"), assumed.forward, _PRODUCT, price)
+    def linear(name: str, base: MatmulCurve) -> MatmulCurve:
+        return _fitted(_aligned(form, name), base, _PRODUCT, price, beside=form.of(name))
+
+    forward = linear("forward", assumed.forward)
     return {
         "forward": forward,
-        "input_gradient": _fitted(_aligned(form, "input_gradient"), forward, _PRODUCT, price),
-        "weight_gradient": _fitted(_aligned(form, "weight_gradient"), forward, _PRODUCT, price),
+        "input_gradient": linear("input_gradient", forward),
+        "weight_gradient": linear("weight_gradient", forward),
         "batched_forward": _fitted(form.of("batched_forward"), assumed.batched_forward, _PRODUCT, batched, heads),
         "batched_backward": _fitted(form.of("batched_backward"), assumed.batched_backward, _PRODUCT, batched, heads),
     }

@@ -69,9 +69,15 @@ def _intra(curves: tuple[CollectiveCurve, ...], cluster: Cluster, base: Intra) -
 
 
 def _inter(curves: tuple[CollectiveCurve, ...], cluster: Cluster, base: Inter) -> Inter:
-    """The curves across nodes; the median of what large rings reach of their groups' part of the NICs, for placements without one."""
-    rings = [_ring_bytes_per_s(curve) / cluster.group_nic_bytes_per_s(curve.ranks, curve.groups) for curve in _best_rings(curves)]
-    messages = [_bytes_per_s(curve) / cluster.nic.bytes_per_s for curve in curves if (curve.collective, curve.groups) == (POINT_TO_POINT, 1)]
+    """The curves across nodes; what large rings reach of their groups' part of the NICs, for placements without a curve.
+
+    The median over groups that use whole nodes together, as a mesh's do; one group alone on part of a node counts where there is no other.
+    """
+    best = _best_rings(curves)
+    whole = [curve for curve in best if curve.ranks * curve.groups == cluster.gpus_per_node]
+    rings = [_ring_bytes_per_s(curve) / cluster.group_nic_bytes_per_s(curve.ranks, curve.groups) for curve in whole or best]
+    alone = [curve for curve in curves if (curve.collective, curve.groups) == (POINT_TO_POINT, 1)]
+    messages = [_bytes_per_s(curve) / cluster.nic.bytes_per_s for curve in alone]
     return replace(
         base, source=SOURCE, kind=Kind.ANALYTIC, crossing=curves, node_bytes_per_s=cluster.node_bytes_per_s,
         nic_share=rounded(statistics.median(rings)) if rings else base.nic_share,

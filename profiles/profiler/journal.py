@@ -102,7 +102,7 @@ def _whole_lines(journal: Journal) -> list[bytes]:
     *lines, rest = body.split(b"\n")
     if not rest and len(lines) > 1 and _body(lines[-1]) is None:
         rest = lines.pop() + b"\n"
-    if rest:
+    if rest and lines:
         os.ftruncate(journal.handle, len(body) - len(rest))
         journal.notes.append(f"{journal.path}: the last line was torn; what it was of is measured again")
     return lines

@@ -62,9 +62,9 @@ def links_of(text: str) -> Links:
     columns = [name for name in heading if _GPU.fullmatch(name) or _NIC.fullmatch(name)]
     gpus: Counter[str] = Counter()
     nics: Counter[str] = Counter()
-    for name, *kinds in lines[lines.index(heading) + 1:] if columns else ():
-        if _GPU.fullmatch(name):
-            _count(columns, name, kinds, gpus, nics)
+    for line in lines[lines.index(heading) + 1:] if columns else ():
+        if line and _GPU.fullmatch(line[0]):
+            _count(columns, line[0], line[1:], gpus, nics)
     return Links(gpus=dict(sorted(gpus.items())), nics=dict(sorted(nics.items())))
 
 
