@@ -209,15 +209,24 @@ def _wanted(options: dict[str, Any]) -> Wanted:
     return Wanted(
         output=options["output"], device=device, precision=precision, program=PROGRAM, minutes=options["minutes"],
         models=tuple(load_model(name) for name in options["models"]), hang_limit_s=options["hang_limit"],
-        cases=None if options["missing"] is None else _missing(options["missing"], options["output"]), restart=options["restart"],
-        retry_failed=options["retry_failed"])
+        cases=None if options["missing"] is None else _missing(options["missing"], options["output"], precision),
+        restart=options["restart"], retry_failed=options["retry_failed"])
 
 
-def _missing(path: Path, output: Path) -> tuple[Case, ...]:
-    """What the profile in `output` lacks of a plan's operators, or the plan's own profile where there is no such file."""
+def _missing(path: Path, output: Path, precision: str) -> tuple[Case, ...]:
+    """What the profile in `output` lacks of a plan's operators, or the plan's own profile where there is no such file.
+
+    Raises ConfigError: the plan is at another precision than what is measured.
+    """
     from planner.missing import missing_cases
     from planner.plan import read
+    from profiles.errors import ConfigError
     from profiles.own import read as read_profile
 
+    plan = read(path)
+    if plan.training.precision != precision:
+        raise ConfigError(
+            f"{path}: the plan is in {plan.training.precision}, what is measured in {precision}",
+            hint=f"add --precision {plan.training.precision}")
     known = read_profile(output).profile if output.exists() else None
-    return missing_cases(read(path), known, messages=False)
+    return missing_cases(plan, known, messages=False)
