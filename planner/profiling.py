@@ -69,7 +69,7 @@ class Profiled:
 def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profiled:
     """Measure what the file and its journal lack of the operators on one device, and write the file. Raises ConfigError."""
     here, known = environment(wanted.device), known_profile(wanted)
-    cases = wanted.cases if wanted.cases is not None else _cases(wanted, here)
+    cases = cases_wanted(wanted, here)
     asked = {"fingerprint": fingerprint(here, wanted.precision), "device": here.device}
     journal = open_journal(beside(wanted.output), asked, restart=wanted.restart)
     try:
@@ -130,8 +130,10 @@ def known_profile(wanted: Wanted) -> OwnProfile | None:
     return read(wanted.output) if wanted.output.exists() and not wanted.restart else None
 
 
-def _cases(wanted: Wanted, here: Environment) -> tuple[Case, ...]:
-    """Of the models asked for, on the node that this is."""
+def cases_wanted(wanted: Wanted, here: Environment) -> tuple[Case, ...]:
+    """Those that were asked for, or of the models, on the node that this is."""
+    if wanted.cases is not None:
+        return wanted.cases
     cluster, stack = nominal_cluster(here), load_stack(STACK)
     training = training_of(wanted.precision, stack)
     workloads = [
