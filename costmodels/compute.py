@@ -7,7 +7,8 @@ here is pure.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.kernels import (
@@ -63,15 +64,15 @@ def chip_of(machine: Machine, precision: Precision) -> Chip:
     return Chip(peak_flops_per_s=device.peak(precision), bytes_per_s=device.memory_bytes_per_s, num_sms=max(1, device.num_sms))
 
 
-def operator_time(operator: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
-    """Seconds of one rank's share of `operator`, forward and backward, without communication and without recompute.
+def operator_time(of: Operator, sharding: Sharding, machine: Machine, training: TrainingSpec) -> OperatorTime:
+    """Seconds of one rank's share of an operator, forward and backward, without communication and without recompute.
 
     The kernels' own time, times the factor by which they take longer in a step than alone, the host's where it adds to them
     (costmodels/pace.py), and the factors of a calibration. Where the host launches ahead it is a bound of the layer
     (costmodels/layer.py). Raises ConfigError when the device lacks the precision.
     """
     chip_of(machine, training.precision)
-    runs = operator_kernels(operator, sharding, training)
+    runs = operator_kernels(of, sharding, training)
     forward, inputs, weights = (
         tuple(kernel_time(kernel, machine, training) for kernel in kernels) for kernels in (runs.forward, runs.inputs, runs.weights))
     pace = pace_of(machine, training.stack)
@@ -81,17 +82,14 @@ def operator_time(operator: Operator, sharding: Sharding, machine: Machine, trai
         slower = alone.scaled(pace.kernel_slowdown) if pace.kernel_slowdown != 1.0 else alone
         return machine.corrected(cause, slower + Seconds(host_s, Kind.INTERPOLATED) if pace.adds else slower)
 
-    gradients = 2 if operator.kind in PRODUCTS else 1
+    gradients = 2 if of.kind in PRODUCTS else 1
     return OperatorTime(
         in_step("forward", forward, pace.forward_s), in_step("backward", inputs + weights, gradients * pace.backward_s),
         in_step("backward", weights, pace.backward_s) if weights else ZERO)
 
 
-def _sum(parts: Iterable[Seconds]) -> Seconds:
-    total = ZERO
-    for part in parts:
-        total = total + part
-    return total
+def _sum(parts: Sequence[Seconds]) -> Seconds:
+    return functools.reduce(operator.add, parts) if parts else ZERO
 
 
 def kernel_time(kernel: Kernel, machine: Machine, training: TrainingSpec) -> Seconds:
@@ -164,18 +162,19 @@ def _fused_corrections(curve: FlashCurve, way: str, chip: Chip) -> Corrections:
 def _stream_time(kernel: StreamKernel, machine: Machine) -> Seconds:
     """By the machine's own curve of that operation, else what it is made of by the curves of their classes.
 
-    The points of a class are of another operation, so they correct nothing there.
+    On a machine that measured single operations, one that it did not is analytic: points of its class are of others.
     """
     compute, bytes_per_s = machine.profile.compute, machine.cluster.device.memory_bytes_per_s
     own = _own_curve(kernel, compute)
     if own is None and kernel.parts is not None:
-        return _sum(_stream_time(part, machine) for part in kernel.parts)
+        return _sum([_stream_time(part, machine) for part in kernel.parts])
     curve = own or _curve_of(getattr(compute, kernel.like), kernel.way)
     form_s = memory_bound_s(kernel.n_bytes, curve, bytes_per_s)
-    if not curve.points:
-        once = Seconds(form_s, curve.kind_at(kernel.sizes))
+    if own is not None and own.points:
+        once = _corrected(form_s, _stream_corrections(own, bytes_per_s), kernel.sizes)
     else:
-        once = _corrected(form_s, _stream_corrections(curve, bytes_per_s), kernel.sizes) if own else Seconds(form_s, Kind.ANALYTIC)
+        of_another = own is None and (curve.points or (compute.named and kernel.name != kernel.like))
+        once = Seconds(form_s, Kind.ANALYTIC if of_another else curve.kind_at(kernel.sizes))
     return once if kernel.times == 1 else once.scaled(kernel.times)
 
 
@@ -206,4 +205,4 @@ def optimizer_time(num_parameters: float, machine: Machine, training: TrainingSp
     if num_parameters <= 0:
         return ZERO
     kernels = update_kernels(num_parameters, training)
-    return machine.corrected("optimizer", _sum(_stream_time(kernel, machine) for kernel in kernels))
+    return machine.corrected("optimizer", _sum([_stream_time(kernel, machine) for kernel in kernels]))
