@@ -109,8 +109,11 @@ def pipeline_of(frame: Frame) -> Pipeline:
 
 
 def step_kind(price: StepPrice) -> Kind:
-    """The kind of the step time: the weakest over all ranks, since a rank waits for all others."""
-    return weakest(rank.total.kind for rank in price.ranks)
+    """The kind of the step time: the weakest over all ranks, since a rank waits for all others.
+
+    Never better than INTERPOLATED: where every kernel was measured, the step was not.
+    """
+    return weakest((Kind.INTERPOLATED, *(rank.total.kind for rank in price.ranks)))
 
 
 def _breakdown(price: StepPrice) -> Breakdown:

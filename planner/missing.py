@@ -6,8 +6,9 @@ Left out: what the host does for offloaded states, the exchanges of experts, and
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
 from costmodels.collectives import POINT_TO_POINT, Collective, collective_time, point_to_point_time
@@ -21,9 +22,11 @@ from planner.operator_cases import kernels_by_case, kernels_of_update, update_ca
 from planner.plan import Plan
 from planner.reprice import book_of, strategy_of
 from profiles.cases import Case
+from profiles.measured import analytic_profile
 from profiles.profiler.comm_cases import TIMED, timed_case
 from profiles.profiler.groups import Shape
-from profiles.provenance import Kind, Seconds, weakest
+from profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest
+from profiles.speeds import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +46,15 @@ class Coverage:
         return sum(found is kind and (case.work in TIMED) is of_ranks for case, found in self.cases)
 
 
-def missing_cases(plan: Plan) -> tuple[Case, ...]:
-    """What is to be measured so that a plan's own profile has all of it; nothing where it has no own profile.
+def missing_cases(plan: Plan, profile: Profile | None = None) -> tuple[Case, ...]:
+    """What is to be measured so that `profile` has all of a plan: by default the plan's own, without one everything.
 
     Raises ConfigError, as `coverage` does.
     """
-    found = coverage(plan)
-    return found.missing if found else ()
+    own = profile or plan.cluster.profile or analytic_profile(plan.cluster.device.name)
+    found = coverage(replace(plan, cluster=replace(plan.cluster, profile=own)))
+    assert found is not None
+    return found.missing
 
 
 def coverage(plan: Plan) -> Coverage | None:
@@ -62,7 +67,7 @@ def coverage(plan: Plan) -> Coverage | None:
     beyond: dict[str, None] = {}
     for choice in dict.fromkeys(choice for stage in strategy.stages for choice in stage):
         found |= _of_operators(choice, strategy.frame, book, beyond)
-        found |= _of_update(choice, strategy.frame, book)
+    found |= _of_updates(strategy, book)
     for rank in range(strategy.frame.mesh.pp):
         found |= dict(_of_traffic(strategy, rank, book))
     return Coverage(cases=tuple(found.items()), beyond=tuple(beyond))
@@ -82,17 +87,26 @@ def _kind(kernels: tuple[Kernel, ...], book: PriceBook) -> Kind:
     return weakest(kernel_time(kernel, book.machine, book.training).kind for kernel in kernels)
 
 
-def _of_update(choice: LayerChoice, frame: Frame, book: PriceBook) -> dict[Case, Kind]:
-    """The update of one layer's parameters; what costs nothing without a measurement is not missed."""
-    layer, mesh = book.graph(1).layer_class(choice.kind), frame.mesh
-    shards = book.shards(mesh) if choice.zero else 1
-    owned = owned_parameters(layer, frame.sharding_of(choice), shards, with_tied=mesh.pp > 1)
-    if book.offloads_states or not owned:
+def _of_updates(strategy: Strategy, book: PriceBook) -> dict[Case, Kind]:
+    """The updates of layers, each priced alone. What costs nothing without a measurement is not missed, nor what is too little of
+    all updates to decide their kind (a head's norm)."""
+    if book.offloads_states:
         return {}
-    kernels = {case: kernels_of_update(case, book.training) for case in update_cases(owned, book.training)}
-    return {
-        case: _kind(of, book) for case, of in kernels.items()
-        if any(kernel_time(kernel, book.machine, book.training).value_s for kernel in of)}
+    counts = Counter(_owned(choice, strategy.frame, book) for stage in strategy.stages for choice in stage)
+    prices = {
+        case: kernel_time(kernel, book.machine, book.training) for owned in counts if owned
+        for case in update_cases(owned, book.training) for kernel in kernels_of_update(case, book.training)}
+    spent_s = {case: price.value_s * counts[case.size("parameters")] for case, price in prices.items()}
+    whole_s: dict[str, float] = defaultdict(float)
+    for case, seconds in spent_s.items():
+        whole_s[case.work] += seconds
+    return {case: price.kind for case, price in prices.items() if spent_s[case] > NEGLIGIBLE_SHARE * whole_s[case.work]}
+
+
+def _owned(choice: LayerChoice, frame: Frame, book: PriceBook) -> int:
+    """Of one layer, the parameters that a rank updates."""
+    layer, mesh = book.graph(1).layer_class(choice.kind), frame.mesh
+    return owned_parameters(layer, frame.sharding_of(choice), book.shards(mesh) if choice.zero else 1, with_tied=mesh.pp > 1)
 
 
 def _of_traffic(strategy: Strategy, rank: int, book: PriceBook) -> Iterator[tuple[Case, Kind]]:
