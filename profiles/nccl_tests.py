@@ -152,15 +152,15 @@ def _cells(line: str, run: _Run, place: str) -> tuple[list[str], list[dict[str, 
 
 def _check(half: dict[str, str], work: str, shape: Shape, place: str) -> None:
     """That results were right, and that the bandwidths are those of this collective on so many ranks. Raises ConfigError."""
-    wrong = half.get("#wrong", "0")
-    if wrong not in ("0", "N/A"):
-        raise ConfigError(f"{place}: {wrong} wrong results", hint="correct what makes NCCL wrong first")
     try:
         time_us, algorithm, bus = (float(half[name]) for name in ("time", "algbw", "busbw"))
     except (KeyError, ValueError):
         raise ConfigError(f"{place}: found {half}, needed numbers for time, algbw and busbw", hint=_HINT) from None
     if time_us <= 0:
         raise ConfigError(f"{place}: a time of {half['time']} us", hint=_HINT)
+    wrong = half.get("#wrong", "0")
+    if wrong not in ("0", "N/A"):
+        raise ConfigError(f"{place}: {wrong} wrong results", hint="correct what makes NCCL wrong first")
     expected = _bus_factors(work, shape.num_ranks)
     if algorithm >= LEAST_GB_PER_S and not any(abs(bus / algorithm / factor - 1) <= RATIO_TOLERANCE for factor in expected):
         raise ConfigError(
