@@ -16,7 +16,6 @@ from executor.operations.operands import Maker, resident_bytes
 from executor.operations.products import Sizes
 from executor.operations.timing import timing
 from executor.operations.trials import Once, Part, Trial, once
-from executor.operations.updates import adamw
 from profiles.cases import Measured, Timing, UnsupportedCase
 from profiles.units import US_PER_S
 
@@ -41,9 +40,6 @@ def device_copy(sizes: Sizes) -> tuple[Part, ...]:
 
 def copied(sizes: Sizes, times: dict[str, Timing]) -> dict[str, float]:
     return {"copied_bytes_per_s": 2 * sizes["bytes"] / times["time"].median_us * US_PER_S}
-
-
-host_adam = adamw
 
 
 def adam_pace(sizes: Sizes, times: dict[str, Timing]) -> dict[str, float]:

@@ -6,6 +6,7 @@ Every operator runs through the executor's own modules. Copies of its operands t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,7 +34,7 @@ TIME = ("time",)
 class Work:
     """What a work needs and gives: the names of its sizes, its passes, and how it is measured, timed `parts` or a figure.
 
-    figures: what follows of the times; may_be_zero: sizes that are yes or no
+    figures: what follows of the times; on_host: on the CPU whatever the device; on_dtensors: needs a process group
     """
 
     sizes: tuple[str, ...]
@@ -42,6 +43,7 @@ class Work:
     figure: Callable[[Sizes, torch.device], Measured] | None = None
     figures: Callable[[Sizes, dict[str, Timing]], dict[str, float]] | None = None
     on_host: bool = False
+    on_dtensors: bool = False
 
 
 FLAGS = frozenset({"bias", "dropout", "gated", "rms", "rotary"})
@@ -63,14 +65,15 @@ WORKS: Mapping[str, Work] = {
     "bias_gradient": Work(sizes=("tokens", "width"), passes=TIME, parts=products.bias_gradient),
     "embedding": Work(sizes=("tokens", "hidden", "vocab"), passes=BOTH, parts=layers.embedding),
     "cross_entropy": Work(sizes=("tokens", "vocab"), passes=BOTH, parts=layers.cross_entropy),
-    "adamw": Work(sizes=("parameters",), passes=TIME, parts=updates.adamw),
-    "gradient_norm": Work(sizes=("parameters",), passes=TIME, parts=updates.gradient_norm),
+    "adamw": Work(sizes=("parameters",), passes=TIME, parts=updates.adamw, on_dtensors=True),
+    "gradient_norm": Work(sizes=("parameters",), passes=TIME, parts=updates.gradient_norm, on_dtensors=True),
     "block": Work(
         sizes=("hidden", "heads", "kv_heads", "head_dim", "ffn", "gated", "rms", "rotary", "dropout", "batch", "seq"), passes=BOTH,
         parts=blocks.block),
     "device_copy": Work(sizes=("bytes",), passes=TIME, parts=machine.device_copy, figures=machine.copied),
     "transfer": Work(sizes=("bytes",), figure=machine.transfer),
-    "host_adam": Work(sizes=("parameters",), passes=TIME, parts=machine.host_adam, figures=machine.adam_pace, on_host=True),
+    "host_adam": Work(
+        sizes=("parameters",), passes=TIME, parts=updates.adamw, figures=machine.adam_pace, on_host=True, on_dtensors=True),
     "launch": Work(sizes=(), figure=machine.launch),
     "allocator": Work(sizes=(), figure=machine.allocator),
 }
@@ -89,7 +92,8 @@ def measure(case: Case, device: str) -> Measured:
     if place.type == "cuda":
         torch.cuda.set_device(place)
     try:
-        measured = _measured(case, work, place, DTYPES[precision])
+        with updates.world_of_one(place) if work.on_dtensors else nullcontext():
+            measured = _measured(case, work, place, DTYPES[precision])
     except NotImplementedError as error:
         raise UnsupportedCase(str(error).splitlines()[0]) from error
     except RuntimeError as error:

@@ -1,24 +1,38 @@
-"""The optimizer's part of a step over parameters in tensors as a GPT has them: the update, and the gradients' norm with clipping."""
+"""The optimizer's part of a step over parameters in tensors as a GPT has them: the update, and the gradients' norm with clipping.
+
+Masters and gradients are in fp32. In 16 bits they are the DTensors that FSDP makes of a layer's parameters, whose operators cost the
+host more. Between two updates lies a whole step, of which nothing is left in a CPU's caches, neither data nor code: so here.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
-from executor.operations.operands import GRADIENT_STD, Maker
+from executor.operations.operands import GRADIENT_STD, Maker, cache_bytes
 from executor.operations.products import Sizes
 from executor.operations.trials import Once, Part, Trial, once
 from executor.optimizer import build_optimizer, clip_gradients, squared_norm
 from executor.options import Options
+from executor.tensors import local
 
-HIDDEN_PER_BLOCK = 64  # GPT-2: 12 blocks of 768; larger models are wider, and their tensors large either way
+SWEPT_CACHES = 2
+TENSORS_STD = 0.02
 
 
 def parameter_shapes(count: int) -> Iterator[tuple[int, ...]]:
-    """Shapes with `count` elements together: blocks of GPT 64 times as wide as there are of them, and a table of what is left."""
-    blocks = max(1, round((count / (12 * HIDDEN_PER_BLOCK**2)) ** (1 / 3)))
+    """Shapes with `count` elements together: those of the blocks of a GPT, and a table of what is left.
+
+        blocks = 4 (count / 200,000)^(1/5)      as gpt-tiny (4), GPT-2 (12 of 85 million) and Llama 2 7B (32) have them
+    """
+    blocks = max(1, round(4 * (count / 200_000) ** 0.2))
     hidden = max(1, int((count / (12 * blocks)) ** 0.5))
     vectors = (hidden, hidden, 3 * hidden, hidden, hidden, hidden, 4 * hidden, hidden)
     block = [*((n,) for n in vectors), (3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
@@ -32,57 +46,92 @@ def parameter_shapes(count: int) -> Iterator[tuple[int, ...]]:
         yield (rest,)
 
 
-def _parameters(maker: Maker, count: int) -> list[nn.Parameter]:
-    """fp32 whatever the precision: the master copy."""
-    parameters = [nn.Parameter(maker.normal(*shape, std=0.02, dtype=torch.float32)) for shape in parameter_shapes(count)]
-    for parameter in parameters:
-        parameter.grad = maker.normal(*parameter.shape, std=GRADIENT_STD, dtype=torch.float32)
-    return parameters
+@contextmanager
+def world_of_one(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone, which DTensors need, unless it is in one."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _parameters(maker: Maker, count: int) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Masters and gradients."""
+    shapes = list(parameter_shapes(count))
+    masters = [maker.normal(*shape, std=TENSORS_STD, dtype=torch.float32) for shape in shapes]
+    gradients = [maker.normal(*shape, std=GRADIENT_STD, dtype=torch.float32) for shape in shapes]
+    return [nn.Parameter(tensor) for tensor in _held(maker, masters)], _held(maker, gradients)
+
+
+def _held(maker: Maker, tensors: list[Tensor]) -> list[Tensor]:
+    """As the executor holds them."""
+    if maker.dtype is torch.float32:
+        return tensors
+    mesh = init_device_mesh(maker.device.type, (1,))
+    return [DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False) for tensor in tensors]
 
 
 def adamw(sizes: Sizes) -> tuple[Part, ...]:
-    """The update of fp32 masters by fp32 gradients, which it lets go; in 16 bits with the copies for the next step's passes."""
+    """The update, after which the gradients are let go; in 16 bits with the copies for the next step's passes."""
 
     def trial(maker: Maker) -> Trial:
-        parameters = _parameters(maker, sizes["parameters"])
-        optimizer = build_optimizer(parameters, Options())
-        templates = [parameter.grad for parameter in parameters]
-        copies = [maker.zeros_like(p, maker.dtype) for p in parameters] if maker.dtype is not torch.float32 else []
-        return Once(lambda: _update(optimizer, parameters, copies), ready=_regrow(parameters, templates))
+        parameters, gradients = _parameters(maker, sizes["parameters"])
+        optimizer, sweep = build_optimizer(parameters, Options()), _sweep(maker)
+        masters = [local(parameter.detach()) for parameter in parameters] if maker.dtype is not torch.float32 else []
+        copies = [maker.zeros_like(master, maker.dtype) for master in masters]
+
+        def ready() -> None:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            sweep()
+
+        def update() -> tuple[Tensor, ...]:
+            optimizer.step()
+            optimizer.zero_grad()
+            if copies:
+                torch._foreach_copy_(copies, masters)
+            return ()
+
+        return Once(update, ready=ready)
 
     return once(trial)
-
-
-def _update(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], copies: list[Tensor]) -> tuple[Tensor, ...]:
-    optimizer.step()
-    optimizer.zero_grad()
-    if copies:
-        with torch.no_grad():
-            torch._foreach_copy_(copies, list[Tensor](parameters))
-    return ()
-
-
-def _regrow(parameters: list[nn.Parameter], gradients: list[Tensor | None]) -> Callable[[], None]:
-    def ready() -> None:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
-
-    return ready
 
 
 def gradient_norm(sizes: Sizes) -> tuple[Part, ...]:
     """Norm and clipping, without the reduction over the ranks."""
 
     def trial(maker: Maker) -> Trial:
-        parameters = _parameters(maker, sizes["parameters"])
-        optimizer, options = build_optimizer(parameters, Options()), Options()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        parameters, gradients = _parameters(maker, sizes["parameters"])
+        optimizer, largest = build_optimizer(parameters, Options()), Options().clip_gradients
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
 
         def clip() -> Tensor:
-            norm = squared_norm({1: gradients}, maker.device).sqrt().float()
-            clip_gradients(optimizer, options.clip_gradients, norm)
+            norm = squared_norm({1: [local(gradient) for gradient in gradients]}, maker.device).sqrt().float()
+            clip_gradients(optimizer, largest, norm)
             return norm
 
-        return Once(torch.no_grad()(clip))
+        return Once(torch.no_grad()(clip), ready=_sweep(maker))
 
     return once(trial)
+
+
+def _sweep(maker: Maker) -> Callable[[], None]:
+    """Fills the caches of a CPU with something else."""
+    if maker.device.type != "cpu":
+        return lambda: None
+
+    def sweep() -> None:
+        _swept().add_(1)
+
+    return sweep
+
+
+@functools.cache
+def _swept() -> Tensor:
+    """Larger than the last-level cache."""
+    return torch.zeros(SWEPT_CACHES * cache_bytes(torch.device("cpu")), dtype=torch.uint8)
