@@ -228,6 +228,20 @@ class PriceBook:
 
         return self._once(("transfer", micro_batch_size, sharding, crosses_nodes, sharing), make)
 
+    def kept_output_bytes(self, micro_batch_size: int, sharding: Sharding) -> int:
+        """What a stage hands on of a micro-batch, where the stack keeps it until the backward pass."""
+        boundary = self.graph(micro_batch_size).block.input
+        assert boundary is not None
+        return sharding.local_bytes(boundary, sharding.boundary) if self.training.stack.keeps_stage_outputs else 0
+
+    def shared_table_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
+        """The gradient of the token table as autograd makes it, where head and embedding are one parameter."""
+        if not self.tied or mesh.pp > 1:
+            return 0
+        head = self.graph(1).head
+        own = owned_parameters(head, sharding) - owned_parameters(head, sharding, with_tied=False)
+        return self.training.precision.num_bytes * own
+
     def tied_reduction(self, mesh: Mesh, sharding: Sharding) -> Seconds:
         """The once-a-step reduction of a tied embedding's two gradients (call only when `tied` and pp > 1)."""
         return self._once(("tied", mesh, sharding), lambda: tied_reduction(

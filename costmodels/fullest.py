@@ -23,32 +23,31 @@ class Held:
     gradients: float
 
 
-def fullest_bytes(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], *, shares_table: bool) -> float:
+def fullest_bytes(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], *, output: float, shared_table: float) -> float:
     """The most of activations, temporaries and gradients at once on a device of pipeline rank `rank`.
 
-    shares_table: the head's product makes the gradient of the token table, to which the embedding adds
+    output: of a stage that another follows, kept of a micro-batch until its backward pass
+    shared_table: gradient of the token table, where head and embedding share it: autograd holds the head's until it has the
+        embedding's, and makes a third of both
     """
-    return max(_levels(strategy, rank, layers, shares_table), default=0.0)
+    return max(_levels(strategy, rank, layers, output, shared_table), default=0.0)
 
 
-def _levels(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], shares_table: bool) -> Iterator[float]:
+def _levels(
+    strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], output: float, shared_table: float,
+) -> Iterator[float]:
     """What is held while each layer runs backward, through the rank's actions in their order."""
     chunks, level, made = strategy.chunks(rank), 0.0, set[int]()
     for action in strategy.frame.orders()[rank]:
         chunk = chunks[action.chunk]
+        sent = 0.0 if chunk[-1].kind is LayerKind.HEAD else output
         if action.work is Work.FORWARD:
-            level += sum(layers[choice].saved for choice in chunk)
+            level += sum(layers[choice].saved for choice in chunk) + sent
+            yield level
             continue
         for choice in reversed(chunk):
-            yield level + layers[choice].workspace
-            level += 0.0 if action.chunk in made else _made(choice, chunk, layers, shares_table)
-            level -= layers[choice].saved
+            waits = {LayerKind.HEAD: shared_table, LayerKind.EMBEDDING: -shared_table}.get(choice.kind, 0.0)
+            yield level + layers[choice].workspace + max(0.0, -waits)
+            level += waits - layers[choice].saved + (0.0 if action.chunk in made else layers[choice].gradients)
+        level -= sent
         made.add(action.chunk)
-
-
-def _made(choice: LayerChoice, chunk: tuple[LayerChoice, ...], layers: Mapping[LayerChoice, Held], shares_table: bool) -> float:
-    """Gradients that the first backward pass of a layer makes."""
-    if not shares_table or choice.kind is LayerKind.BLOCK:
-        return layers[choice].gradients
-    ends = (other for other in chunk if other.kind is not LayerKind.BLOCK)
-    return sum(layers[other].gradients for other in ends) if choice.kind is LayerKind.HEAD else 0.0

@@ -148,7 +148,8 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
 def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook, together: float) -> float:
     """By how much `together`, of gradients, activations and temporaries, is more than there is at any moment.
 
-    Counted where the stack frees gradients and backward passes are whole; elsewhere gradients are taken as always there.
+    Counted where the stack frees gradients and backward passes are whole; elsewhere gradients are taken as always there. Less
+    than 0 where a tied table's gradients make the fullest moment.
     """
     frame = strategy.frame
     if not book.training.stack.frees_gradients or frame.splits_backward:
@@ -158,7 +159,9 @@ def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, Activati
         choice: Held(saved=size.saved, workspace=size.workspace, gradients=held[choice].states.gradients)
         for choice, size in kept.items()}
     buffer = max(layer.zero_buffer for layer in held.values())
-    return max(0.0, together - buffer - fullest_bytes(strategy, rank, layers, shares_table=book.tied and frame.mesh.pp == 1))
+    return together - buffer - fullest_bytes(
+        strategy, rank, layers, output=book.kept_output_bytes(frame.micro_batch_size, frame.sharding),
+        shared_table=book.shared_table_bytes(frame.mesh, frame.sharding))
 
 
 def _workspace_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes]) -> float:

@@ -244,14 +244,16 @@ class Block(nn.Module):
         self.residual2 = Residual(model)
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norm1(x))
-        if hasattr(self, "rotary"):
-            qkv = self.rotary(qkv)
-        attended = self.attention_out(self.attention(qkv))
+        # without names for what is passed on: a name would keep it until the block is through
         if self.parallel_residual:
-            return self.residual2(x, attended, self._feed_forward(x))
-        middle = self.residual1(x, attended)
+            return self.residual2(x, self._attend(x), self._feed_forward(x))
+        middle = self.residual1(x, self._attend(x))
         return self.residual2(middle, self._feed_forward(middle))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        if hasattr(self, "rotary"):
+            return self.attention_out(self.attention(self.rotary(self.qkv(self.norm1(x)))))
+        return self.attention_out(self.attention(self.qkv(self.norm1(x))))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         normed = self.norm2(x)

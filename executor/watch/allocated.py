@@ -15,11 +15,11 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _QUIET = "99"  # above all levels: the profiler's library says on stderr when it starts and when it ends
-_OF_ALLOCATOR = "[memory]"  # the profiler's name of such an event
 
 
 class PeakBytes:
@@ -38,15 +38,37 @@ class PeakBytes:
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         with profile(profile_memory=True) as seen:
             yield
-        self.num_bytes = before + _most(seen)
+        self.num_bytes = before + _most(_changes(seen))
 
 
-def _most(seen: profile) -> int:
-    """The most that was allocated at once, less what was freed, since the profiler was started."""
+def _most(changes: Iterable[tuple[int, int]]) -> int:
+    """The most that was held at once of blocks whose end is among `changes`: their address, and bytes, less than 0 where it ends.
+
+    Between two steps nothing is held but what was before: a block without an end was given back by another thread, gloo's, with
+    a collective that it was an argument of. Such blocks live as long as the collective, and are left out.
+    """
+    sizes: list[int] = []
+    begun: dict[int, int] = {}
+    for address, num_bytes in changes:
+        if num_bytes > 0:
+            begun[address] = len(sizes)
+            sizes.append(0)
+        elif address in begun:
+            sizes[begun.pop(address)] = -num_bytes
+            sizes.append(num_bytes)
+    return max(accumulate(sizes, initial=0))
+
+
+def _changes(seen: profile) -> list[tuple[int, int]]:
+    """Address and bytes of every block that this thread took and gave back, in their order."""
     assert seen.kineto_results is not None, "the profiler has ended"
-    events = [event for event in seen.kineto_results.events() if event.name() == _OF_ALLOCATOR]
-    events.sort(key=lambda event: event.start_ns())
-    return max(accumulate((event.nbytes() for event in events), initial=0))
+    found, left = [], list(seen.kineto_results.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left += event.children
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(address, num_bytes) for _, address, num_bytes in sorted(found, key=lambda event: event[0])]
 
 
 def held_bytes(objects: Iterable[object]) -> int:
