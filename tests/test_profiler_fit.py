@@ -161,6 +161,19 @@ def test_points_of_a_host_core_are_met_within_their_noise():
     assert found.named["gelu"].forward.median_error < 0.12
 
 
+def test_a_host_has_no_tiles_that_a_width_could_fill_in_part():
+    found = fit_compute(host_records(), HOST, "fp32").forward
+    chip = Chip(peak_flops_per_s=9.36e10, bytes_per_s=2.3e10, num_sms=1)
+
+    def arithmetic_s(n: int) -> float:
+        bare = replace(found, launch_s=0.0, bandwidth_share=1e9)
+        return matmul_s.__wrapped__(Product(m=1024, n=n, k=64, operand_bytes=4, result_bytes=4), bare, chip)
+
+    assert found.untiled
+    assert not EXACT.forward.untiled
+    assert arithmetic_s(96) == pytest.approx(1.5 * arithmetic_s(64), rel=1e-6)
+
+
 @pytest.mark.parametrize("index", range(len(HOST_PRODUCTS)))
 def test_one_point_of_a_host_core_says_about_what_all_say(index):
     m, n, k, time_us = HOST_PRODUCTS[index]

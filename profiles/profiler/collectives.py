@@ -27,6 +27,7 @@ WARM_UP_REPEATS = 2  # after the first call
 MIN_REPEATS, MAX_REPEATS = 5, 30
 MEASURED_S = 0.2  # repeats go on for about so long
 REPEAT_S = 0.002  # a repeat takes at least about so long, in as many calls
+LEAD_S = 0.05  # a longer call does not notice how ranks leave a barrier
 MAX_CALLS = 20  # in one repeat, as nccl-tests has by default
 HIDDEN_FACTOR = 1.5  # products go on for so much longer than the all-reduce that they hide
 MAX_PRODUCTS = 2000
@@ -63,6 +64,12 @@ class _Together:
         self.members: Members = (pairs if case.work == POINT_TO_POINT else members)(shape_of(case), ranks.world)
         self.own = next((index for index, group in enumerate(self.members) if ranks.rank in group), None)
         self.calls = 1
+        self.leads = False  # whether a call goes before those that are timed
+
+    @property
+    def limit_s(self) -> float:
+        """When to give a call up: before NCCL's own watch ends the process without a word."""
+        return DEADLINE_SHARE * self.ranks.timeout.total_seconds()
 
     def made(self, make: Callable[[dist.ProcessGroup, tuple[int, ...]], Made]) -> Made | None:
         """What this rank's group needs, None for a rank without one; for no rank where another has no memory for it."""
@@ -81,7 +88,7 @@ class _Together:
         reason = ""
         try:
             if run is not None:
-                elapsed_s(run, 1, self.ranks)
+                elapsed_s(run, 1, self.ranks.device, self.limit_s)
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).splitlines()[0]
             if not any(words in reason.lower() for words in _NOT_THERE):
@@ -94,11 +101,17 @@ class _Together:
         own_s = [0.0] * repeats
         for index in range(repeats if run is not None else 0):
             self.ranks.barrier(self.members)
-            own_s[index] = elapsed_s(run, self.calls, self.ranks) / self.calls if run is not None else 0.0
+            if run is not None and self.leads:
+                run()
+            own_s[index] = elapsed_s(run, self.calls, self.ranks.device, self.limit_s) / self.calls if run is not None else 0.0
         return self.ranks.largest(own_s)
 
     def choose(self, call_s: float, repeats: int) -> int:
-        """How many repeats, of how many calls each, when a call takes `call_s`; the same on all ranks where `call_s` is."""
+        """How many repeats, of how many calls each, when a call takes `call_s`; the same on all ranks where `call_s` is.
+
+        Short calls follow one that is not timed: ranks leave it closer together than a barrier.
+        """
+        self.leads = call_s < LEAD_S
         self.calls = max(1, min(MAX_CALLS, math.ceil(REPEAT_S / max(call_s, _POLL_S))))
         wanted = math.ceil(MEASURED_S / max(call_s * self.calls, _POLL_S))
         return min(repeats, max(MIN_REPEATS, wanted))
@@ -155,29 +168,30 @@ def _communicator(together: _Together, repeats: int) -> Measured:
 _WORKS: dict[str, Callable[[_Together, int], Measured]] = {OVERLAP: _overlap, COMMUNICATOR: _communicator}
 
 
-def elapsed_s(run: Run, calls: int, ranks: Ranks) -> float:
-    """Seconds of `calls` in a row: between events of the device, or by the clock of the host."""
-    if ranks.device.type == "cuda":
-        return _device_elapsed_s(run, calls, ranks)
+def elapsed_s(run: Run, calls: int, device: torch.device, limit_s: float) -> float:
+    """Seconds of `calls` in a row: between events of the device, or by the clock of the host.
+
+    Raises RuntimeError when the device is not done with them after `limit_s`.
+    """
+    if device.type == "cuda":
+        return _device_elapsed_s(run, calls, limit_s)
     begin_s = time.perf_counter()
     for _ in range(calls):
         run()
     return time.perf_counter() - begin_s
 
 
-def _device_elapsed_s(run: Run, calls: int, ranks: Ranks) -> float:
-    """Raises RuntimeError when they do not end in time: before NCCL's own watch would end the process without a word."""
+def _device_elapsed_s(run: Run, calls: int, limit_s: float) -> float:
     make: Any = torch.cuda.Event
     begin, end = (make(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
     begin.record()
     for _ in range(calls):
         run()
     end.record()
-    limit_s = time.monotonic() + DEADLINE_SHARE * ranks.timeout.total_seconds()
+    deadline_s = time.monotonic() + limit_s
     while not end.query():
-        if time.monotonic() > limit_s:
-            raise RuntimeError(f"timed out: {calls} calls have not ended after {DEADLINE_SHARE * ranks.timeout.total_seconds():.0f} s")
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"timed out: {calls} calls have not ended after {limit_s:.0f} s")
         time.sleep(_POLL_S)
     return float(begin.elapsed_time(end)) / MS_PER_S
 

@@ -95,11 +95,11 @@ def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precisio
 
 
 def _assumed(form: _Form, device_name: str) -> Compute:
-    """What is assumed of the device; a host has no tiles that start and end, so little k is enough for it."""
+    """What is assumed of the device; the tiles of a host are too small to tell, and little k is enough for them."""
     compute = analytic_profile(device_name).compute
     if form.chip.num_sms > 1:
         return compute
-    product = replace(compute.forward, k_half=HOST_K_HALF)
+    product = replace(compute.forward, k_half=HOST_K_HALF, untiled=True)
     products = ("forward", "input_gradient", "weight_gradient", "batched_forward", "batched_backward")
     same: dict[str, Any] = dict.fromkeys(products, product)
     return replace(compute, **same)
