@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from planner.missing import Coverage, coverage
 from planner.plan import Plan
 from profiles.errors import ConfigError
+from profiles.profiler.comm_cases import TIMED
 from profiles.provenance import Kind
 
 _SHAPES, _MESSAGES = "shapes", "sizes of messages"
@@ -33,8 +34,14 @@ def _counts(what: str, counts: dict[Kind, int]) -> str:
 
 def coverage_notes(found: Coverage, plan: Plan, profile: str, plan_file: str) -> Iterator[str]:
     """How to measure what is missing, what nothing measures, and under which stack whole blocks were measured."""
-    if found.missing:
-        yield f"measure what is analytic: plan profile -o {profile or 'PROFILE'} --missing {plan_file or 'PLAN'}"
+    measure = f"measure what is analytic: plan profile -o {profile or 'PROFILE'}"
+    if found.count(Kind.ANALYTIC, of_ranks=False):
+        yield f"{measure} --missing {plan_file or 'PLAN'}"
+    messages = [case for case in found.missing if case.work in TIMED]
+    if any(case.size("nodes") == 1 for case in messages):
+        yield f"{measure} --comm"
+    if any(case.size("nodes") > 1 for case in messages):
+        yield f"{measure} --add COMM, of torchrun --nnodes {plan.cluster.nodes} ... -m profiles.profile_comm -o COMM"
     if found.beyond:
         yield f"analytic whatever is measured: {', '.join(found.beyond)}"
     measured = plan.cluster.profile and plan.cluster.profile.in_step
