@@ -94,9 +94,17 @@ def _search(options: dict[str, Any]) -> int:
     plan, interrupts = _find(question, pins, how, options["objective"])
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
-    context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
+    context = Context(
+        assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
+        **_files(options))
     _deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
+
+
+def _files(options: dict[str, Any]) -> dict[str, str]:
+    """The files of the profile and of the plan, for a summary."""
+    output: Path | None = options["output"]
+    return {"profile": options["profile"] or "", "plan_file": "" if output in (None, STDOUT) else str(output)}
 
 
 def _front(options: dict[str, Any]) -> int:
@@ -249,7 +257,7 @@ def show(plan_file: Path, as_json: bool) -> None:
         _print_plan_json(plan)
         return
     out = console(sys.stdout)
-    print_summary(plan, out, Context(whole=True))
+    print_summary(plan, out, Context(whole=True, plan_file=str(plan_file)))
     print_layers(plan, out)
     print_redundancy(plan, out)
 
@@ -346,7 +354,8 @@ def estimate(**options: Any) -> None:
     plan = estimate_plan(
         question.model, question.cluster, question.training, frame(question, options), zero=options["zero"],
         recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=tuple(map(Offload, options["offload"] or ())))
-    _deliver(_with_module(plan, question), Context(assumed=question.assumed), output, as_json=options["as_json"])
+    context = Context(assumed=question.assumed, **_files(options))
+    _deliver(_with_module(plan, question), context, output, as_json=options["as_json"])
 
 
 @main.command(epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"

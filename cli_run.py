@@ -111,8 +111,11 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     """Make a hardware profile of your own from what runs measured: `plan --profile` plans with it.
 
     RUN is the run.json that the executor wrote. Its times give factors for the prices of compute, of each kind of communication
-    that the runs exercised, and of the optimizer; what none exercised stays as it was, and is said so.
+    that the runs exercised, and of the optimizer; what none exercised stays as it was, and is said so. Of plans that were made with
+    what `plan profile` measured, the new profile keeps those curves beside the factors.
     """
+    import yaml
+
     from planner.calibrate import calibrate
     from planner.options import require_writable
     from planner.report.calibration import print_calibration
@@ -120,7 +123,6 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     from planner.runs import read
     from profiles.files import write_text
     from profiles.own import to_yaml
-    from profiles.schema import document
 
     if output != STDOUT:
         require_writable(output)
@@ -130,12 +132,13 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     else:
         write_text(to_yaml(found), output, hint="choose another file with --output")
     if as_json:
-        click.echo(json.dumps(document(found), indent=2))
+        click.echo(json.dumps(yaml.safe_load(to_yaml(found)), indent=2))  # what the file holds
         return
     out = console(sys.stderr if output == STDOUT else sys.stdout)
     print_calibration(found, out)
     if output != STDOUT:
-        say(out, f"wrote {output}; plan with it: --gpu {found.device} --stack {found.calibration.stack} --profile {output}")
+        device = "" if found.cluster else f"--gpu {found.device} "  # a file with measured curves names the machine itself
+        say(out, f"wrote {output}; plan with it: {device}--stack {found.calibration.stack} --profile {output}")
 
 
 @click.command(cls=Command, epilog="  plan trace plan.yaml -o trace.json")

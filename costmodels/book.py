@@ -22,6 +22,7 @@ from costmodels.mesh import Axis, Mesh, place
 from costmodels.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
 from costmodels.recompute import Again, Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
+from profiles.hardware import CPU
 from profiles.measured import Machine
 from profiles.model import LayerKind, ModelGraph
 from profiles.provenance import ZERO, Seconds
@@ -83,6 +84,18 @@ class PriceBook:
         return self._once(("graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size))
 
     @property
+    def plain_dropout(self) -> bool:
+        """Whether dropout is that of torch on a CPU, no fused kernel. Of memory alone: what an operator takes is the price of GPUs."""
+        return self.training.stack.plain_dropout_on_cpu and self.machine.cluster.device.name == CPU and self.model.dropout > 0
+
+    def kept_graph(self, micro_batch_size: int) -> ModelGraph:
+        """The graph with what the operators keep on this device."""
+        if not self.plain_dropout:
+            return self.graph(micro_batch_size)
+        return self._once(
+            ("kept graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size, plain_dropout=True))
+
+    @property
     def tied(self) -> bool:
         return has_tied_head(self.graph(1).head)
 
@@ -100,7 +113,7 @@ class PriceBook:
 
     def recompute_operators(self, kind: LayerKind, level: Again) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
-        return recompute_operators(self.graph(1).layer_class(kind), level) if kind is LayerKind.BLOCK else ()
+        return recompute_operators(self.kept_graph(1).layer_class(kind), level) if kind is LayerKind.BLOCK else ()
 
     def _operators(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> LayerOperators:
         def make() -> LayerOperators:
@@ -133,7 +146,7 @@ class PriceBook:
         """Saved and temporary bytes of one layer of `kind` for one micro-batch."""
 
         def make() -> ActivationBytes:
-            layer, again = self.graph(micro_batch_size).layer_class(kind), self.recompute_operators(kind, level)
+            layer, again = self.kept_graph(micro_batch_size).layer_class(kind), self.recompute_operators(kind, level)
             stack = self.training.stack
             saved, workspace = saved_bytes(layer, sharding, again, stack), workspace_bytes(layer, sharding, again, stack)
             if self.offloads_activations(kind):

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from costmodels.collectives import Collective, collective_time
-from costmodels.compute import FP32_BYTES, FREE, OperatorTime, operator_time, optimizer_time
+from costmodels.compute import FREE, OperatorTime, operator_time, optimizer_time
 from costmodels.edges import Edge, edges_of, leaves
+from costmodels.kernels import FP32_BYTES
 from costmodels.memory import holders, owned_parameters
 from costmodels.mesh import Axis, Mesh, place, place_axis, place_expert_copies
 from costmodels.offload import ADAM_BYTES, ADDED_BYTES, COPIED_BYTES, copy_time, host_time
+from costmodels.pace import launch_s
 from costmodels.redistribution import redistribute
 from costmodels.sharding import PARTIAL, Place, Sharding
 from profiles.measured import Machine
@@ -20,8 +22,8 @@ from profiles.provenance import ZERO, Kind, Seconds
 from profiles.spec import TrainingSpec
 from profiles.stack import Stack
 
-# What a second of hidden communication costs the compute it runs under: its kernels hold 16 to 24 of an A100's 108
-# multiprocessors, and memory bandwidth. Assumed from that share.
+# What a second of hidden communication costs the compute it runs under, where the machine's own profile does not say: its kernels
+# hold 16 to 24 of an A100's 108 multiprocessors, and memory bandwidth. Assumed from that share.
 CONTENTION = 0.2
 LOSS_REDUCTIONS = 3  # vocabulary-parallel cross entropy reduces the maximum, the target logit and the sum
 
@@ -102,7 +104,11 @@ class Inside:
 
     def beside(self, whole: Seconds, product_s: float) -> Seconds:
         """Gathers and reductions of divided activations: under their product where the stack does so."""
-        return under(whole, product_s) if self.stack.overlap_tensor_parallel else whole
+        return self.under(whole, product_s) if self.stack.overlap_tensor_parallel else whole
+
+    def under(self, communication: Seconds, window_s: float) -> Seconds:
+        """What communication adds to the compute that hides it."""
+        return under(communication, window_s, self.machine)
 
 
 def edge_time(edge: Edge, alone: OperatorTime, inside: Inside) -> OperatorTime:
@@ -120,9 +126,9 @@ def edge_time(edge: Edge, alone: OperatorTime, inside: Inside) -> OperatorTime:
     returned = inside.moved(edge.tensor, edge.gradient, edge.source)
     backward = ZERO
     if edge.gathers(inside.degrees) and edge.reader.saved:
-        backward += under(read, gradient_s)
+        backward += inside.under(read, gradient_s)
     if PARTIAL in edge.gradient and not any(edge.source):
-        backward += under(returned, gradient_s) if inside.stack.async_tensor_parallel else returned
+        backward += inside.under(returned, gradient_s) if inside.stack.async_tensor_parallel else returned
     else:
         backward += inside.beside(returned, gradient_s)
     return OperatorTime(inside.beside(read, alone.forward.value_s), backward)
@@ -234,23 +240,23 @@ def price_operators(layer: LayerClass, sharding: Sharding, machine: Machine, tra
     """Compute and tensor-parallel communication of every operator of `layer` on one rank."""
     compute = {op.name: operator_time(op, sharding, machine, training) for op in layer.operators}
     communication = _communication(layer, sharding, compute, Inside(sharding.degrees, machine, training.stack))
-    host_s = training.stack.host_operator_s
+    forward_s, backward_s = launch_s(machine, training.stack)
     return LayerOperators(
-        layer=layer, host_forward_s=host_s * machine.launch_factor("forward"), host_backward_s=host_s * machine.launch_factor("backward"),
-        compute=compute, tensor_parallel=communication)
+        layer=layer, host_forward_s=forward_s, host_backward_s=backward_s, compute=compute, tensor_parallel=communication)
 
 
-def _exposed(communication: Seconds, window_s: float, training: TrainingSpec) -> Seconds:
-    """What `communication` adds to a step when it runs under `window_s` of compute; all of it without overlap."""
-    return under(communication, window_s) if training.overlap_grad_reduce else communication
+def contention(machine: Machine) -> float:
+    """What a second of communication costs the compute that hides it: as measured on the machine, else CONTENTION."""
+    measured = machine.profile.contention
+    return CONTENTION if measured is None else measured
 
 
-def under(communication: Seconds, window_s: float) -> Seconds:
-    """What communication adds to the compute that hides it: max(0, c - window) + CONTENTION min(c, window)."""
+def under(communication: Seconds, window_s: float, machine: Machine) -> Seconds:
+    """What communication adds to the compute that hides it: max(0, c - window) + contention min(c, window)."""
     if not communication.value_s:
         return ZERO
     hidden = min(1.0, window_s / communication.value_s)
-    return communication.scaled(1 - hidden + CONTENTION * hidden)
+    return communication.scaled(1 - hidden + contention(machine) * hidden)
 
 
 def data_parallel_time(
@@ -274,14 +280,18 @@ def data_parallel_time(
     if not parameters or (mesh.dp == 1 and not offloaded):
         return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
     gather, reduce, over_copies = _over_data(layer, sharding, mesh, shards, machine, training, with_tied)
-    gathered, reduced = (_exposed(gather + copied, time.forward_s, training), _exposed(reduce + copied, time.backward_s, training))
+
+    def exposed(communication: Seconds, window_s: float) -> Seconds:
+        return under(communication, window_s, machine) if training.overlap_grad_reduce else communication
+
+    gathered, reduced = exposed(gather + copied, time.forward_s), exposed(reduce + copied, time.backward_s)
     if zero < 2:
-        step = gathered + _exposed(reduce + over_copies + copied, time.backward_s, training) + inside
+        step = gathered + exposed(reduce + over_copies + copied, time.backward_s) + inside
         return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
     added = host_time(ADDED_BYTES * owned, machine.cluster) if offloaded else ZERO
     if zero == 2:
         return DataParallelTime(forward=ZERO, backward=reduced + added, step=gathered + over_copies + inside, optimizer=optimizer)
-    backward = _exposed(gather + reduce + copied + copied, time.backward_s, training) + added
+    backward = exposed(gather + reduce + copied + copied, time.backward_s) + added
     return DataParallelTime(forward=gathered, backward=backward, step=over_copies + inside, optimizer=optimizer)
 
 

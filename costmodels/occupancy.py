@@ -8,6 +8,7 @@ from itertools import accumulate
 
 from costmodels.actions import Work, parse_row
 from costmodels.book import ActivationBytes, PriceBook
+from costmodels.fullest import Held, fullest_bytes
 from costmodels.memory import StateBytes
 from costmodels.mesh import Axis, Mesh
 from costmodels.schedules import Schedule, in_flight
@@ -22,6 +23,7 @@ class RankMemory:
     allocator_reserve   what the caching allocator holds beyond the tensors of the fullest moment
     communicators       buffers of the collective library
     context             the device context, with the code of the kernels
+    apart               of states, activations and temporaries what is not there with the others at the fullest moment
     host                what the host holds for the device, no part of the other sums
     """
 
@@ -31,12 +33,13 @@ class RankMemory:
     allocator_reserve: float
     communicators: float
     context: float
+    apart: float = 0.0
     host: float = 0.0
 
     @property
     def allocated(self) -> float:
         """What the allocator hands out: torch.cuda.max_memory_allocated."""
-        return self.states.total + self.activations + self.temporaries
+        return self.states.total + self.activations + self.temporaries - self.apart
 
     @property
     def reserved(self) -> float:
@@ -134,11 +137,28 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     activations = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
     temporaries = _workspace_bytes(strategy, rank, kept) + _waiting_bytes(strategy, rank, kept, book) + max(
         layer.zero_buffer for layer in held)
-    spare = book.training.stack.allocator_share * (states.total + activations + temporaries)
+    apart = _apart_bytes(strategy, rank, kept, book, states.gradients + activations + temporaries)
+    spare = book.training.stack.allocator_share * (states.total + activations + temporaries - apart)
     return RankMemory(
         states=states, activations=activations, temporaries=temporaries, allocator_reserve=spare + sum(layer.step_copies for layer in held),
-        communicators=communicator_bytes(frame.mesh, book), context=book.machine.cluster.device.context_bytes,
+        communicators=communicator_bytes(frame.mesh, book), context=book.machine.cluster.device.context_bytes, apart=apart,
         host=sum(layer.host for layer in held) + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}))
+
+
+def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook, together: float) -> float:
+    """By how much `together`, of gradients, activations and temporaries, is more than there is at any moment.
+
+    Counted where the stack frees gradients and backward passes are whole; elsewhere gradients are taken as always there.
+    """
+    frame = strategy.frame
+    if not book.training.stack.frees_gradients or frame.splits_backward:
+        return 0.0
+    held = {choice: book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in kept}
+    layers = {
+        choice: Held(saved=size.saved, workspace=size.workspace, gradients=held[choice].states.gradients)
+        for choice, size in kept.items()}
+    buffer = max(layer.zero_buffer for layer in held.values())
+    return max(0.0, together - buffer - fullest_bytes(strategy, rank, layers, shares_table=book.tied and frame.mesh.pp == 1))
 
 
 def _workspace_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes]) -> float:

@@ -65,7 +65,7 @@ def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: Pric
     over the layers of its largest chunk, which the stashes are counted by). Temporaries here are those of the operator's
     own backward pass: of a layer and of a rank the largest moment counts, not the sum.
     """
-    layer, sharding = book.graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
+    layer, sharding = book.kept_graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
     again, stack = recompute_operators(layer, choice.recompute) if choice.kind is LayerKind.BLOCK else (), book.training.stack
     kept = saved_bytes_by_operator(layer, sharding, again, stack)
     ideal = ideal_bytes_by_operator(layer, sharding.tp, again)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from costmodels.book import PriceBook
-from costmodels.layer import CONTENTION
+from costmodels.layer import contention
 from costmodels.mesh import Axis
 from costmodels.occupancy import RankMemory, rank_layers, rank_memory
 from costmodels.redundancy import RedundantBytes, rank_redundancy
@@ -142,7 +142,7 @@ def time_between(here: int, there: int, frame: Frame, book: PriceBook) -> Second
     crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
     sent = book.transfer(frame.micro_batch_size, frame.sharding, crosses_nodes=crosses, sharing=min(stride, gpus_per_node))
     hidden = frame.virtual_stages > 1 and book.training.stack.overlap_transfers
-    return sent.scaled(CONTENTION) if hidden else sent
+    return sent.scaled(contention(book.machine)) if hidden else sent
 
 
 def receive_times(stage: int, frame: Frame, book: PriceBook) -> tuple[Seconds, Seconds]:

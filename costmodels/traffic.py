@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from costmodels.book import PriceBook
 from costmodels.collectives import Collective
-from costmodels.compute import FP32_BYTES
 from costmodels.edges import Edge, edges_of, leaves
+from costmodels.kernels import FP32_BYTES
 from costmodels.layer import LOSS_REDUCTIONS
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis
@@ -39,24 +39,36 @@ class Sent:
 
 
 class Tally:
-    """Adds up calls and bytes by (axis, kind)."""
+    """Counts calls by (axis, kind, bytes of one)."""
 
     def __init__(self) -> None:
-        self._calls: Counter[tuple[str, str]] = Counter()
-        self._bytes: Counter[tuple[str, str]] = Counter()
+        self._calls: Counter[tuple[str, str, int]] = Counter()
 
     def add(self, axis: str, kind: str, num_bytes: int, calls: int = 1) -> None:
         """`calls` more, each of `num_bytes`."""
-        self._calls[axis, kind] += calls
-        self._bytes[axis, kind] += calls * num_bytes
+        self._calls[axis, kind, num_bytes] += calls
 
     def total(self) -> tuple[Sent, ...]:
         """Everything so far, by axis and kind."""
-        return tuple(Sent(*key, calls, self._bytes[key]) for key, calls in sorted(self._calls.items()) if calls)
+        calls, sums = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for sent in self.by_size():
+            calls[sent.axis, sent.kind] += sent.calls
+            sums[sent.axis, sent.kind] += sent.num_bytes
+        return tuple(Sent(*key, count, sums[key]) for key, count in sorted(calls.items()))
+
+    def by_size(self) -> tuple[Sent, ...]:
+        """The same, calls of unlike bytes apart."""
+        return tuple(
+            Sent(axis, kind, calls, calls * num_bytes) for (axis, kind, num_bytes), calls in sorted(self._calls.items()) if calls)
 
 
 def rank_traffic(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Sent, ...]:
     """Everything that a device of pipeline rank `rank` sends in one step."""
+    return rank_tally(strategy, rank, book).total()
+
+
+def rank_tally(strategy: Strategy, rank: int, book: PriceBook) -> Tally:
+    """The same, call by call."""
     frame, tally = strategy.frame, Tally()
     for stage in frame.stages_of(rank):
         for choice in strategy.stages[stage]:
@@ -66,7 +78,7 @@ def rank_traffic(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Sent, 
     if book.tied and len(ends) > 1 and rank in ends:
         tables = (p for op in book.graph(1).embedding.operators for p in op.parameters if op.parallel_dim == "vocab")
         tally.add(Axis.PP, Collective.ALL_REDUCE, _gradient_bytes(sum(p.num_elements for p in tables) // frame.mesh.tp, book))
-    return tally.total()
+    return tally
 
 
 def _gradient_bytes(elements: int, book: PriceBook) -> int:

@@ -17,7 +17,7 @@ class RankUse:
 
     states       parameters, gradients, optimizer states
     activations  the most that is kept for backward passes between two actions of the schedule
-    temporaries  what the fullest moment holds beyond both
+    temporaries  what the fullest moment holds beyond both; below zero where gradients are not there with most activations
     saved        what one micro-batch keeps on all layers of the rank
     """
 
@@ -40,5 +40,5 @@ def predicted_use(strategy: Strategy, rank: int, book: PriceBook) -> RankUse:
         book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).saved
         for choice in rank_layers(strategy, rank))
     return RankUse(
-        states=memory.states, activations=round(memory.activations), temporaries=round(memory.temporaries), saved=saved,
+        states=memory.states, activations=round(memory.activations), temporaries=round(memory.temporaries - memory.apart), saved=saved,
         sent=rank_traffic(strategy, rank, book))

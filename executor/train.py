@@ -72,15 +72,21 @@ class Trainer:
             started = time.perf_counter()
             self.meter.active = step - first < METERED_STEPS
             self.recorder.start()
-            loss = self.gradients(step)
-            self.progress.at("updates its parameters")
-            with self.recorder.span("optimizer", -1, -1):
-                norm = self.update(step)
+            with self.recorder.counted():
+                loss, norm = self._step(step)
             result = StepResult(
-                step=step, loss=loss.item(), gradient_norm=norm.item(), learning_rate=self.optimizer.param_groups[0]["lr"],
+                step=step, loss=loss, gradient_norm=norm, learning_rate=self.optimizer.param_groups[0]["lr"],
                 seconds=time.perf_counter() - started)
             self.recorder.finish(result.seconds, result.loss)
             yield result
+
+    def _step(self, step: int) -> tuple[float, float]:
+        """One step; returns loss and gradient norm, and leaves no tensor but the states."""
+        loss = self.gradients(step)
+        self.progress.at("updates its parameters")
+        with self.recorder.span("optimizer", -1, -1):
+            norm = self.update(step)
+        return loss.item(), norm.item()
 
     def update(self, step: int) -> Tensor:
         """The optimizer's update for the gradients that are there; returns their norm over the whole model."""

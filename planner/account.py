@@ -28,7 +28,7 @@ class RecordedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasured:
-    """One rank: bytes of states predicted and held, peaks (None where there is no CUDA allocator), and its recorded steps.
+    """One rank: bytes of states predicted and held, peaks (None where nobody counted), and its recorded steps.
 
     ahead_s: by how much its clock is ahead of rank 0's
     """
@@ -95,8 +95,7 @@ def _records(ranks: Sequence[RankMeasured], index: int, predicted: Predicted) ->
 
 def _record(number: int, rank: RankMeasured, step: RecordedStep, origin_s: float, predicted: Predicted) -> RankRecord:
     memory = predicted.memory[rank.pp] if predicted.memory else None
-    allocated = memory.states.total + memory.activations + memory.temporaries if memory else None
-    reserved = allocated + memory.allocator_reserve if memory and allocated is not None else None
+    allocated, reserved = (memory.allocated, memory.reserved) if memory else (None, None)
     return RankRecord(
         rank=number, pp=rank.pp, dp=rank.dp, tp=rank.tp,
         parameters_bytes=Beside(predicted=rank.predicted.parameters, measured=rank.held.parameters),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from costmodels.book import PriceBook
+from costmodels.occupancy import RankMemory
 from costmodels.offload import Offload
 from costmodels.redundancy import RedundantBytes, added, operator_redundancy
 from costmodels.sharding import placements
@@ -108,8 +109,11 @@ def pipeline_of(frame: Frame) -> Pipeline:
 
 
 def step_kind(price: StepPrice) -> Kind:
-    """The kind of the step time: the weakest over all ranks, since a rank waits for all others."""
-    return weakest(rank.total.kind for rank in price.ranks)
+    """The kind of the step time: the weakest over all ranks, since a rank waits for all others.
+
+    Never better than INTERPOLATED: where every kernel was measured, the step was not.
+    """
+    return weakest((Kind.INTERPOLATED, *(rank.total.kind for rank in price.ranks)))
 
 
 def _breakdown(price: StepPrice) -> Breakdown:
@@ -129,13 +133,17 @@ def _breakdown(price: StepPrice) -> Breakdown:
 
 
 def _memory(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
-    return tuple(
-        StageMemory(
-            stage=rank, parameters=_gib(memory.states.parameters), gradients=_gib(memory.states.gradients),
-            optimizer=_gib(memory.states.optimizer), activations=_gib(memory.activations), temporaries=_gib(memory.temporaries),
-            reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes), host=_gib(memory.host),
-            kind=Kind.ANALYTIC)
-        for rank, memory in enumerate(price.memory))
+    return tuple(_stage_memory(rank, memory, capacity_bytes) for rank, memory in enumerate(price.memory))
+
+
+def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMemory:
+    """The classes at the fullest moment: what is apart from the others are gradients, and of chunks in turn activations."""
+    later = min(memory.apart, memory.states.gradients)
+    return StageMemory(
+        stage=rank, parameters=_gib(memory.states.parameters), gradients=_gib(memory.states.gradients - later),
+        optimizer=_gib(memory.states.optimizer), activations=_gib(memory.activations - (memory.apart - later)),
+        temporaries=_gib(memory.temporaries), reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes),
+        host=_gib(memory.host), kind=Kind.ANALYTIC)
 
 
 def _redundancy(strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], book: PriceBook) -> Redundancy:

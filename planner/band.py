@@ -23,8 +23,12 @@ def stack_band(stack_name: str, terms: Terms | None = None) -> ErrorBand:
 
 
 def error_band(machine: Machine, stack: Stack) -> ErrorBand | None:
-    """The error band of a plan, or None where no kernel of the device, nor of one with the same chip, was measured."""
-    return stack_band(stack.name, shipped_terms()) if machine.profile.compute.forward.rows else None
+    """The error band of a plan, or None where no kernel of the device, nor of one with the same chip, was measured.
+
+    The measured steps were priced by shipped curves: of prices by a machine's own profile they say nothing.
+    """
+    known = machine.cluster.profile is None and machine.profile.compute.forward.rows
+    return stack_band(stack.name, shipped_terms()) if known else None
 
 
 def residuals_of(stack: Stack) -> Residuals:

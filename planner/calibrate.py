@@ -31,10 +31,12 @@ from planner.reprice import strategy_of
 from planner.runs import Run, fingerprint
 from planner.timelines import Key, parts_s
 from profiles.calibration import CAUSES, UNCHANGED, Calibration, Factor
-from profiles.catalog import cluster_names
+from profiles.catalog import cluster_document, cluster_names
 from profiles.errors import ConfigError
 from profiles.measured import machine_for
-from profiles.own import PROFILE_VERSION, OwnProfile, Source, prices_fingerprint
+from profiles.own import PROFILE_VERSION, OwnProfile, Source, digest, prices_fingerprint
+from profiles.schema import document
+from profiles.speeds import Profile
 
 PASSES = ("forward", "backward")
 BETWEEN = ("tensor", "data")  # what runs inside the passes, and may not be told from them
@@ -71,9 +73,12 @@ def calibrate(runs: Sequence[Run], names: Sequence[str]) -> OwnProfile:
     _require_alike(priced, names)
     calibration = _Equations(priced).solve()
     plan = priced[0].plan
+    measured = plan.cluster.profile
     return OwnProfile(
         profile_version=PROFILE_VERSION, fingerprint=prices_fingerprint(plan.cluster, plan.training.stack), device=plan.cluster.device.name,
-        calibration=calibration, allocator_share=allocator_share(runs), runs=tuple(_source(one, calibration) for one in priced))
+        calibration=calibration, allocator_share=allocator_share(runs), runs=tuple(_source(one, calibration) for one in priced),
+        precision=plan.training.precision.value if measured else None, profile=measured,
+        cluster=cluster_document(replace(plan.cluster, calibration=None, profile=None)) if measured else None)
 
 
 def _book(plan: Plan, calibration: Calibration | None) -> PriceBook:
@@ -96,10 +101,18 @@ def _require_alike(priced: Sequence[Priced], names: Sequence[str]) -> None:
             if expected != found:
                 raise ConfigError(
                     f"{name}: its {what} is {found}, that of {names[0]} is {expected}", hint="make one profile for each of them")
+        if measured_digest(plan.cluster.profile) != measured_digest(first.cluster.profile):
+            raise ConfigError(
+                f"{name}: its plan was made with other measured curves than that of {names[0]}", hint="make one profile for each of them")
         if not _ran_on(plan.cluster.device.name, one.run.environment.device):
             raise ConfigError(
                 f"{name}: the plan is for {plan.cluster.device.name}, the run was on {one.run.environment.device}",
                 hint="calibrate with a run on that device")
+
+
+def measured_digest(profile: Profile | None) -> str | None:
+    """Of the curves that a machine's own profile has, None without one."""
+    return None if profile is None else digest(repr(document(profile)))
 
 
 def _ran_on(device: str, found: str) -> bool:

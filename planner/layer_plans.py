@@ -179,8 +179,9 @@ class Catalogue:
         chosen = list(zip(self._operators.values(), picked.options, strict=True))
         own = tuple((op.name, option.splits) for op, option in chosen if option.splits != sharding.splits(op))
         again, divided = tuple(op.name for op, option in chosen if option.again), replace(sharding, own=own)
-        block, saved, workspace = self.book.graph(b).block, picked.cost.saved_bytes, picked.workspace_bytes
-        if own and shared_beside_a_copy(block, divided):  # copies that are no sum over pairs
+        block, saved, workspace = self.book.kept_graph(b).block, picked.cost.saved_bytes, picked.workspace_bytes
+        # copies that are no sum over pairs, and what the problem, whose bytes are those of GPUs, does not know
+        if (own and shared_beside_a_copy(block, divided)) or self.book.plain_dropout:
             size = self.book.activations(LayerKind.BLOCK, b, divided, again)
             saved, workspace = float(size.saved), float(size.workspace)
         return LayerOption(

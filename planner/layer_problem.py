@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from costmodels.edges import Edge, keeps_output
 from costmodels.layer import Inside, edge_time
 from costmodels.operator import OperatorPrice, operator_price, single
+from costmodels.pace import launch_s
 from costmodels.sharding import Place, Sharding, Splits, operator_splits
 from profiles.measured import Machine
 from profiles.model import LayerClass, LayerKind, Operator, OperatorKind, Tensor
@@ -154,12 +155,11 @@ class _Builder:
         links = [link for i in range(len(options)) for link in self._links(i, options, boundary)]
         if leaves is not None:
             links.append(self._last_link(options, leaves))
-        host_s = self.training.stack.host_operator_s
+        host_forward_s, host_backward_s = launch_s(self.inside.machine, self.training.stack)
         return LayerProblem(
             tuple(self.index), options, tuple(links), boundary, leaves, workspace_bytes=self.training.stack.workspace_bytes,
             products=tuple(operator.kind is OperatorKind.MATMUL for operator in self.layer.operators),
-            host_forward_s=host_s * self.inside.machine.launch_factor("forward"),
-            host_backward_s=host_s * self.inside.machine.launch_factor("backward"))
+            host_forward_s=host_forward_s, host_backward_s=host_backward_s)
 
     def _options(self, operator: Operator) -> Iterator[Option]:
         legal, _ = operator_splits(operator, self.sharding.degrees)

@@ -25,13 +25,13 @@ from planner.modules import load_module, narrowed
 from planner.plan import Objective
 from planner.request import Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
-from profiles.applied import applied
+from profiles.applied import applied, cluster_of, precision_of, stack_of
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.module import ModuleSource
-from profiles.own import read
+from profiles.own import OwnProfile, read
 from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.units import parse_size
@@ -39,6 +39,7 @@ from profiles.units import parse_size
 Options = Mapping[str, Any]
 DEFAULT_GPU = "a100-80gb"
 DEFAULT_STACK = "megatron-core"
+_OF_THE_PROFILE = " (the profile's)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +81,15 @@ def question(asked: Asked) -> Question:
     entry, module = load_model(asked.model), load_module(asked.module, asked.model)
     if module:
         entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))  # its tables are as large as it makes them
-    cluster, assumed_cluster = _cluster(asked)
-    training, assumed_training = _training(asked, entry)
+    own = None if asked.profile is None else read(Path(asked.profile))
+    cluster, assumed_cluster = _cluster(asked, own)
+    training, assumed_training = _training(asked, entry, own)
     cluster.device.peak(training.precision)
     if training.fp8_matmuls and FP8 not in cluster.device.peak_flops_per_s:
         raise ConfigError(f"{cluster.device.name} has no fp8 arithmetic", hint="leave out --fp8, or plan for a device of Hopper or later")
     _check_positions(entry.spec, training)
-    if asked.profile is not None:
-        cluster, training = applied(read(Path(asked.profile)), cluster, training, asked.profile, force=asked.force_profile)
+    if own and asked.profile is not None:
+        cluster, training = applied(own, cluster, training, asked.profile, force=asked.force_profile)
     return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training), module=module)
 
 
@@ -98,14 +100,22 @@ def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
             hint=f"use at most {model.max_seq_length}, or a model file with a larger max_seq_length")
 
 
-def _cluster(asked: Asked) -> tuple[Cluster, tuple[str, ...]]:
+def _cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     if asked.cluster is not None:
         return _cluster_of_file(asked, asked.cluster), ()
     if asked.gpus is None:
         raise ConfigError("--gpus is missing", hint="say how many: --gpus 64, or describe the machine with --cluster FILE")
-    cluster = with_gpus(load_cluster(asked.gpu or DEFAULT_GPU, what="GPU"), asked.gpus, asked.gpus_per_node)
-    assumed = () if asked.gpu else (f"--gpu {DEFAULT_GPU}",)
+    whole, assumed = _device(asked, own)
+    cluster = with_gpus(whole, asked.gpus, asked.gpus_per_node)
     return cluster, assumed if asked.gpus_per_node else (*assumed, f"--gpus-per-node {cluster.gpus_per_node}")
+
+
+def _device(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
+    """The kind of machine: the one asked for, else that of the profile, else the default."""
+    measured_on = None if asked.gpu or own is None else cluster_of(own, str(asked.profile))
+    if measured_on is not None:
+        return measured_on, (f"--gpu {measured_on.device.name}{_OF_THE_PROFILE}",)
+    return load_cluster(asked.gpu or DEFAULT_GPU, what="GPU"), () if asked.gpu else (f"--gpu {DEFAULT_GPU}",)
 
 
 def _cluster_of_file(asked: Asked, name: str) -> Cluster:
@@ -117,18 +127,20 @@ def _cluster_of_file(asked: Asked, name: str) -> Cluster:
     return with_gpus(cluster, cluster.num_gpus if asked.gpus is None else asked.gpus, asked.gpus_per_node)
 
 
-def _training(asked: Asked, entry: ModelEntry) -> tuple[TrainingSpec, tuple[str, ...]]:
-    stack = load_stack(asked.stack or DEFAULT_STACK)
+def _training(asked: Asked, entry: ModelEntry, own: OwnProfile | None) -> tuple[TrainingSpec, tuple[str, ...]]:
+    measured_at, run_by = (precision_of(own, str(asked.profile)), stack_of(own)) if own else (None, None)
+    stack = load_stack(asked.stack or run_by or DEFAULT_STACK)
     training = TrainingSpec(
         global_batch_size=entry.global_batch_size if asked.global_batch_size is None else asked.global_batch_size,
         seq_length=entry.seq_length if asked.seq_length is None else asked.seq_length,
-        precision=Precision(asked.precision or Precision.BF16), gradient_precision=Precision(asked.gradient_precision or Precision.FP32),
+        precision=Precision(asked.precision or measured_at or Precision.BF16),
+        gradient_precision=Precision(asked.gradient_precision or Precision.FP32),
         attention=AttentionKernel(asked.attention or stack.attention),
         overlap_grad_reduce=stack.overlap_grad_reduce, fp8_matmuls=asked.fp8, stack=stack)
     taken = {
         "global_batch_size": f"{training.global_batch_size} (the model's)", "seq_length": f"{training.seq_length} (the model's)",
-        "precision": training.precision, "gradient_precision": training.gradient_precision, "stack": stack.name,
-        "attention": f"{training.attention} (the stack's)"}
+        "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else ''}", "gradient_precision": training.gradient_precision,
+        "stack": f"{stack.name}{_OF_THE_PROFILE if run_by else ''}", "attention": f"{training.attention} (the stack's)"}
     return training, tuple(
         f"--{name.replace('_', '-')} {value}" for name, value in taken.items() if getattr(asked, name) is None)
 

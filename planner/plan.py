@@ -373,7 +373,7 @@ def write(plan: Plan, path: Path) -> None:
 def read(path: Path) -> Plan:
     """The plan in a file. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
     try:
-        body: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        body: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="make a plan with: plan --model NAME --gpus N") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -112,8 +112,10 @@ class Part:
 class RankRecord:
     """One rank: bytes of its states, peaks of its memory, and the spans of the last step.
 
-    peak_allocated_bytes, peak_reserved_bytes   of the CUDA allocator; predicted without and with its reserve; measured on GPUs only
-    host_rss_bytes    peak resident set of the process, with libraries: on CPUs the only peak, not comparable with a prediction
+    peak_allocated_bytes   of torch's allocator: of all recorded steps on GPUs, of the last step of the warm-up on CPUs, None in runs
+                           too short for that (executor/watch/allocated.py)
+    peak_reserved_bytes    of the CUDA allocator, predicted with its reserve; measured on GPUs only
+    host_rss_bytes         peak resident set of the process, with libraries: not comparable with a prediction
     """
 
     __pydantic_config__ = _FORBID

@@ -24,6 +24,7 @@ from profiles.hardware import Cluster, Device, Link
 from profiles.huggingface import entry_from_config
 from profiles.schema import document, json_schema, parse
 from profiles.spec import ModelEntry, ModelSpec
+from profiles.speeds import Profile
 from profiles.stack import Stack
 from profiles.terms import Terms, shipped_terms
 from profiles.units import GB, GIB, TERA, US_PER_S
@@ -104,6 +105,7 @@ class _ClusterDocument:
     node: _NodeDocument
     nodes: _Count = 1
     calibration: Calibration | None = None
+    profile: Profile | None = None
 
 
 def model_names() -> tuple[str, ...]:
@@ -199,6 +201,7 @@ def cluster_from_document(document: object, where: str) -> Cluster:
         host_memory_bytes=_bytes(node.host_memory_gib),
         pcie_bytes_per_s=_per_s(node.pcie_gb_per_s),
         calibration=cluster.calibration,
+        profile=cluster.profile,
     )
 
 
@@ -224,11 +227,10 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s)),
         nodes=cluster.nodes,
         calibration=cluster.calibration,
+        profile=cluster.profile,
     )
-    result: dict[str, Any] = document(body)
-    if cluster.calibration is None:
-        del result["calibration"]
-    return result
+    found: dict[str, Any] = document(body)
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def cluster_schema() -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Bounds:
 class Curve:
     """What every curve carries: the launch of one kernel, what the figures are worth, where they hold, how well they fit.
 
+    worst_error: of the row that fits worst, where the curve is of a machine's own profile
     points: of a machine's own profile, what was measured: sizes in the curve's order, and microseconds
     """
 
@@ -55,7 +56,8 @@ class Curve:
     bounds: Bounds | None = None
     rows: int = 0
     median_error: float | None = None
-    points: tuple[tuple[float, ...], ...] = ()
+    worst_error: float | None = None
+    points: tuple[tuple[int | float, ...], ...] = ()
 
     def kind_at(self, sizes: tuple[float, ...]) -> Kind:
         """The curve's own kind where it was fitted, ANALYTIC elsewhere."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from profiles.calibration import Calibration
 from profiles.errors import ConfigError
+from profiles.speeds import Profile
 
 _FORBID = {"extra": "forbid"}
+CPU = "cpu"  # the device of configs/clusters/cpu.yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Cluster:
     """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs leave the node.
 
     calibration: what the user's own runs say of the prices on it, None without any
+    profile: what was measured on the machine itself, taken instead of the shipped profile of its device; None where nothing was
     """
 
     __pydantic_config__ = _FORBID
@@ -64,6 +67,7 @@ class Cluster:
     host_memory_bytes: int
     pcie_bytes_per_s: float
     calibration: Calibration | None = None
+    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         for field in ("nodes", "gpus_per_node", "nics_per_node"):

@@ -60,8 +60,9 @@ class Machine:
 
     @property
     def _curves_inside(self) -> tuple[CollectiveCurve, ...]:
-        intra = self.profile.intra
-        return intra.curves if _near(self.cluster.intra_node.bytes_per_s, intra.link_bytes_per_s) else ()
+        """What was measured on the machine itself holds on its link, whatever the datasheet calls it."""
+        intra, own = self.profile.intra, self.cluster.profile is not None
+        return intra.curves if own or _near(self.cluster.intra_node.bytes_per_s, intra.link_bytes_per_s) else ()
 
 
 def _near(bytes_per_s: float, of_curves: float | None) -> bool:
@@ -70,10 +71,12 @@ def _near(bytes_per_s: float, of_curves: float | None) -> bool:
 
 
 def machine_for(cluster: Cluster, terms: Terms | None = None, *, without: str | None = None) -> Machine:
-    """The cluster with the shipped profile of its device, or with the analytic one when none is shipped.
+    """The cluster with its own profile, else with the shipped one of its device, else with the analytic one.
 
     terms: those of another fit than the shipped one; without: those of the fit that did not see the source of that name
     """
+    if cluster.profile is not None:
+        return Machine(cluster, cluster.profile)
     name, terms = cluster.device.name, shipped_terms() if terms is None else terms
     profile = shipped_profile(name) or analytic_profile(name)
     share = terms.nic_share(cluster.nic.name, without)

@@ -102,6 +102,7 @@ class Operator:
     undivided      dims that no mesh axis may split, each with the reason
     flops_*        model FLOPs: causal attention counted in full (EQUATIONS K2, K4)
     causal         attention only: the kernel may skip half of the scores
+    dropped        attention only: with dropout of the probabilities
     """
 
     name: str
@@ -117,6 +118,7 @@ class Operator:
     flops_forward: int = 0
     flops_backward: int = 0
     causal: bool = False
+    dropped: bool = False
 
     def size(self, dim_name: str) -> int:
         """The extent of the dim of that name. Raises KeyError when the operator does not run over it."""

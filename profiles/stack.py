@@ -60,6 +60,9 @@ class Stack:
                                    updates: not there with the activations, but in blocks that theirs do not serve
     bucket_elements                gradients that data parallelism flattens into one buffer to reduce them, beside those that it flattens
     zero_buffers                   ZeRO 1 and 2 reduce and gather through buffers of one layer, not in place
+    frees_gradients                gradients are freed after each update: where all forward passes of a step come before its first backward
+                                   pass, they are not there when most activations are
+    plain_dropout_on_cpu           it runs torch's dropout, which on CPUs keeps a mask of its input's type and lets attention keep its scores
     workspace_bytes                libraries' workspaces that the allocator holds all the time (cuBLAS, Transformer Engine)
 
     Terms, of which the first four are fitted to measured steps (planner/validation/fit.py has their bounds):
@@ -93,6 +96,8 @@ class Stack:
     step_copy_bytes: int = 0
     bucket_elements: int = 0
     zero_buffers: bool = True
+    frees_gradients: bool = False
+    plain_dropout_on_cpu: bool = False
     workspace_bytes: int = 0
     kernel_slowdown: float = 1.0
     host_operator_s: float = 50e-6  # assumed: between the 20 us of a bare launch from Python and the 84 us fitted on vTrain's steps

@@ -37,8 +37,10 @@ _EXPERTS_UNDIVIDED = (
 class _Shapes:
     """The dims and tensors that the operators of one model share, for micro-batches of `batch` sequences."""
 
-    def __init__(self, model: ModelSpec, training: TrainingSpec, batch: int) -> None:
+    def __init__(self, model: ModelSpec, training: TrainingSpec, batch: int, plain_dropout: bool) -> None:
         self.element_bytes = training.precision.num_bytes
+        self.mask_bytes = self.element_bytes if plain_dropout else MASK_BYTES
+        self.keeps_scores = training.attention is not AttentionKernel.FLASH or (plain_dropout and model.dropout > 0)
         self.batch = Dim("batch", batch)
         self.sequence = Dim("sequence", training.seq_length)
         self.keys = Dim("keys", training.seq_length)
@@ -94,13 +96,13 @@ def _attention(qkv: Tensor, context: Tensor, model: ModelSpec, training: Trainin
     """softmax(q k^T) v for every head. Unfused it keeps the scores: 5 a S^2 b bytes with dropout, 2 a S^2 b without."""
     rows = (shapes.batch, shapes.heads, shapes.sequence)
     scores = (*rows, shapes.keys)
-    if training.attention is AttentionKernel.FLASH:
+    if not shapes.keeps_scores:
         kept: tuple[Tensor, ...] = (qkv, Tensor(name="attention_logsumexp", dims=rows, element_bytes=FP32_BYTES))
     else:
         kept = (qkv, Tensor(name="attention_softmax", dims=scores, element_bytes=shapes.element_bytes))
         if model.dropout:
             kept += (
-                Tensor(name="attention_mask", dims=scores, element_bytes=MASK_BYTES),
+                Tensor(name="attention_mask", dims=scores, element_bytes=shapes.mask_bytes),
                 Tensor(name="attention_dropped", dims=scores, element_bytes=shapes.element_bytes),
             )
     kept += _attention_copies(context, model, training, shapes)
@@ -108,6 +110,7 @@ def _attention(qkv: Tensor, context: Tensor, model: ModelSpec, training: Trainin
     return Operator(
         name="attention", kind=OperatorKind.ATTENTION, dims=(*scores, shapes.head_dim), inputs=(qkv,), outputs=(context,),
         saved=kept, parallel_dim="heads", flops_forward=flops, flops_backward=2 * flops, causal=True,
+        dropped=model.dropout > 0,
         undivided=(
             ("sequence", "attention reads every token of a sequence"), ("keys", "the softmax is over all of them"),
             ("head_dim", "the scores sum over it")),
@@ -134,7 +137,7 @@ def _elementwise(
 
 def _residual(name: str, inputs: tuple[Tensor, ...], out: Tensor, model: ModelSpec, shapes: _Shapes) -> Operator:
     """Dropout of a sublayer's output, added to the residual stream: keeps only the mask."""
-    mask = (shapes.tokens(f"{name}_mask", shapes.hidden, MASK_BYTES),) if model.dropout else ()
+    mask = (shapes.tokens(f"{name}_mask", shapes.hidden, shapes.mask_bytes),) if model.dropout else ()
     return _elementwise(name, inputs, out, mask)
 
 
@@ -147,7 +150,7 @@ def _embedding_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, .
     if model.positions is not Positions.LEARNED:
         return (tokens,)
     positioned = shapes.tokens("positioned", shapes.hidden)
-    mask = (shapes.tokens("embedding_mask", shapes.hidden, MASK_BYTES),) if model.dropout else ()
+    mask = (shapes.tokens("embedding_mask", shapes.hidden, shapes.mask_bytes),) if model.dropout else ()
     position_table = Parameter(name="weight", dims=(shapes.positions, shapes.hidden))
     positions = Operator(
         name="positions", kind=OperatorKind.ELEMENTWISE, dims=out.dims, inputs=(out,), outputs=(positioned,),
@@ -251,9 +254,12 @@ def _head_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, ...]:
     )
 
 
-def build_graph(model: ModelSpec, training: TrainingSpec, micro_batch_size: int) -> ModelGraph:
-    """The operator graph of `model` for micro-batches of `micro_batch_size` sequences of `training.seq_length` tokens."""
-    shapes = _Shapes(model, training, micro_batch_size)
+def build_graph(model: ModelSpec, training: TrainingSpec, micro_batch_size: int, *, plain_dropout: bool = False) -> ModelGraph:
+    """The operator graph of `model` for micro-batches of `micro_batch_size` sequences of `training.seq_length` tokens.
+
+    plain_dropout: dropout is no fused kernel, it keeps a mask of its input's type; attention that drops out keeps its scores
+    """
+    shapes = _Shapes(model, training, micro_batch_size, plain_dropout)
     return ModelGraph(
         name=model.name,
         micro_batch_size=micro_batch_size,

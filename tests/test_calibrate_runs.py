@@ -10,9 +10,12 @@ from planner.account import predict
 from planner.calibrate import calibrate, unexercised
 from planner.estimate import estimate_plan
 from planner.plan import frame_of
+from profiles.applied import applied
 from profiles.calibration import CAUSES, Calibration, Factor
 from profiles.errors import ConfigError
+from profiles.measured import shipped_profile
 from profiles.provenance import Kind
+from profiles.schema import document
 from tests.synthetic_runs import estimated, factors, run_of
 
 
@@ -95,6 +98,32 @@ def test_a_run_of_a_calibrated_plan_gives_the_same_profile():
     again = calibrate([run_of(with_it, factors(plan, **truth))], ["run.json"]).calibration
 
     assert {c: again.factor(c).value for c in CAUSES} == {c: pytest.approx(first.factor(c).value, rel=1e-4) for c in CAUSES}
+
+
+def test_runs_of_plans_with_measured_curves_keep_these_beside_the_factors():
+    base, truth = estimated(), {"forward": 1.3, "backward": 0.8, "optimizer": 2.0}
+    shipped = shipped_profile("a100-80gb")
+    own = replace(shipped, compute=replace(shipped.compute, optimizer=replace(shipped.compute.optimizer, bandwidth_share=0.1)))
+    plan = replace(base, cluster=replace(base.cluster, profile=own))
+
+    found = profile_of((plan, truth))
+
+    assert document(found.profile) == document(own)
+    assert (found.precision, found.device, found.cluster["device"]["name"]) == ("bf16", "a100-80gb", "a100-80gb")
+    assert not {"calibration", "profile"} & set(found.cluster)
+    assert {cause: found.calibration.factor(cause).value for cause in truth} == {
+        cause: pytest.approx(x, rel=1e-4) for cause, x in truth.items()}
+    cluster, _ = applied(found, None, plan.training, "mine.yaml", force=False)
+    assert cluster == replace(plan.cluster, profile=found.profile, calibration=found.calibration)
+
+
+def test_runs_with_unlike_curves_make_no_profile():
+    base, shipped = estimated(), shipped_profile("a100-80gb")
+    plans = (base, replace(base, cluster=replace(base.cluster, profile=shipped)))
+
+    with pytest.raises(ConfigError, match=r"run1\.json: its plan was made with other measured curves than that of run0\.json"):
+        profile_of(*((plan, {"forward": 1.3}) for plan in plans))
+    assert document(profile_of(*[(plans[1], {"forward": 1.3})] * 2).profile) == document(shipped)
 
 
 def test_the_allocator_share_is_the_largest_that_a_rank_had():

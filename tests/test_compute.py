@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from costmodels.collectives import Collective, collective_time
-from costmodels.compute import adam_bytes_per_parameter, operator_time, optimizer_time
+from costmodels.compute import operator_time, optimizer_time
+from costmodels.kernels import adam_bytes_per_parameter
 from costmodels.mesh import Placement
 from costmodels.sharding import Sharding
 from profiles.catalog import load_cluster, load_model
-from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, flash_attention_s, matmul_s
+from profiles.curves import Bounds, Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, flash_attention_s, matmul_s
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster, Device, Link
 from profiles.measured import ASSUMED_SHARES, Machine, analytic_profile, machine_for
@@ -195,6 +196,170 @@ def test_adam_touches_its_bytes(precision, gradients, n_bytes):
 
 def test_no_parameters_cost_nothing():
     assert optimizer_time(0, A100, TRAINING).value_s == 0.0
+
+
+def own(**compute):
+    """The round machine with curves of its own."""
+    return replace(ROUND, profile=replace(ROUND.profile, compute=replace(ROUND.profile.compute, **compute)))
+
+
+def both(curve):
+    return Passes(forward=curve, backward=curve)
+
+
+HALF = replace(WHOLE, bandwidth_share=0.5)
+QUARTER = replace(WHOLE, bandwidth_share=0.25)
+
+
+@pytest.mark.parametrize(("name", "curve", "kind"), [
+    pytest.param("norm1", "layer_norm", LayerKind.BLOCK, id="layer-norm"),
+    pytest.param("activation", "gelu", LayerKind.BLOCK, id="gelu"),
+    pytest.param("positions", "dropped_positions", LayerKind.EMBEDDING, id="dropped-positions"),
+    pytest.param("residual1", "dropped_residual", LayerKind.BLOCK, id="dropped-residual"),
+])
+def test_an_operation_has_its_own_curve_where_the_machine_measured_it(name, curve, kind):
+    plain, named = price(name, kind=kind), price(name, kind=kind, machine=own(named={curve: both(HALF)}))
+
+    assert named.forward.value_s == pytest.approx(2 * plain.forward.value_s, rel=1e-12)
+    assert named.backward.value_s == pytest.approx(2 * plain.backward.value_s, rel=1e-12)
+    unnamed = price(name, kind=kind, machine=own(named={"another": both(HALF)}))
+    assert (unnamed.forward.value_s, unnamed.backward.value_s) == (plain.forward.value_s, plain.backward.value_s)
+
+
+def test_an_operation_that_a_machine_did_not_measure_among_others_is_analytic():
+    bounded = replace(WHOLE, bounds=Bounds(low=(1,), high=(10**12,)))
+    shipped, measured = own(elementwise=both(bounded)), own(elementwise=both(bounded), named={"rotary": both(bounded)})
+
+    assert price("activation", machine=shipped).forward.kind is Kind.INTERPOLATED
+    assert price("activation", machine=measured).forward.kind is Kind.ANALYTIC
+    assert price("activation", machine=measured).forward.value_s == price("activation", machine=shipped).forward.value_s
+
+
+def test_the_gradient_of_a_bias_has_its_own_curve_and_counts_as_a_weights():
+    plain, named = price("fc1"), price("fc1", machine=own(named={"bias_gradient": both(HALF)}))
+    bias_s = 2 * BATCH * SEQ * FFN / BANDWIDTH
+
+    assert named.forward == plain.forward
+    assert named.backward.value_s - plain.backward.value_s == pytest.approx(bias_s, rel=1e-9)
+    assert named.weight.value_s - plain.weight.value_s == pytest.approx(bias_s, rel=1e-9)
+
+
+def test_a_measured_embedding_goes_over_its_table_in_the_same_kernel():
+    table_bytes = 3 * 2 * GPT_22B.padded_vocab_size * HIDDEN
+    launched = replace(WHOLE, launch_s=1.0, points=((1000, 1e6 + 1e-3),))  # what its form says of that many bytes
+    apart = price("tokens", kind=LayerKind.EMBEDDING, machine=own(embedding=both(replace(launched, points=()))))
+    one = price("tokens", kind=LayerKind.EMBEDDING, machine=own(embedding=both(launched), elementwise=both(HALF)))
+
+    assert apart.backward.value_s == pytest.approx(1 + (TOKENS_BYTES + table_bytes) / BANDWIDTH, rel=1e-12)
+    assert one.backward.value_s == pytest.approx(1 + (TOKENS_BYTES + table_bytes) / BANDWIDTH, rel=1e-12)
+    slower = own(embedding=both(replace(launched, points=())), elementwise=both(HALF))  # the table by the class, as without points
+    assert price("tokens", kind=LayerKind.EMBEDDING, machine=slower).backward.value_s > one.backward.value_s
+
+
+def test_attention_with_dropout_has_its_own_curves_where_the_machine_has_them():
+    slow, slower = replace(FLASH, efficiency=0.25), replace(FLASH, efficiency=0.125)
+    machine, undropped = own(dropped_flash=(slow, slower)), replace(GPT_22B, dropout=0.0)
+
+    assert price("attention", machine=machine).forward.value_s == pytest.approx(2 * price("attention").forward.value_s)
+    assert price("attention", machine=machine).backward.value_s == pytest.approx(4 * price("attention").backward.value_s)
+    assert price("attention", machine=machine, model=undropped) == price("attention", model=undropped)
+
+
+def test_the_norm_of_the_gradients_costs_where_the_machine_measured_it():
+    machine = own(named={"gradient_norm": both(QUARTER)})
+
+    assert optimizer_time(10**6, machine, TRAINING).value_s == pytest.approx((30 + 4 * 4) * 1e6 / BANDWIDTH, rel=1e-12)
+    assert optimizer_time(10**6, ROUND, TRAINING).value_s == pytest.approx(30 * 1e6 / BANDWIDTH, rel=1e-12)
+
+
+M, TABLE = BATCH * SEQ, 2 * BATCH * SEQ * FFN
+
+
+def test_products_are_measured_at_their_points_and_less_so_with_distance():
+    names = ("forward", "input_gradient", "weight_gradient")
+    shapes = ((M, FFN, HIDDEN), (M, HIDDEN, FFN), (HIDDEN, FFN, M))
+    curves = {name: replace(MATMUL, points=((*sizes, 1e5 * (i + 1)),)) for i, (name, sizes) in enumerate(zip(names, shapes, strict=True))}
+    machine = own(**curves, named={"bias_gradient": both(replace(WHOLE, points=((TABLE, 5e4),)))})
+    found, halved = price("fc1", machine=machine), price("fc1", machine=machine, sharding=Sharding(tp=2))
+
+    assert (found.forward.value_s, found.forward.kind) == (pytest.approx(0.1), Kind.MEASURED)
+    assert (found.backward.value_s, found.backward.kind) == (pytest.approx(0.2 + 0.3 + 0.05), Kind.MEASURED)
+    assert found.weight.value_s == pytest.approx(0.35)
+    assert halved.forward.kind is Kind.ANALYTIC  # below all that was measured
+    assert price("fc1", sharding=Sharding(tp=2)).forward.value_s < halved.forward.value_s < found.forward.value_s
+
+
+def test_rows_that_are_not_aligned_are_in_the_measured_time_and_not_counted_twice():
+    measured = own(forward=replace(MATMUL, points=((M, 50257, HIDDEN, 1e6),)))
+
+    def head_s(vocab_size, machine):
+        model = replace(GPT_22B, vocab_size=vocab_size, vocab_multiple=1)
+        return price("lm_head", kind=LayerKind.HEAD, model=model, machine=machine).forward.value_s
+
+    assert head_s(50257, measured) == pytest.approx(1.0)
+    assert head_s(50264, measured) == pytest.approx(head_s(50264, ROUND) / head_s(50257, ROUND), rel=0.01)  # 2.3 times as fast
+
+
+def test_attention_is_measured_at_its_points():
+    sizes, forward, backward = (BATCH * HEADS, SEQ, HEAD_DIM), 2e5, 6e5
+    undropped = replace(GPT_22B, dropout=0.0)
+    curves = tuple(replace(FLASH, points=((*sizes, time_us),)) for time_us in (forward, backward))
+    for machine, model in ((own(flash_forward=curves[0], flash_backward=curves[1]), undropped), (own(dropped_flash=curves), GPT_22B)):
+        found = price("attention", machine=machine, model=model)
+        assert (found.forward.value_s, found.backward.value_s) == (pytest.approx(0.2), pytest.approx(0.6))
+        assert {found.forward.kind, found.backward.kind} == {Kind.MEASURED}
+
+
+def test_dropout_that_was_not_measured_has_the_form_without_and_is_analytic():
+    curves = tuple(replace(FLASH, points=((BATCH * HEADS, SEQ, HEAD_DIM, 2e5),)) for _ in range(2))
+    found = price("attention", machine=own(flash_forward=curves[0], flash_backward=curves[1]))
+
+    assert found.forward.value_s == price("attention").forward.value_s
+    assert found.forward.kind is Kind.ANALYTIC
+
+
+def test_products_of_unfused_attention_are_measured_by_their_batch_and_shape():
+    heads = BATCH * HEADS
+    points = ((heads, SEQ, SEQ, HEAD_DIM, 1e5), (heads, SEQ, HEAD_DIM, SEQ, 3e5))
+    machine = own(batched_forward=replace(MATMUL, points=points))
+    softmax_s = (3 + 5) * heads * SEQ**2 / BANDWIDTH
+
+    assert price("attention", training=UNFUSED, machine=machine).forward.value_s == pytest.approx(0.4 + softmax_s)
+
+
+def test_points_of_a_class_say_nothing_of_another_operation_of_it():
+    machine = own(residual=both(replace(WHOLE, points=((int(3.5 * TOKENS_BYTES), 1e6),))))
+    found = price("residual1", machine=machine)
+
+    assert found.forward.value_s == price("residual1").forward.value_s
+    assert found.forward.kind is Kind.ANALYTIC
+
+
+def test_products_in_fp8_keep_the_form():
+    fp8, device = replace(TRAINING, fp8_matmuls=True), replace(DEVICE, peak_flops_per_s={**DEVICE.peak_flops_per_s, "fp8": 200e12})
+    plain, measured = (
+        replace(machine, cluster=replace(CLUSTER, device=device))
+        for machine in (ROUND, own(forward=replace(MATMUL, points=((M, FFN, HIDDEN, 1e6),)))))
+
+    assert price("fc1", training=fp8, machine=measured) == price("fc1", training=fp8, machine=plain)
+    assert price("fc1", machine=measured) != price("fc1", machine=plain)
+
+
+def test_grouped_products_keep_the_form():
+    experts = load_model("mixtral-tiny").spec
+    layer = build_graph(experts, TRAINING, 1).block.operator("fc1")
+    *_token_dims, features, contracted = layer.dims
+    m = -(-SEQ * experts.experts_per_token // experts.num_experts)
+    machine = own(forward=replace(MATMUL, points=((m, features.size, contracted.size, 1e6),)))
+
+    assert price("fc1", model=experts, machine=machine, batch=1) == price("fc1", model=experts, batch=1)
+
+
+def test_the_optimizer_is_measured_at_its_points():
+    machine = own(optimizer=replace(WHOLE, points=((30 * 10**6, 123.0),)))
+
+    assert optimizer_time(10**6, machine, TRAINING).value_s == pytest.approx(123e-6)
+    assert optimizer_time(10**6, machine, TRAINING).kind is Kind.MEASURED
 
 
 # Korthikanti et al. 2022, arXiv 2205.05198, table 4: one layer of the 22B model, micro-batch 4, tensor and sequence

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from costmodels.collectives import Collective
 from costmodels.compute import operator_time
-from costmodels.layer import CONTENTION, data_parallel_time, has_tied_head, price_operators, tied_reduction
+from costmodels.layer import CONTENTION, contention, data_parallel_time, has_tied_head, price_operators, tied_reduction, under
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute, recompute_operators
@@ -115,10 +115,10 @@ def test_recompute_adds_exactly_the_forward_of_the_operators_it_names(again, sha
     assert time.total_s - plain.total_s == pytest.approx(time.recompute_s, rel=1e-9, abs=1e-15)
 
 
-def data_parallel(zero, *, dp=4, tp=1, training=TRAINING, layer=GPT.block):
+def data_parallel(zero, *, dp=4, tp=1, training=TRAINING, layer=GPT.block, machine=MACHINE):
     sharding = Sharding(tp)
     return data_parallel_time(
-        layer, priced(layer, sharding, training), mesh=Mesh(pp=1, dp=dp, tp=tp), sharding=sharding, zero=zero, machine=MACHINE,
+        layer, priced(layer, sharding, training), mesh=Mesh(pp=1, dp=dp, tp=tp), sharding=sharding, zero=zero, machine=machine,
         training=training)
 
 
@@ -161,6 +161,17 @@ def test_communication_that_is_hidden_whole_still_costs_its_share_of_the_compute
 
     assert data_parallel(3, training=overlapped).forward.value_s == pytest.approx(CONTENTION * 1e-9)
     assert data_parallel(3, training=TRAINING).forward.value_s == pytest.approx(1e-9)
+
+
+def test_what_hidden_communication_costs_is_the_machines_own_where_it_was_measured(monkeypatch):
+    monkeypatch.setattr("costmodels.layer.collective_time", lambda *_: Seconds(1e-9, Kind.ANALYTIC))
+    machine = replace(MACHINE, profile=replace(MACHINE.profile, contention=0.55))
+    overlapped = replace(TRAINING, overlap_grad_reduce=True)
+
+    assert (contention(MACHINE), contention(machine)) == (CONTENTION, 0.55)
+    assert data_parallel(3, training=overlapped, machine=machine).forward.value_s == pytest.approx(0.55e-9)
+    assert under(Seconds(3.0, Kind.ANALYTIC), 2.0, machine).value_s == pytest.approx(1.0 + 0.55 * 2.0)
+    assert under(Seconds(3.0, Kind.ANALYTIC), 2.0, replace(machine, profile=replace(machine.profile, contention=0.0))).value_s == 1.0
 
 
 @pytest.mark.parametrize("zero", range(4))

@@ -26,8 +26,7 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.plan import Plan
-
-CPU = "cpu"  # the device of configs/clusters/cpu.yaml
+from profiles.hardware import CPU
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def _step(plan: Plan, ranks: Ranks, on_backward: OnBackward) -> RankUse:
     made = sum(part(tensor).nbytes for tensor in optimizer_states(trainer.optimizer))
     beyond = fullest + made - states.total - moments.activations
     return RankUse(
-        states=states, activations=moments.activations, temporaries=max(0, beyond), saved=sum(moments.saved.values()), sent=sent)
+        states=states, activations=moments.activations, temporaries=beyond, saved=sum(moments.saved.values()), sent=sent)
 
 
 def _axes(trainer: Trainer) -> dict[str, str]:

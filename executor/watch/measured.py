@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from executor.check.meter import Row
+from executor.watch.allocated import PeakBytes
 from planner.account import RankMeasured, RecordedStep, make_run, trace_ranks
 from planner.plan import Plan
 from planner.report.run import print_run
@@ -51,6 +52,7 @@ class Recorder:
         self.seconds: list[float] = []
         self.losses: list[float] = []
         self.steps: list[RecordedStep] = []
+        self.cpu_peak = PeakBytes()
         self._active = False
         self._marks: list[tuple[str, int, int, Mark, Mark]] = []
         self._started_s = 0.0
@@ -73,6 +75,12 @@ class Recorder:
                 torch.cuda.reset_peak_memory_stats()
         self._anchor = self._mark()
         self._started_s = time.perf_counter()
+
+    def counted(self) -> AbstractContextManager[None]:
+        """Around a step: on CPUs the last of the warm-up is counted byte by byte, if the optimizer had its states before it."""
+        done = len(self.seconds)
+        counts = not self.on_gpu and 0 < done == self.warm_up - 1 and self.first < sys.maxsize
+        return self.cpu_peak.counted() if counts else _NOTHING
 
     def span(self, work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
         """Around one piece of work of a step."""
@@ -111,13 +119,13 @@ class Recorder:
         return self._started_s + self._anchor.elapsed_time(mark) / 1000
 
 
-def memory_peaks(device: torch.device) -> dict[str, int | None]:
-    """Bytes of this rank: of the CUDA allocator since the first recorded step, None on a CPU, and of the process."""
+def memory_peaks(device: torch.device, cpu_peak: PeakBytes) -> dict[str, int | None]:
+    """Bytes of this rank: of the CUDA allocator since the first recorded step, or of a CPU's step that was counted, and of the process."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rss = most if sys.platform == "darwin" else most * KIB  # macOS counts bytes
     on_gpu = device.type == "cuda"
     return {
-        "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else cpu_peak.num_bytes,
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None, "host_rss_bytes": rss}
 
 
@@ -163,7 +171,7 @@ def collect(plan: Plan, recorder: Recorder, states: Row, device: torch.device) -
         return None
     (pp, dp, tp), predicted, held = states
     own = RankMeasured(
-        pp=pp, dp=dp, tp=tp, predicted=predicted, held=held, steps=tuple(recorder.steps), **memory_peaks(device))
+        pp=pp, dp=dp, tp=tp, predicted=predicted, held=held, steps=tuple(recorder.steps), **memory_peaks(device, recorder.cpu_peak))
     found: list[tuple[RankMeasured, Clock] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((own, read_clock(device)), found)
     if found is None:

@@ -59,10 +59,9 @@ def _memory(run: Run) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _notes(run: Run) -> Iterator[str]:
-    if run.ranks[0].peak_allocated_bytes.measured is None:
+    if run.environment.device == "cpu":
         most = max(rank.host_rss_bytes for rank in run.ranks)
         yield f"host memory of a process at most {format_bytes(most)}, with Python and its libraries: no figure that is predicted"
-    if run.environment.device == "cpu":
         yield "prices of the device cpu are assumed: 'plan calibrate run.json -o mine.yaml' takes them from this run"
     if run.clock_error_s:
         yield f"clocks of the machines agree to within about {seconds_text(run.clock_error_s)}"

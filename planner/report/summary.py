@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from costmodels.mesh import Mesh
+from planner.missing import Coverage
 from planner.plan import Objective, Plan, RunnerUp, Status
+from planner.report.coverage import coverage_notes, coverage_text, found_coverage
 from planner.report.names import (
     attention_text,
     blocks_by_plan,
@@ -31,7 +33,7 @@ _CAUSES = (
     ("compute", "compute_s"), ("recompute", "recompute_s"), ("bubble", "pp_bubble_s"), ("data", "dp_comm_s"),
     ("tensor", "tp_comm_s"), ("p2p", "pp_comm_s"), ("optimizer", "optimizer_s"),
 )
-EXECUTORS_STACK = "torchtitan"  # built of the same parts
+EXECUTORS_STACK = "parplan"
 _REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
 _PRICE_NOTES = {
     Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; see 'How far to trust it' in the README",
@@ -44,18 +46,23 @@ class Context:
     """What the summary says that the plan does not hold: defaults taken, how long it took, whether Ctrl-C ended it.
 
     whole: every stage and every runner-up, however many
+    profile, plan_file: the files of --profile and of the plan, as the user named them; empty where that is not known
     """
 
     assumed: tuple[str, ...] = ()
     elapsed_s: float | None = None
     interrupted: bool = False
     whole: bool = False
+    profile: str = ""
+    plan_file: str = ""
 
 
 def print_summary(plan: Plan, out: Console, context: Context) -> None:
     """Print the plan for a person."""
     print_header(plan, out, context)
-    for line in aligned(((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in _facts(plan, context)), out.width, left=(0, 1, 2)):
+    measured = found_coverage(plan)
+    facts = _facts(plan, context, measured)
+    for line in aligned(((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in facts), out.width, left=(0, 1, 2)):
         say(out, line)
     say(out)
     say(out, _time(plan, out.width))
@@ -65,7 +72,8 @@ def print_summary(plan: Plan, out: Console, context: Context) -> None:
     say(out)
     _print_runners_up(plan, out, whole=context.whole)
     _print_ties(plan, out)
-    for index, note in enumerate(_notes(plan)):
+    own = coverage_notes(measured, plan, context.profile, context.plan_file) if measured else ()
+    for index, note in enumerate((*_notes(plan), *own)):
         say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
 
 
@@ -89,12 +97,14 @@ def _notes(plan: Plan) -> Iterator[str]:
     elif plan.model.num_experts:
         yield "band unknown: no measured steps of models with experts, whose routing is taken as balanced"
         yield "blocks of experts are divided over tp as Megatron divides them, and recompute nothing, a selection or everything"
+    elif plan.cluster.profile:
+        yield "band unknown: kernels were measured on this machine, steps were not"
     else:
         yield "band unknown: no measured steps on this device"
     if plan.cluster.calibration:
         yield "prices follow runs of your own (cluster.calibration has the factors)" + ("; the band is of prices without" if band else "")
-    if not plan.training.stack.name.startswith(EXECUTORS_STACK):
-        yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is nearest to --stack {EXECUTORS_STACK}"
+    if plan.training.stack.name != EXECUTORS_STACK:
+        yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack {EXECUTORS_STACK}"
 
 
 def header(plan: Plan, width: int) -> str:
@@ -114,11 +124,14 @@ def _parameters(plan: Plan) -> str:
     return f"{format_count(graph.num_parameters)} parameters{active}"
 
 
-def _facts(plan: Plan, context: Context) -> Iterator[tuple[str, str, str]]:
+def _facts(plan: Plan, context: Context, measured: Coverage | None) -> Iterator[tuple[str, str, str]]:
     predicted, worst = plan.predicted, fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *layers_phrases(plan))
     yield ("stack", *_stack(plan))
+    if measured:
+        device = plan.cluster.device.name
+        yield "profile", f"{context.profile} of {device}" if context.profile else device, coverage_text(measured)
     if plan.module:
         yield "module", plan.module.text, "unmodified: divided as Megatron does, blocks recomputed whole or not"
     step, of_step, of_memory = predicted.step_time_s, "", ""
