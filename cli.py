@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import cli_profile
 import cli_run
 from cli_options import (
     AIM,
@@ -472,7 +473,7 @@ def schema() -> None:
     _print_json(plan_schema())
 
 
-for command in (cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):
+for command in (cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):
     main.add_command(command)
 
 

@@ -6,8 +6,8 @@ Sizes, of each model:
   a device; of more than four, the two ends and two between them
 - tensor parallel degrees: those that are legal inside a node; above 1 at the smallest and the largest micro-batch alone
 - each operator at the sizes of its kernels on one rank: whole, and as Megatron divides it, with and without sequence parallelism
-- Adam and the norm of the gradients: of a block whole and sharded over the machine, of the embedding, and of the whole model, or as
-  much of it as fills half a device with its states
+- Adam and the norm of the gradients: of a block and of the embedding, of the smaller one sharded over eight such machines, and of the
+  whole model, or as much of it as fills half a device with its states
 - blocks, which show what a step adds to its operators: a tiny one, bound by its launches, with its operators, and the model's own at
   its largest
 
@@ -47,6 +47,7 @@ OF_BLOCKS = 0.02  # what a block says, as a share of the step: less than the end
 COPIED_MIB = (256, 16, 1)
 MOVED_MIB = (256, 16)
 HOST_PARAMETERS = 2**24
+MACHINES = 8  # over which states may be sharded, of those that are like the one measured
 BLOCK = "block"
 ADAM_BYTES = 18  # of a parameter in 16 bits with its gradient and states; in fp32 16
 
@@ -186,7 +187,8 @@ def _update_cases(workload: Workload, cluster: Cluster) -> Iterator[Case]:
     graph = build_graph(workload.model, workload.training, 1)
     whole = min(graph.num_parameters, cluster.device.memory_bytes // (2 * ADAM_BYTES))
     layers = [owned_parameters(layer, Sharding()) for layer in (graph.block, graph.embedding)]
-    for count in sorted({layers[0] // cluster.num_gpus, *(layer for layer in layers if layer < whole), whole}):
+    least = max(1, min(layers) // (MACHINES * cluster.num_gpus))
+    for count in sorted({least, *(layer for layer in layers if layer < whole), whole}):
         yield from update_cases(count, workload.training)
 
 

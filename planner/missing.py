@@ -23,7 +23,7 @@ from planner.plan import Plan
 from planner.reprice import book_of, strategy_of
 from profiles.cases import Case
 from profiles.measured import analytic_profile
-from profiles.profiler.comm_cases import TIMED, timed_case
+from profiles.profiler.comm_cases import SMALLEST_BYTES, TIMED, timed_case
 from profiles.profiler.groups import Shape
 from profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest
 from profiles.speeds import Profile
@@ -46,15 +46,15 @@ class Coverage:
         return sum(found is kind and (case.work in TIMED) is of_ranks for case, found in self.cases)
 
 
-def missing_cases(plan: Plan, profile: Profile | None = None) -> tuple[Case, ...]:
+def missing_cases(plan: Plan, profile: Profile | None = None, *, messages: bool = True) -> tuple[Case, ...]:
     """What is to be measured so that `profile` has all of a plan: by default the plan's own, without one everything.
 
-    Raises ConfigError, as `coverage` does.
+    messages: also what ranks send each other, which more than one process measures. Raises ConfigError, as `coverage` does.
     """
     own = profile or plan.cluster.profile or analytic_profile(plan.cluster.device.name)
     found = coverage(replace(plan, cluster=replace(plan.cluster, profile=own)))
     assert found is not None
-    return found.missing
+    return tuple(case for case in found.missing if messages or case.work not in TIMED)
 
 
 def coverage(plan: Plan) -> Coverage | None:
@@ -69,7 +69,7 @@ def coverage(plan: Plan) -> Coverage | None:
         found |= _of_operators(choice, strategy.frame, book, beyond)
     found |= _of_updates(strategy, book)
     for rank in range(strategy.frame.mesh.pp):
-        found |= dict(_of_traffic(strategy, rank, book))
+        found |= _of_traffic(strategy, rank, book)
     return Coverage(cases=tuple(found.items()), beyond=tuple(beyond))
 
 
@@ -109,12 +109,18 @@ def _owned(choice: LayerChoice, frame: Frame, book: PriceBook) -> int:
     return owned_parameters(layer, frame.sharding_of(choice), book.shards(mesh) if choice.zero else 1, with_tied=mesh.pp > 1)
 
 
-def _of_traffic(strategy: Strategy, rank: int, book: PriceBook) -> Iterator[tuple[Case, Kind]]:
-    """What a device of a pipeline rank sends, each collective of each size once."""
+def _of_traffic(strategy: Strategy, rank: int, book: PriceBook) -> dict[Case, Kind]:
+    """What a device of a pipeline rank sends, each collective of each size once, without what is too little to matter.
+
+    No curve starts below 1 KiB, where all is latency: less counts as that.
+    """
+    prices, spent_s = dict[Case, Seconds](), dict[Case, float]()
     for sent in rank_tally(strategy, rank, book).by_size():
-        n_bytes = sent.num_bytes // sent.calls
+        n_bytes = max(SMALLEST_BYTES, sent.num_bytes // sent.calls)
         for shape, price in _prices(sent, n_bytes, rank, strategy.frame, book):
-            yield timed_case(sent.kind, n_bytes, shape, book.training.precision.value), price.kind
+            case = timed_case(sent.kind, n_bytes, shape, book.training.precision.value)
+            prices[case], spent_s[case] = price, sent.calls * price.value_s
+    return {case: price.kind for case, price in prices.items() if spent_s[case] > NEGLIGIBLE_SHARE * sum(spent_s.values())}
 
 
 def _prices(sent: Sent, n_bytes: int, rank: int, frame: Frame, book: PriceBook) -> Iterator[tuple[Shape, Seconds]]:

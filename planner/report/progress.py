@@ -124,3 +124,13 @@ def _left(progress: profiling.Progress) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+@contextmanager
+def line_bar(out: Console, what: str) -> Iterator[Callable[[str], None]]:
+    """A line that moves on with what another program says; nothing where nobody watches."""
+    if not out.file.isatty():
+        yield lambda line: None
+        return
+    with out.status(what) as status:
+        yield lambda line: status.update(f"{what}  {line}")

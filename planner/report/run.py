@@ -62,6 +62,7 @@ def _notes(run: Run) -> Iterator[str]:
     if run.environment.device == "cpu":
         most = max(rank.host_rss_bytes for rank in run.ranks)
         yield f"host memory of a process at most {format_bytes(most)}, with Python and its libraries: no figure that is predicted"
-        yield "prices of the device cpu are assumed: 'plan calibrate run.json -o mine.yaml' takes them from this run"
+        if "profile" not in run.plan["cluster"]:
+            yield "prices of the device cpu are assumed: 'plan profile' measures them, 'plan calibrate' takes them from this run"
     if run.clock_error_s:
         yield f"clocks of the machines agree to within about {seconds_text(run.clock_error_s)}"

@@ -1,0 +1,197 @@
+"""A machine's own profile from nothing to a file: which cases, measured, fitted, merged with what the file had.
+
+What runs a case is handed in by its name (`program`), since it belongs to the executor, above. Every finished case is in the journal
+beside the file at once; the journal goes when the file is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from planner.cases import Workload, cases_of, default_workloads
+from planner.in_step import in_step_of
+from profiles.cases import Case, Record
+from profiles.catalog import cluster_document, load_cluster, load_stack, with_gpus
+from profiles.errors import ConfigError
+from profiles.hardware import Cluster
+from profiles.measured import analytic_profile, shipped_profile
+from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, with_memory_facts, write
+from profiles.profiler.comm_cases import ALL_REDUCE
+from profiles.profiler.environment import CPU, cluster_of, environment, fingerprint
+from profiles.profiler.fit import fit_profile
+from profiles.profiler.fit_links import links_of
+from profiles.profiler.journal import Journal, beside, open_journal
+from profiles.profiler.launch import comm_records
+from profiles.profiler.progress import OnProgress
+from profiles.profiler.session import Measurements, run_session
+from profiles.spec import ModelEntry, Precision, TrainingSpec
+from profiles.stack import Stack
+
+STACK = "parplan"  # whose blocks are measured
+Tell = Callable[[str], None]
+MODULES = ("torch", "torch.distributed")  # what every measurement needs, and takes seconds to import
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is to be measured, and how.
+
+    device       cpu or cuda
+    models       whose shapes; none: a few that say most
+    cases        instead, exactly these
+    program      what measures a case: module:function, of (Case, device) -> Measured
+    """
+
+    output: Path
+    device: str
+    precision: Precision
+    program: str
+    models: tuple[ModelEntry, ...] = ()
+    cases: tuple[Case, ...] | None = None
+    minutes: float = 10.0
+    hang_limit_s: float = 60.0
+    restart: bool = False
+    retry_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """The file's profile; the cases that the budget or Ctrl-C did not reach; remarks on what was found on the way."""
+
+    profile: OwnProfile
+    missed: tuple[Case, ...] = ()
+    interrupted: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profiled:
+    """Measure what the file and its journal lack of the operators on one device, and write the file. Raises ConfigError."""
+    here, known = environment(wanted.device), known_profile(wanted)
+    cases = wanted.cases if wanted.cases is not None else _cases(wanted, here)
+    asked = {"fingerprint": fingerprint(here, wanted.precision), "device": here.device}
+    journal = open_journal(beside(wanted.output), asked, restart=wanted.restart)
+    try:
+        for record in known.records if known else ():
+            journal.records.setdefault(record.case.key, record)
+        found = _session(wanted, cases, here, journal, on_progress)
+        if not found.records:
+            raise ConfigError("nothing was measured before it ended", hint="give it more time with --minutes")
+        profile = kept(wanted.output, known, found.records, here, wanted.precision)
+        journal.delete()
+    finally:
+        journal.close()
+    return Profiled(profile=profile, missed=found.missed, interrupted=found.interrupted, notes=tuple(journal.notes))
+
+
+def measure_links(wanted: Wanted, minutes: float, told: Tell) -> Profiled:
+    """Measure the communication of this node's devices, and write the file. Raises PlannerError.
+
+    Interrupted, it goes on when it is started again: its own journal has what was measured.
+    """
+    here, known = environment(wanted.device), known_profile(wanted)
+    beside_it = comm_path(wanted.output)
+    found = comm_records(here.num_devices, beside_it, device=wanted.device, minutes=minutes, restart=wanted.restart, told=told)
+    profile = kept(wanted.output, known, found.records, here, wanted.precision)
+    beside_it.unlink(missing_ok=True)
+    return Profiled(profile=profile)
+
+
+def comm_path(output: Path) -> Path:
+    """Where the communication's records are until the profile has them."""
+    return output.with_name(output.name + ".comm")
+
+
+def has_links(output: Path, num_ranks: int) -> bool:
+    """Whether the file has all that can be measured of the communication of one node of `num_ranks`."""
+    if not output.exists() or beside(comm_path(output)).exists():
+        return False
+    sizes = [dict(record.case.sizes) for record in read(output).records if record.case.work == ALL_REDUCE]
+    return any(found["nodes"] == 1 and found["ranks_per_node"] == num_ranks for found in sizes)
+
+
+def add_records(output: Path, records: Sequence[Record], device: str | None, where: str) -> Profiled:
+    """Put records that something else measured into a profile that is there. Raises ConfigError: none is, or of another device."""
+    if not output.exists():
+        hint = f"measure operators first: plan profile --no-comm -o {output}"
+        raise ConfigError(f"{output}: no such profile to add {where} to", hint=hint)
+    known = read(output)
+    if known.environment is None or known.precision is None:
+        raise ConfigError(f"{output}: it does not say what it was measured on", hint="make one with: plan profile -o FILE")
+    if device is not None and device != known.environment.device:
+        raise ConfigError(
+            f"{where}: it was measured on {device}, {output} on {known.environment.device}", hint="add it to a profile of its own device")
+    return Profiled(profile=kept(output, known, records, known.environment, Precision(known.precision)))
+
+
+def known_profile(wanted: Wanted) -> OwnProfile | None:
+    """What the file has already, None where it is to be made anew. Raises ConfigError."""
+    return read(wanted.output) if wanted.output.exists() and not wanted.restart else None
+
+
+def _cases(wanted: Wanted, here: Environment) -> tuple[Case, ...]:
+    """Of the models asked for, on the node that this is."""
+    cluster, stack = nominal_cluster(here), load_stack(STACK)
+    training = training_of(wanted.precision, stack)
+    workloads = [
+        Workload(model=entry.spec, training=replace(training, global_batch_size=entry.global_batch_size, seq_length=entry.seq_length))
+        for entry in wanted.models]
+    return cases_of(workloads or default_workloads(cluster, training), cluster)
+
+
+def training_of(precision: Precision, stack: Stack) -> TrainingSpec:
+    """How the shapes that are measured are trained; batch and sequence are the models'."""
+    return TrainingSpec(
+        global_batch_size=1, seq_length=1, precision=precision, attention=stack.attention, stack=stack,
+        overlap_grad_reduce=stack.overlap_grad_reduce)
+
+
+def nominal_cluster(here: Environment) -> Cluster:
+    """The node that this is before anything was measured: what a datasheet says, or what is assumed, with its number of devices."""
+    try:
+        return cluster_of(here)
+    except ConfigError:  # no datasheet
+        base = load_cluster(CPU if here.device == CPU else "a100-80gb-pcie")
+        memory_bytes = here.memory_bytes or base.device.memory_bytes
+        return with_gpus(
+            replace(base, device=replace(base.device, memory_bytes=memory_bytes)), here.num_devices, here.num_devices)
+
+
+def _session(
+    wanted: Wanted, cases: Sequence[Case], here: Environment, journal: Journal, on_progress: OnProgress | None,
+) -> Measurements:
+    """Measure: on CPUs one case at a time, since they share the memory; on GPUs one on each."""
+    devices = [CPU] if wanted.device == CPU else [f"cuda:{index}" for index in range(here.num_devices)]
+    return run_session(
+        cases, wanted.program, devices, journal, deadline_s=60 * wanted.minutes, hang_limit_s=wanted.hang_limit_s,
+        on_progress=on_progress, retry_failed=wanted.retry_failed, modules=(*MODULES, wanted.program.split(":")[0]))
+
+
+def kept(
+    output: Path, known: OwnProfile | None, records: Sequence[Record], here: Environment, precision: Precision,
+) -> OwnProfile:
+    """Write the file with new records beside those it has, and every curve fitted to all. Raises ConfigError."""
+    new = OwnProfile(
+        profile_version=PROFILE_VERSION, device=nominal_cluster(here).device.name, precision=precision.value, environment=here,
+        records=tuple(records))
+    whole = new if known is None else merged(replace(known, calibration=None, fingerprint="", runs=()), new)
+    whole = fitted(whole)
+    write(whole, output)
+    return whole
+
+
+def fitted(profile: OwnProfile) -> OwnProfile:
+    """The profile with cluster and curves of its records. Raises ConfigError: nothing that says how fast the device is."""
+    here, precision = profile.environment, profile.precision
+    if here is None or precision is None:
+        raise ConfigError("the profile does not say what it was measured on", hint="measure it again with plan profile")
+    cluster = cluster_of(here, profile.records)
+    base = shipped_profile(cluster.device.name) or analytic_profile(cluster.device.name)
+    intra, inter, contention = links_of(profile.records, cluster)
+    curves = fit_profile(profile.records, cluster, precision, intra=intra or base.intra, inter=inter or base.inter, contention=contention)
+    in_step = in_step_of(
+        profile.records, curves, cluster, Precision(precision), load_stack(STACK), host_adds=here.device == CPU)
+    return with_memory_facts(replace(
+        profile, device=cluster.device.name, cluster=cluster_document(cluster), profile=replace(curves, in_step=in_step)))
+
