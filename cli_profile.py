@@ -82,7 +82,6 @@ def _check(files: tuple[Path, ...], options: dict[str, Any]) -> None:
 
 def _diff(first: Path, second: Path, *, as_json: bool) -> int:
     from planner.report.profile_diff import diff_document, print_diff
-
     from planner.report.text import console
     from profiles.own import read
 
@@ -210,12 +209,15 @@ def _wanted(options: dict[str, Any]) -> Wanted:
     return Wanted(
         output=options["output"], device=device, precision=precision, program=PROGRAM, minutes=options["minutes"],
         models=tuple(load_model(name) for name in options["models"]), hang_limit_s=options["hang_limit"],
-        cases=None if options["missing"] is None else _missing(options["missing"]), restart=options["restart"],
+        cases=None if options["missing"] is None else _missing(options["missing"], options["output"]), restart=options["restart"],
         retry_failed=options["retry_failed"])
 
 
-def _missing(path: Path) -> tuple[Case, ...]:
-    from planner.cases import missing_cases
+def _missing(path: Path, output: Path) -> tuple[Case, ...]:
+    """What the profile in `output` lacks of a plan's operators, or the plan's own profile where there is no such file."""
+    from planner.missing import missing_cases
     from planner.plan import read
+    from profiles.own import read as read_profile
 
-    return missing_cases(read(path))
+    known = read_profile(output).profile if output.exists() else None
+    return missing_cases(read(path), known, messages=False)

@@ -16,12 +16,18 @@ from profiles.model import LayerKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes of one layer on one rank: kept of a micro-batch, temporary in its passes, ZeRO's beside those, and of its gradients."""
+    """Bytes of one layer on one rank: kept of a micro-batch, temporary in its passes, of its gradients, and of ZeRO.
+
+    gathered   parameters, of this layer and the one that is gathered ahead
+    reduced    whole gradients of one micro-batch: there at the end of the layer's backward pass, and as what is reduced during
+               that of the layer before it
+    """
 
     saved: float
     workspace: float
-    buffer: float
     gradients: float
+    gathered: float = 0.0
+    reduced: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +61,11 @@ def _levels(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], t
             level += sum(layers[choice].saved for choice in chunk) + throughout.sent * (chunk[-1].kind is not LayerKind.HEAD)
             yield level
             continue
+        reducing = 0.0
         for choice in reversed(chunk):
             held, waiting = layers[choice], waits.get(choice.kind, 0.0)
-            yield level + held.workspace + held.buffer
+            yield level + held.gathered + max(held.workspace, held.reduced) + reducing
+            reducing = held.reduced
             level += waiting - held.saved + (0.0 if action.chunk in made else held.gradients)
         level += throughout.sent * (chunk[0].kind is not LayerKind.EMBEDDING)
         made.add(action.chunk)

@@ -163,10 +163,10 @@ def _activations(choice: LayerChoice, frame: Frame, book: PriceBook) -> Activati
 def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook, together: float) -> float:
     """By how much `together`, of gradients, activations and temporaries, is more than there is at any moment.
 
-    Counted where the stack frees gradients and backward passes are whole; elsewhere gradients are taken as always there.
+    Counted where the stack frees gradients, backward passes are whole and the host keeps nothing; elsewhere gradients are taken as always there.
     """
     frame = strategy.frame
-    if not book.training.stack.frees_gradients or frame.splits_backward:
+    if not book.training.stack.frees_gradients or frame.splits_backward or book.offload:
         return 0.0
     held = {choice: book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in kept}
     table = book.shared_table_bytes(frame.mesh, frame.sharding)
@@ -183,10 +183,11 @@ def _of_layer(choice: LayerChoice, size: ActivationBytes, states: LayerStates, *
 
     joined: embedding and head are gathered and reduced together, as one layer that begins the passes and ends them
     """
-    copies = {2: ZERO_2_COPIES, 3: ZERO_3_COPIES}.get(choice.zero, 1)
+    whole = states.zero_buffer / {2: ZERO_2_COPIES, 3: ZERO_3_COPIES}.get(choice.zero, 1)
     once = joined and choice.kind is LayerKind.EMBEDDING
-    buffer = 0.0 if choice.zero < 2 else states.zero_buffer / (copies if once else 1)
-    return Held(saved=size.saved, workspace=size.workspace, buffer=buffer, gradients=states.states.gradients)
+    return Held(
+        saved=size.saved, workspace=size.workspace, gradients=states.states.gradients,
+        gathered=2 * whole if choice.zero == 3 and not once else 0.0, reduced=whole if choice.zero >= 2 else 0.0)
 
 
 def _workspace_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes]) -> float:

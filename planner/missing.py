@@ -23,7 +23,7 @@ from planner.plan import Plan
 from planner.reprice import book_of, strategy_of
 from profiles.cases import Case
 from profiles.measured import analytic_profile
-from profiles.profiler.comm_cases import TIMED, timed_case
+from profiles.profiler.comm_cases import SMALLEST_BYTES, TIMED, timed_case
 from profiles.profiler.groups import Shape
 from profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest
 from profiles.speeds import Profile
@@ -110,10 +110,13 @@ def _owned(choice: LayerChoice, frame: Frame, book: PriceBook) -> int:
 
 
 def _of_traffic(strategy: Strategy, rank: int, book: PriceBook) -> dict[Case, Kind]:
-    """What a device of a pipeline rank sends, each collective of each size once, without what is too little to matter."""
+    """What a device of a pipeline rank sends, each collective of each size once, without what is too little to matter.
+
+    No curve starts below 1 KiB, where all is latency: less counts as that.
+    """
     prices, spent_s = dict[Case, Seconds](), dict[Case, float]()
     for sent in rank_tally(strategy, rank, book).by_size():
-        n_bytes = sent.num_bytes // sent.calls
+        n_bytes = max(SMALLEST_BYTES, sent.num_bytes // sent.calls)
         for shape, price in _prices(sent, n_bytes, rank, strategy.frame, book):
             case = timed_case(sent.kind, n_bytes, shape, book.training.precision.value)
             prices[case], spent_s[case] = price, sent.calls * price.value_s

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from profiles.cases import Measured, Outcome, Record
 from profiles.errors import ConfigError, PlannerError
 from profiles.profiler import collectives, comm_run, launch
-from profiles.profiler.collectives import timing
+from profiles.profiler.collectives import Effort, timing
 from profiles.profiler.comm_cases import COLLECTIVES, COMMUNICATOR, OVERLAP, POINT_TO_POINT, comm_cases, shape_of
 from profiles.profiler.comm_file import COMM_VERSION, CommFile, in_flight_of, read, write
 from profiles.profiler.comm_run import Chief, InFlight, run_cases
@@ -38,7 +38,7 @@ def _rank(rank, world, port, journal, timeout_s, cases):
         chief = Chief(cases=cases, journal=open_journal(journal, ASKED), in_flight=InFlight(journal.with_suffix(".in-flight")))
     ranks = joined(world, torch.device("cpu"), timedelta(seconds=timeout_s))
     try:
-        run_cases(cases, ranks, chief, repeats=3)
+        run_cases(cases, ranks, chief, Effort(repeats=3, patience_s=0.0))
     except PlannerError as error:
         os._exit(error.exit_code)
     os._exit(0)

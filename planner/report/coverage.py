@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from planner.missing import Coverage, coverage
 from planner.plan import Plan
+from profiles.cases import Case
 from profiles.errors import ConfigError
 from profiles.profiler.comm_cases import TIMED
 from profiles.provenance import Kind
 
-_SHAPES, _MESSAGES = "shapes", "sizes of messages"
 
 
 def found_coverage(plan: Plan) -> Coverage | None:
@@ -23,13 +23,23 @@ def found_coverage(plan: Plan) -> Coverage | None:
 
 def coverage_text(found: Coverage) -> str:
     """`34 shapes measured, 6 interpolated, 3 analytic`, and the same of what ranks send each other, if they do."""
-    parts = ((what, {kind: found.count(kind, of_ranks=what is _MESSAGES) for kind in Kind}) for what in (_SHAPES, _MESSAGES))
-    return "; ".join(_counts(what, counts) for what, counts in parts if any(counts.values()))
+    counts = ({kind: found.count(kind, of_ranks=of_ranks) for kind in Kind} for of_ranks in (False, True))
+    return "; ".join(_counts(what, of) for what, of in zip(("shape{}", "size{} of messages"), counts, strict=True) if any(of.values()))
 
 
 def _counts(what: str, counts: dict[Kind, int]) -> str:
-    first, *others = ((kind, count) for kind, count in counts.items() if count)
-    return ", ".join((f"{first[1]} {what} {first[0]}", *(f"{count} {kind}" for kind, count in others)))
+    (kind, count), *others = ((kind, count) for kind, count in counts.items() if count)
+    return ", ".join((f"{count} {what.format('' if count == 1 else 's')} {kind}", *(f"{other} {kind}" for kind, other in others)))
+
+
+def _unmeasured_messages(found: Coverage, plan: Plan) -> list[Case]:
+    """Messages between groups that no curve is of; where one is, but of smaller messages, nothing larger would be measured again."""
+    profile = plan.cluster.profile
+    curves = (*profile.intra.curves, *profile.inter.crossing) if profile else ()
+    measured = {(curve.collective, curve.nodes, curve.ranks) for curve in curves}
+    return [
+        case for case in found.missing
+        if case.work in TIMED and (case.work, case.size("nodes"), case.size("ranks_per_node")) not in measured]
 
 
 def coverage_notes(found: Coverage, plan: Plan, profile: str, plan_file: str) -> Iterator[str]:
@@ -37,7 +47,7 @@ def coverage_notes(found: Coverage, plan: Plan, profile: str, plan_file: str) ->
     measure = f"measure what is analytic: plan profile -o {profile or 'PROFILE'}"
     if found.count(Kind.ANALYTIC, of_ranks=False):
         yield f"{measure} --missing {plan_file or 'PLAN'}"
-    messages = [case for case in found.missing if case.work in TIMED]
+    messages = _unmeasured_messages(found, plan)
     if any(case.size("nodes") == 1 for case in messages):
         yield f"{measure} --comm"
     if any(case.size("nodes") > 1 for case in messages):

@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +25,9 @@ from profiles.units import US_PER_S
 
 Made = TypeVar("Made")
 WARM_UP_REPEATS = 2  # after the first call
-MIN_REPEATS, MAX_REPEATS = 5, 30
-MEASURED_S = 0.2  # repeats go on for about so long
+MIN_REPEATS = 5
+MEASURED_S = 0.2  # repeats go on for about so long,
+STEADY_SPREAD = 0.1  # longer where they spread more: what else the machine does comes in bursts
 REPEAT_S = 0.002  # a repeat takes at least about so long, in as many calls
 LEAD_S = 0.05  # a longer call does not notice how ranks leave a barrier
 MAX_CALLS = 20  # in one repeat, as nccl-tests has by default
@@ -37,6 +39,17 @@ _POLL_S = 5e-5
 _NOT_THERE = ("not support", "unsupported", "not implement")  # what torch says of a collective that a backend lacks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How many repeats a case gets at most at once, and how many seconds of them where they spread."""
+
+    repeats: int = 30
+    patience_s: float = 1.0
+
+
+FULL = Effort()
+
+
 class UnsupportedError(Exception):
     """The backend lacks this collective; all ranks know."""
 
@@ -45,10 +58,10 @@ class DoesNotFitError(Exception):
     """The tensors of some rank do not fit its memory; all ranks know."""
 
 
-def measured(case: Case, ranks: Ranks, *, repeats: int = MAX_REPEATS) -> Record:
+def measured(case: Case, ranks: Ranks, effort: Effort = FULL) -> Record:
     """What came of `case`, the same on all ranks. Raises RuntimeError when a collective fails or passes its timeout."""
     try:
-        found = _WORKS.get(case.work, _timed)(_Together(case, ranks), repeats)
+        found = _WORKS.get(case.work, _timed)(_Together(case, ranks), effort)
     except UnsupportedError as error:
         return Record(case=case, outcome=Outcome.UNSUPPORTED, detail=str(error))
     except DoesNotFitError as error:
@@ -117,18 +130,20 @@ class _Together:
         return min(repeats, max(MIN_REPEATS, wanted))
 
 
-def _timed(together: _Together, repeats: int) -> Measured:
+def _timed(together: _Together, effort: Effort) -> Measured:
     """A collective, or a message: half of there and back."""
     case, device = together.case, together.ranks.device
     run = together.made(lambda group, ranks: call(case, group, ranks, device))
     together.first(run)
-    warm_s = together.seconds(run, WARM_UP_REPEATS)[-1]
-    found_s = together.seconds(run, together.choose(warm_s, repeats))
+    turns = together.choose(together.seconds(run, WARM_UP_REPEATS)[-1], effort.repeats)
     share = 0.5 if case.work == POINT_TO_POINT else 1.0
+    found_s: list[float] = []
+    while not found_s or (timing(found_s).spread > STEADY_SPREAD and together.calls * sum(found_s) < effort.patience_s):
+        found_s += together.seconds(run, turns)
     return Measured(times={"time": timing([share * seconds for seconds in found_s])})
 
 
-def _overlap(together: _Together, repeats: int) -> Measured:
+def _overlap(together: _Together, effort: Effort) -> Measured:
     """Seconds of an all-reduce alone, of as many products as hide it, and of both together, in turns."""
     case, device = together.case, together.ranks.device
     beside = together.made(lambda group, _: Products(case, group, device))
@@ -139,14 +154,14 @@ def _overlap(together: _Together, repeats: int) -> Measured:
     count = max(1, min(MAX_PRODUCTS, math.ceil(HIDDEN_FACTOR * reduce_s / product_s)))
     if beside is not None:
         beside.count = count
-    turns = max(MIN_REPEATS, min(repeats, math.ceil(MEASURED_S / max(reduce_s, product_s * count))))
+    turns = max(MIN_REPEATS, min(effort.repeats, math.ceil(MEASURED_S / max(reduce_s, product_s * count))))
     found_s = [[together.seconds(run, 1)[0] for run in runs] for _ in range(turns)]
     alone_s, communication_s, both_s = (statistics.median(column) for column in zip(*found_s, strict=True))
     figures = {"compute_alone_s": alone_s, "communication_alone_s": communication_s, "both_s": both_s, "products": float(count)}
     return Measured(figures=figures)
 
 
-def _communicator(together: _Together, repeats: int) -> Measured:
+def _communicator(together: _Together, effort: Effort) -> Measured:
     """What the first collective of new groups takes of the device's memory, of the rank that has least left after it."""
     ranks = together.ranks
     if ranks.device.type != "cuda":
@@ -165,7 +180,7 @@ def _communicator(together: _Together, repeats: int) -> Measured:
     return Measured(figures={"buffer_bytes": taken})
 
 
-_WORKS: dict[str, Callable[[_Together, int], Measured]] = {OVERLAP: _overlap, COMMUNICATOR: _communicator}
+_WORKS: dict[str, Callable[[_Together, Effort], Measured]] = {OVERLAP: _overlap, COMMUNICATOR: _communicator}
 
 
 def elapsed_s(run: Run, calls: int, device: torch.device, limit_s: float) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 
 from profiles.cases import Case, Outcome, Record
 from profiles.errors import PlannerError
-from profiles.profiler.collectives import MAX_REPEATS, measured
+from profiles.profiler.collectives import FULL, Effort, measured
 from profiles.profiler.journal import Journal
 from profiles.profiler.ranks import Ranks
 
@@ -95,14 +95,14 @@ class Chief:
         self.told(record, len(self.cases) - len(self.left()), len(self.cases))
 
 
-def run_cases(cases: Sequence[Case], ranks: Ranks, chief: Chief | None, *, repeats: int = MAX_REPEATS) -> None:
+def run_cases(cases: Sequence[Case], ranks: Ranks, chief: Chief | None, effort: Effort = FULL) -> None:
     """Measure the cases that rank 0, which alone has a `chief`, chooses. Raises PlannerError when a collective failed."""
     while (index := ranks.decided(STOP if chief is None else chief.next_index())) != STOP:
         case = cases[index]
         if chief is not None:
             chief.in_flight.begin(case)
         try:
-            record = measured(case, ranks, repeats=repeats)
+            record = measured(case, ranks, effort)
         except RuntimeError as error:
             raise _failed(case, error, chief) from None
         if chief is not None:
