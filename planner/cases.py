@@ -28,10 +28,11 @@ from costmodels.book import PriceBook
 from costmodels.compute import kernel_time
 from costmodels.memory import owned_parameters
 from costmodels.sharding import Sharding
-from planner.operator_cases import kernels_by_case, kernels_of_update, operator_cases, update_cases
+from planner.operator_cases import kernels_by_case, operator_cases, update_cases
 from planner.space import MAX_MICRO_BATCH_SIZE, divisors, illegal_tensor_parallel
 from profiles.cases import Case, Pass
 from profiles.catalog import load_model
+from profiles.curves import memory_bound_s
 from profiles.hardware import Cluster
 from profiles.measured import Machine, analytic_profile
 from profiles.model import LayerKind
@@ -163,9 +164,9 @@ def step_shares(workload: Workload, cluster: Cluster) -> dict[tuple[str, str], f
             for case, kernels in found.items():
                 once_s = sum(kernel_time(kernel, machine, training).value_s for kernel in kernels)
                 seconds[operator.name, case.work] += num_micro_batches * layer.count * once_s
-    for case in update_cases(graph.num_parameters, training):
-        of_update = kernels_of_update(case, training)
-        seconds[case.work, case.work] = sum(kernel_time(kernel, machine, training).value_s for kernel in of_update)
+    for case in update_cases(graph.num_parameters, training):  # both as fast as Adam: without a measurement the norm has no price
+        (n_bytes,) = case.passes[0].sizes
+        seconds[case.work, case.work] = memory_bound_s(n_bytes, machine.profile.compute.optimizer, cluster.device.memory_bytes_per_s)
     whole_s = sum(seconds.values())
     return {key: part_s / whole_s for key, part_s in seconds.items()}
 

@@ -150,7 +150,7 @@ def test_the_summary_says_how_much_was_measured_and_how_to_measure_the_rest(tmp_
     assert row.split("of cpu")[1].strip() == f"{counts[0]} shapes measured, {counts[2]} analytic"
     assert counts[2] == 5
     assert "measure what is analytic: plan profile -o mine.yaml --missing plan.yaml" in text
-    assert "band unknown: kernels were measured on this machine, steps were not" in text
+    assert "band unknown: no published step was priced with a profile of your own" in text
     assert "--comm" not in text
     write(plan, tmp_path / "plan.yaml")
     assert f"{counts[0]} shapes measured" in printed(read(tmp_path / "plan.yaml"))

@@ -12,7 +12,6 @@ from profiles.profiler.comm_cases import TIMED
 from profiles.provenance import Kind
 
 
-
 def found_coverage(plan: Plan) -> Coverage | None:
     """What the plan's own profile has of it, None without a profile, or where layers were changed by hand to what has no price."""
     try:

@@ -98,7 +98,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "band unknown: no measured steps of models with experts, whose routing is taken as balanced"
         yield "blocks of experts are divided over tp as Megatron divides them, and recompute nothing, a selection or everything"
     elif plan.cluster.profile:
-        yield "band unknown: kernels were measured on this machine, steps were not"
+        yield "band unknown: no published step was priced with a profile of your own"
     else:
         yield "band unknown: no measured steps on this device"
     if plan.cluster.calibration:
