@@ -163,7 +163,8 @@ def _activations(choice: LayerChoice, frame: Frame, book: PriceBook) -> Activati
 def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook, together: float) -> float:
     """By how much `together`, of gradients, activations and temporaries, is more than there is at any moment.
 
-    Counted where the stack frees gradients, backward passes are whole and the host keeps nothing; elsewhere gradients are taken as always there.
+    Counted where the stack frees gradients, backward passes are whole and the host keeps nothing; elsewhere gradients are taken
+    as always there.
     """
     frame = strategy.frame
     if not book.training.stack.frees_gradients or frame.splits_backward or book.offload:
