@@ -18,6 +18,7 @@ from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import analytic_profile, shipped_profile
 from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, with_memory_facts, write
+from profiles.own_records import rounded_records
 from profiles.profiler.comm_cases import ALL_REDUCE
 from profiles.profiler.environment import CPU, cluster_of, environment, fingerprint
 from profiles.profiler.fit import fit_profile
@@ -176,7 +177,7 @@ def kept(
     """Write the file with new records beside those it has, and every curve fitted to all. Raises ConfigError."""
     new = OwnProfile(
         profile_version=PROFILE_VERSION, device=nominal_cluster(here).device.name, precision=precision.value, environment=here,
-        records=tuple(records))
+        records=rounded_records(tuple(records)))
     whole = new if known is None else merged(replace(known, calibration=None, fingerprint="", runs=()), new)
     whole = fitted(whole)
     write(whole, output)
