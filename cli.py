@@ -465,12 +465,14 @@ def _list(rows: Callable[[], Sequence[object]], show_table: Callable[[Any], None
         show_table(console(sys.stdout))
 
 
-@main.command(epilog="  plan schema > docs/plan.schema.json")
-def schema() -> None:
+@main.command(epilog="  plan schema > docs/plan.schema.json\n  plan schema --profile > profile.schema.json")
+@option(OUTPUT, "--profile", is_flag=True, help="Of the profile file instead.")
+def schema(profile: bool) -> None:
     """Print the JSON Schema of the plan file."""
     from planner.report.documents import plan_schema
+    from profiles.own import schema as profile_schema
 
-    _print_json(plan_schema())
+    _print_json(profile_schema() if profile else plan_schema())
 
 
 for command in (cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):

@@ -114,15 +114,13 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     that the runs exercised, and of the optimizer; what none exercised stays as it was, and is said so. Of plans that were made with
     what `plan profile` measured, the new profile keeps those curves beside the factors.
     """
-    import yaml
-
     from planner.calibrate import calibrate
     from planner.options import require_writable
     from planner.report.calibration import print_calibration
     from planner.report.text import console, say
     from planner.runs import read
     from profiles.files import write_text
-    from profiles.own import to_yaml
+    from profiles.own import to_document, to_yaml
 
     if output != STDOUT:
         require_writable(output)
@@ -132,7 +130,7 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     else:
         write_text(to_yaml(found), output, hint="choose another file with --output")
     if as_json:
-        click.echo(json.dumps(yaml.safe_load(to_yaml(found)), indent=2))  # what the file holds
+        click.echo(json.dumps(to_document(found), indent=2))
         return
     out = console(sys.stderr if output == STDOUT else sys.stdout)
     print_calibration(found, out)

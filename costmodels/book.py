@@ -228,15 +228,18 @@ class PriceBook:
 
         return self._once(("transfer", micro_batch_size, sharding, crosses_nodes, sharing), make)
 
-    def kept_output_bytes(self, micro_batch_size: int, sharding: Sharding) -> int:
-        """What a stage hands on of a micro-batch, where the stack keeps it until the backward pass."""
+    def sent_bytes(self, micro_batch_size: int, sharding: Sharding) -> int:
+        """What a stage sends of a micro-batch each way, where the stack keeps it until the end of the step."""
         boundary = self.graph(micro_batch_size).block.input
         assert boundary is not None
-        return sharding.local_bytes(boundary, sharding.boundary) if self.training.stack.keeps_stage_outputs else 0
+        return sharding.local_bytes(boundary, sharding.boundary) if self.training.stack.keeps_sent else 0
 
     def shared_table_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
-        """The gradient of the token table as autograd makes it, where head and embedding are one parameter."""
-        if not self.tied or mesh.pp > 1:
+        """The gradient of the token table as autograd makes it, where head and embedding are one parameter.
+
+        It holds the head's until it has the embedding's, and makes a third of both. Counted where the stack frees gradients.
+        """
+        if not self.tied or mesh.pp > 1 or not self.training.stack.frees_gradients:
             return 0
         head = self.graph(1).head
         own = owned_parameters(head, sharding) - owned_parameters(head, sharding, with_tied=False)

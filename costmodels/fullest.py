@@ -16,38 +16,57 @@ from profiles.model import LayerKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes of one layer on one rank: kept of a micro-batch, temporary in its passes, and of its gradients."""
+    """Bytes of one layer on one rank: kept of a micro-batch, temporary in its passes, of its gradients, and of ZeRO.
+
+    gathered   parameters, of this layer and the one that is gathered ahead
+    reduced    whole gradients of one micro-batch: there at the end of the layer's backward pass, and as what is reduced during
+               that of the layer before it
+    """
 
     saved: float
     workspace: float
     gradients: float
+    gathered: float = 0.0
+    reduced: float = 0.0
 
 
-def fullest_bytes(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], *, output: float, shared_table: float) -> float:
-    """The most of activations, temporaries and gradients at once on a device of pipeline rank `rank`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughout:
+    """Bytes of a rank that no layer's pass frees.
 
-    output: of a stage that another follows, kept of a micro-batch until its backward pass
-    shared_table: gradient of the token table, where head and embedding share it: autograd holds the head's until it has the
-        embedding's, and makes a third of both
+    sent          of what a stage hands on, or back, of a micro-batch: kept until the step is over
+    shared_table  the head's gradient of a token table that the embedding shares: held until the embedding's is there
+    gathered      parameters that stay gathered through the passes, because their layer begins and ends them
+    reduced       the largest buffer of a reduction after the last backward pass
     """
-    return max(_levels(strategy, rank, layers, output, shared_table), default=0.0)
+
+    sent: float = 0.0
+    shared_table: float = 0.0
+    gathered: float = 0.0
+    reduced: float = 0.0
 
 
-def _levels(
-    strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], output: float, shared_table: float,
-) -> Iterator[float]:
-    """What is held while each layer runs backward, through the rank's actions in their order."""
-    chunks, level, made = strategy.chunks(rank), 0.0, set[int]()
+def fullest_bytes(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], throughout: Throughout) -> float:
+    """The most of activations, temporaries and gradients at once on a device of pipeline rank `rank`."""
+    return max(_levels(strategy, rank, layers, throughout))
+
+
+def _levels(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], throughout: Throughout) -> Iterator[float]:
+    """What is held while each layer runs backward, through the rank's actions in their order, and while gradients are reduced."""
+    chunks, level, made = strategy.chunks(rank), throughout.gathered, set[int]()
+    waits = {LayerKind.HEAD: throughout.shared_table, LayerKind.EMBEDDING: -throughout.shared_table}
     for action in strategy.frame.orders()[rank]:
         chunk = chunks[action.chunk]
-        sent = 0.0 if chunk[-1].kind is LayerKind.HEAD else output
         if action.work is Work.FORWARD:
-            level += sum(layers[choice].saved for choice in chunk) + sent
+            level += sum(layers[choice].saved for choice in chunk) + throughout.sent * (chunk[-1].kind is not LayerKind.HEAD)
             yield level
             continue
+        reducing = 0.0
         for choice in reversed(chunk):
-            waits = {LayerKind.HEAD: shared_table, LayerKind.EMBEDDING: -shared_table}.get(choice.kind, 0.0)
-            yield level + layers[choice].workspace + max(0.0, -waits)
-            level += waits - layers[choice].saved + (0.0 if action.chunk in made else layers[choice].gradients)
-        level -= sent
+            held, waiting = layers[choice], waits.get(choice.kind, 0.0)
+            yield level + held.gathered + max(held.workspace, held.reduced) + reducing
+            reducing = held.reduced
+            level += waiting - held.saved + (0.0 if action.chunk in made else held.gradients)
+        level += throughout.sent * (chunk[0].kind is not LayerKind.EMBEDDING)
         made.add(action.chunk)
+    yield level - throughout.gathered + throughout.reduced

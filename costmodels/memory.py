@@ -31,6 +31,7 @@ from profiles.spec import Precision, TrainingSpec
 
 MASTER_BYTES = 4
 MOMENTS_BYTES = 8
+ZERO_2_COPIES, ZERO_3_COPIES = 2, 4  # in fp32, of a layer's parameters that ZeRO holds beside them (`zero_buffer_bytes`)
 
 
 @dataclass(frozen=True, slots=True)

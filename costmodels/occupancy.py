@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
 from costmodels.actions import Work, parse_row
-from costmodels.book import ActivationBytes, PriceBook
-from costmodels.fullest import Held, fullest_bytes
-from costmodels.memory import StateBytes
+from costmodels.book import ActivationBytes, LayerStates, PriceBook
+from costmodels.fullest import Held, Throughout, fullest_bytes
+from costmodels.memory import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
 from costmodels.mesh import Axis, Mesh
 from costmodels.schedules import Schedule, in_flight
 from costmodels.strategy import Frame, LayerChoice, Strategy
@@ -128,14 +128,21 @@ def held_bytes(strategy: Strategy, rank: int, saved: dict[LayerChoice, float]) -
     return stashes(LayerKind.BLOCK, rank, frame) * blocks + ends
 
 
+def sent_bytes(rank: int, frame: Frame, book: PriceBook) -> float:
+    """What a rank has sent at the end of a step, where the stack keeps it until then: activations on, gradients back."""
+    last = frame.num_virtual_stages - 1
+    messages = sum((stage < last) + (stage > 0) for stage in frame.stages_of(rank)) * frame.num_micro_batches
+    return float(messages * book.sent_bytes(frame.micro_batch_size, frame.sharding))
+
+
 def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
     frame, layers = strategy.frame, rank_layers(strategy, rank)
-    kept = {choice: book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute) for choice in layers}
+    kept, table = {choice: _activations(choice, frame, book) for choice in layers}, book.shared_table_bytes(frame.mesh, frame.sharding)
     held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
-    activations = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
-    temporaries = _workspace_bytes(strategy, rank, kept) + _waiting_bytes(strategy, rank, kept, book) + max(
+    activations = sent_bytes(rank, frame, book) + held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
+    temporaries = table + _workspace_bytes(strategy, rank, kept) + _waiting_bytes(strategy, rank, kept, book) + max(
         layer.zero_buffer for layer in held)
     apart = _apart_bytes(strategy, rank, kept, book, states.gradients + activations + temporaries)
     spare = book.training.stack.allocator_share * (states.total + activations + temporaries - apart)
@@ -145,23 +152,43 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
         host=sum(layer.host for layer in held) + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}))
 
 
+def _activations(choice: LayerChoice, frame: Frame, book: PriceBook) -> ActivationBytes:
+    """A layer's, with the sum of a shared table's gradients among the temporaries of the embedding."""
+    size = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+    if choice.kind is not LayerKind.EMBEDDING:
+        return size
+    return replace(size, workspace=size.workspace + book.shared_table_bytes(frame.mesh, frame.sharding))
+
+
 def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook, together: float) -> float:
     """By how much `together`, of gradients, activations and temporaries, is more than there is at any moment.
 
-    Counted where the stack frees gradients and backward passes are whole; elsewhere gradients are taken as always there. Less
-    than 0 where a tied table's gradients make the fullest moment.
+    Counted where the stack frees gradients, backward passes are whole and the host keeps nothing; elsewhere gradients are taken
+    as always there.
     """
     frame = strategy.frame
-    if not book.training.stack.frees_gradients or frame.splits_backward:
+    if not book.training.stack.frees_gradients or frame.splits_backward or book.offload:
         return 0.0
     held = {choice: book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in kept}
-    layers = {
-        choice: Held(saved=size.saved, workspace=size.workspace, gradients=held[choice].states.gradients)
-        for choice, size in kept.items()}
-    buffer = max(layer.zero_buffer for layer in held.values())
-    return together - buffer - fullest_bytes(
-        strategy, rank, layers, output=book.kept_output_bytes(frame.micro_batch_size, frame.sharding),
-        shared_table=book.shared_table_bytes(frame.mesh, frame.sharding))
+    table = book.shared_table_bytes(frame.mesh, frame.sharding)
+    layers = {choice: _of_layer(choice, size, held[choice], joined=table > 0) for choice, size in kept.items()}
+    end = next((choice for choice in kept if choice.kind is LayerKind.EMBEDDING and table and choice.zero == 3), None)
+    return together - fullest_bytes(strategy, rank, layers, Throughout(
+        sent=book.sent_bytes(frame.micro_batch_size, frame.sharding), shared_table=table,
+        gathered=held[end].zero_buffer / ZERO_3_COPIES if end else 0.0,
+        reduced=max(held[choice].zero_buffer if choice.zero == 1 else 0 for choice in kept)))
+
+
+def _of_layer(choice: LayerChoice, size: ActivationBytes, states: LayerStates, *, joined: bool) -> Held:
+    """What a layer holds as it runs backward; ZeRO 1 reduces after that.
+
+    joined: embedding and head are gathered and reduced together, as one layer that begins the passes and ends them
+    """
+    whole = states.zero_buffer / {2: ZERO_2_COPIES, 3: ZERO_3_COPIES}.get(choice.zero, 1)
+    once = joined and choice.kind is LayerKind.EMBEDDING
+    return Held(
+        saved=size.saved, workspace=size.workspace, gradients=states.states.gradients,
+        gathered=2 * whole if choice.zero == 3 and not once else 0.0, reduced=whole if choice.zero >= 2 else 0.0)
 
 
 def _workspace_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes]) -> float:

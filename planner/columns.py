@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
-from costmodels.occupancy import occupied_bytes, peaks, stashes, usable_bytes
+from costmodels.occupancy import occupied_bytes, peaks, sent_bytes, stashes, usable_bytes
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
@@ -152,7 +152,9 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
     time_s = rank_receives(rank, frame, book).value_s
     tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
-    states = ideal = held_bytes = ideal_held = used_up = waiting = 0.0
+    table = book.shared_table_bytes(mesh, sharding)
+    states = ideal = ideal_held = used_up = waiting = 0.0
+    held_bytes = sent_bytes(rank, frame, book) + table
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
     for kind in end_kinds(rank, frame):
@@ -167,6 +169,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
         used_up += kept.saved * (kind is LayerKind.HEAD and not frame.splits_backward)
         waiting += book.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and frame.splits_backward)
+    workspaces[LayerKind.EMBEDDING] += table
     return Fixed(
         time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, ideal_held=ideal_held, zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,

@@ -18,6 +18,7 @@ from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.measured import analytic_profile, shipped_profile
 from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, with_memory_facts, write
+from profiles.own_records import rounded_records
 from profiles.profiler.comm_cases import ALL_REDUCE
 from profiles.profiler.environment import CPU, cluster_of, environment, fingerprint
 from profiles.profiler.fit import fit_profile
@@ -69,7 +70,7 @@ class Profiled:
 def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profiled:
     """Measure what the file and its journal lack of the operators on one device, and write the file. Raises ConfigError."""
     here, known = environment(wanted.device), known_profile(wanted)
-    cases = wanted.cases if wanted.cases is not None else _cases(wanted, here)
+    cases = cases_wanted(wanted, here)
     asked = {"fingerprint": fingerprint(here, wanted.precision), "device": here.device}
     journal = open_journal(beside(wanted.output), asked, restart=wanted.restart)
     try:
@@ -130,8 +131,10 @@ def known_profile(wanted: Wanted) -> OwnProfile | None:
     return read(wanted.output) if wanted.output.exists() and not wanted.restart else None
 
 
-def _cases(wanted: Wanted, here: Environment) -> tuple[Case, ...]:
-    """Of the models asked for, on the node that this is."""
+def cases_wanted(wanted: Wanted, here: Environment) -> tuple[Case, ...]:
+    """Those that were asked for, or of the models, on the node that this is."""
+    if wanted.cases is not None:
+        return wanted.cases
     cluster, stack = nominal_cluster(here), load_stack(STACK)
     training = training_of(wanted.precision, stack)
     workloads = [
@@ -174,7 +177,7 @@ def kept(
     """Write the file with new records beside those it has, and every curve fitted to all. Raises ConfigError."""
     new = OwnProfile(
         profile_version=PROFILE_VERSION, device=nominal_cluster(here).device.name, precision=precision.value, environment=here,
-        records=tuple(records))
+        records=rounded_records(tuple(records)))
     whole = new if known is None else merged(replace(known, calibration=None, fingerprint="", runs=()), new)
     whole = fitted(whole)
     write(whole, output)

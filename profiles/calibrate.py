@@ -256,7 +256,8 @@ def to_yaml(profile: Profile) -> str:
     return f"# Written by `python -m profiles.calibrate` from public measurements; do not edit. Times in s and us, sizes in bytes.\n{body}"
 
 
-OF_OWN: dict[str, Any] = {"points": [], "named": {}, "crossing": [], "nodes": 1, "groups": 1}  # what only a machine's own profile has
+OF_OWN: dict[str, Any] = {  # what only a machine's own profile has
+    "points": [], "named": {}, "crossing": [], "nodes": 1, "groups": 1, "untiled": False}
 
 
 def _plain(value: Any) -> Any:

@@ -73,6 +73,7 @@ class MatmulCurve(Curve):
     bandwidth_share  share of the memory bandwidth at which operands and result move
     throttle         by how much longer arithmetic takes once the device is at its power limit
     throttle_flops   the size of a product that alone brings a rested device halfway there
+    untiled          of a host, which cuts products into tiles too small to tell: m and n count as they are
     """
 
     efficiency: float
@@ -80,6 +81,7 @@ class MatmulCurve(Curve):
     bandwidth_share: float
     throttle: float = 0.0
     throttle_flops: float = 1e12
+    untiled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -194,6 +196,8 @@ def _tiles_s(product: Product, curve: MatmulCurve, chip: Chip) -> float:
     """
     sms = chip.num_sms
     rate = chip.peak_flops_per_s * curve.efficiency / sms
+    if curve.untiled:
+        return 2 * product.batch * product.m * product.n * (product.k + curve.k_half) / (sms * rate)
     best = math.inf
     for rows, columns in TILES:
         tiles = -(-product.m // rows) * -(-product.n // columns) * product.batch

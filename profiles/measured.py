@@ -61,7 +61,8 @@ class Machine:
     @property
     def _curves_inside(self) -> tuple[CollectiveCurve, ...]:
         """What was measured on the machine itself holds on its link, whatever the datasheet calls it."""
-        intra, own = self.profile.intra, self.cluster.profile is not None
+        intra = self.profile.intra
+        own = self.cluster.profile is not None and intra.kind is Kind.MEASURED
         return intra.curves if own or _near(self.cluster.intra_node.bytes_per_s, intra.link_bytes_per_s) else ()
 
 

@@ -163,21 +163,21 @@ _Dumper.add_representer(str, _text)
 
 
 def to_yaml(profile: OwnProfile) -> str:
-    """The file's text: what is None or empty is left out, each record is one line."""
+    """The file's text: each record is one line."""
+    body = to_document(profile)
+    records = body.pop("records", [])
+    text = _HEADER + yaml.dump(body, Dumper=_Dumper, sort_keys=False, width=120)
+    lines = (yaml.dump(line, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=float("inf")) for line in records)
+    return text + "".join(("records:\n", *(f"- {line}" for line in lines)) if records else ())
+
+
+def to_document(profile: OwnProfile) -> dict[str, Any]:
+    """The file's content as plain values; what is None or empty is left out."""
     body = document(replace(profile, cluster=None, records=()))
     if profile.profile is not None:
         _leave_out_points(body["profile"]["compute"], profile.records)
-    body = _filled(body) | ({"cluster": dict(profile.cluster)} if profile.cluster else {})
-    ordered = {key.name: body[key.name] for key in fields(OwnProfile) if body.get(key.name, "") != ""}
-    return _HEADER + yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, width=120) + _records_yaml(profile)
-
-
-def _records_yaml(profile: OwnProfile) -> str:
-    if not profile.records:
-        return ""
-    lines = lines_of(profile.records, profile.precision)
-    texts = (yaml.dump(line, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=float("inf")) for line in lines)
-    return "".join(("records:\n", *(f"- {text}" for text in texts)))
+    body = _filled(body) | {"cluster": dict(profile.cluster or {}), "records": lines_of(profile.records, profile.precision)}
+    return {key.name: body[key.name] for key in fields(OwnProfile) if body.get(key.name) not in (None, "", [], {})}
 
 
 def _filled(value: Any) -> Any:

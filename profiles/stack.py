@@ -62,7 +62,7 @@ class Stack:
     zero_buffers                   ZeRO 1 and 2 reduce and gather through buffers of one layer, not in place
     frees_gradients                gradients are freed after each update: where all forward passes of a step come before its first backward
                                    pass, they are not there when most activations are
-    keeps_stage_outputs            a stage keeps what it sent to the next one until that micro-batch's backward pass
+    keeps_sent                     a stage keeps the activations and gradients that it sends until the step is over
     plain_dropout_on_cpu           it runs torch's dropout, which on CPUs keeps a mask of its input's type, and attention then its scores
     workspace_bytes                libraries' workspaces that the allocator holds all the time (cuBLAS, Transformer Engine)
 
@@ -98,7 +98,7 @@ class Stack:
     bucket_elements: int = 0
     zero_buffers: bool = True
     frees_gradients: bool = False
-    keeps_stage_outputs: bool = False
+    keeps_sent: bool = False
     plain_dropout_on_cpu: bool = False
     workspace_bytes: int = 0
     kernel_slowdown: float = 1.0

@@ -140,7 +140,7 @@ def test_factors_beside_measured_curves_are_relative_to_these():
 
 def test_collectives_that_were_measured_hold_on_the_machines_own_link_whatever_its_datasheet_says():
     curve = CollectiveCurve(collective="all_reduce", ranks=2, bytes=(1024, 2048), time_us=(10.0, 12.0), rows=2, median_error=0.0)
-    own = replace(MEASURED.profile, intra=replace(MEASURED.profile.intra, curves=(curve,)))
+    own = replace(MEASURED.profile, intra=replace(MEASURED.profile.intra, kind=Kind.MEASURED, curves=(curve,)))
 
     assert machine_for(replace(CPU, profile=own)).collective_curves["all_reduce"] == (curve,)
 

@@ -22,8 +22,9 @@ from costmodels.collectives import (
 )
 from costmodels.mesh import Placement
 from profiles.catalog import load_cluster
+from profiles.curves import CollectiveCurve
 from profiles.hardware import Link
-from profiles.measured import machine_for
+from profiles.measured import Machine, machine_for
 from profiles.provenance import ZERO, Kind
 
 LINK = Link(name="made up", latency_s=1e-6, bytes_per_s=100e9, source="made up")
@@ -155,3 +156,65 @@ def test_a_message_of_nothing_is_latency_only():
     assert between.value_s == A100.cluster.nic.latency_s
     assert inside.value_s == A100.cluster.intra_node.latency_s
     assert inside.kind is Kind.INTERPOLATED
+
+
+def own(*curves):
+    """A100 nodes whose profile has these curves: (collective, nodes, ranks per node, groups at once, time factor)."""
+    made = [
+        CollectiveCurve(
+            collective=name, nodes=nodes, ranks=ranks, groups=groups, bytes=(2**10, 2**20, 2**30), rows=3, median_error=0.01,
+            time_us=(20.0 * factor, 50.0 * factor, 9000.0 * factor))
+        for name, nodes, ranks, groups, factor in curves]
+    profile = A100.profile
+    return Machine(A100.cluster, replace(
+        profile, intra=replace(profile.intra, kind=Kind.MEASURED, curves=tuple(curve for curve in made if curve.nodes == 1)),
+        inter=replace(
+            profile.inter, node_bytes_per_s=A100.cluster.node_bytes_per_s, crossing=tuple(curve for curve in made if curve.nodes > 1))))
+
+
+@EVERY
+@given(n_bytes=st.integers(1, 2**34))
+def test_a_measured_placement_costs_more_with_more_bytes_and_is_measured_at_its_knots_alone(collective, n_bytes):
+    machine, placement = own((collective, 4, 2, 4, 1.0)), Placement(nodes=4, ranks_per_node=2, groups_per_node=4)
+    less, more = (collective_time(collective, n, placement, machine) for n in (n_bytes, 2 * n_bytes))
+
+    assert 0 < less.value_s <= more.value_s * (1 + 1e-12)
+    assert (less.kind is Kind.MEASURED) is (n_bytes in (2**10, 2**20, 2**30))
+    assert (less.kind is Kind.ANALYTIC) is not (2**10 <= n_bytes <= 2**30)
+
+
+def test_a_curve_prices_no_other_placement_across_nodes():
+    machine = own((Collective.ALL_REDUCE, 4, 2, 4, 1000.0))
+    others = (
+        Placement(nodes=2, ranks_per_node=2, groups_per_node=4), Placement(nodes=4, ranks_per_node=1, groups_per_node=8),
+        Placement(nodes=4, ranks_per_node=2, groups_per_node=1))
+
+    for placement in others:
+        assert collective_time(Collective.ALL_REDUCE, 2**20, placement, machine).kind is Kind.ANALYTIC
+        assert collective_time(Collective.ALL_REDUCE, 2**20, placement, machine).value_s < 1e-2
+
+
+def test_a_curve_prices_no_other_collective():
+    machine = own((Collective.ALL_REDUCE, 1, 8, 1, 1.0))
+
+    assert collective_time(Collective.ALL_GATHER, 2**20, NODE, machine).kind is Kind.ANALYTIC
+
+
+def test_inside_a_node_a_group_is_priced_among_all_that_the_node_holds():
+    machine = own((Collective.ALL_REDUCE, 1, 4, 1, 1.0), (Collective.ALL_REDUCE, 1, 4, 2, 3.0))
+    found = collective_time(Collective.ALL_REDUCE, 2**20, Placement(nodes=1, ranks_per_node=4, groups_per_node=1), machine)
+
+    assert found.value_s == pytest.approx(150e-6)
+
+
+def test_a_measured_message_is_priced_by_how_many_leave_the_node_at_once():
+    machine = own(("point_to_point", 2, 1, 1, 1.0), ("point_to_point", 2, 1, 8, 2.0))
+
+    assert point_to_point_time(2**20, crosses_nodes=True, sharing=1, machine=machine).value_s == pytest.approx(50e-6)
+    assert point_to_point_time(2**20, crosses_nodes=True, sharing=8, machine=machine).value_s == pytest.approx(100e-6)
+    assert point_to_point_time(2**20, crosses_nodes=True, sharing=4, machine=machine).kind is Kind.ANALYTIC
+
+
+@pytest.mark.parametrize("machine", [pytest.param(A100, id="a100"), pytest.param(CPU, id="cpu")])
+def test_a_shipped_profile_prices_no_placement_as_measured(machine):
+    assert not machine.placed_curves

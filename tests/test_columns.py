@@ -103,6 +103,24 @@ def test_columns_hold_what_full_pricing_says_under_every_stack(name, gradients):
         assert [column.redundant_bytes for column in columns] == pytest.approx([rank.total for rank in price.redundant], rel=1e-9, abs=16)
 
 
+def test_columns_count_gradients_in_full_where_the_stack_frees_them():
+    """A search takes a stage for as full as its classes together; the plan says what is there at its fullest moment."""
+    stack, instance = load_stack("parplan"), instance_of(3, 4)
+    book = replace(instance, training=replace(instance.training, stack=stack, precision=Precision.FP32)).book()
+    share, apart = 1 + stack.allocator_share, 0
+    for frame in frames_of(instance):
+        table = MixTable(book, Constraints())
+        columns = tuple(RankColumns(rank, frame, table).smallest(4 // frame.mesh.pp) for rank in range(frame.mesh.pp))
+
+        price = price_step(to_strategy(frame, columns), book)
+
+        assert [column.memory_bytes for column in columns] == pytest.approx([m.total + share * m.apart for m in price.memory], rel=1e-12)
+        assert [column.redundant_bytes for column in columns] == pytest.approx([rank.total for rank in price.redundant], rel=1e-9, abs=16)
+        assert all(memory.apart >= 0 for memory in price.memory)
+        apart += sum(memory.apart > 0 for memory in price.memory)
+    assert apart
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_front_of_one_rank_is_that_of_brute_force(seed):
     """pp 1: every strategy of the frame is one column, so the columns can be compared with the enumeration."""

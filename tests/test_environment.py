@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,6 +108,36 @@ def test_a_machine_without_gpus_says_so():
     with pytest.raises(ConfigError, match="torch sees no GPU") as error:
         environment("cuda")
     assert "--device cpu" in error.value.hint
+
+
+def test_a_node_of_gpus_is_what_torch_and_nvidia_smi_say(tmp_path, monkeypatch):
+    import torch
+
+    first = SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", total_memory=84_929_347_584, major=9, minor=0, multi_processor_count=132, uuid="12ab-34cd")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: first)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    (tmp_path / "topology").write_text(TOPOLOGY)
+    (tmp_path / "nvidia-smi").write_text(
+        '#!/bin/sh\ncase "$*" in\n*topo*) cat "${0%/*}/topology";;\n'
+        "*--id=GPU-12ab-34cd*) echo 580.95.05, 1755, 1980, 2619, 2619, 700.00;;\n*) exit 1;;\nesac\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+
+    found = environment("cuda")
+
+    assert (found.device, found.num_devices, found.memory_bytes, found.num_sms) == (first.name, 4, first.total_memory, 132)
+    assert (found.compute_capability, found.cuda, found.cudnn, found.nccl, found.driver) == ("9.0", "13.0", "91002", "2.27.3", "580.95.05")
+    assert (found.sm_clock_mhz, found.max_sm_clock_mhz, found.power_limit_w) == (1755.0, 1980.0, 700.0)
+    assert (found.gpu_links, found.nic_links) == ({"NV12": 5, "SYS": 1}, {"PXB": 4, "SYS": 4})
+    assert "12ab" not in json.dumps(asdict(found))
+    assert "mlx5" not in json.dumps(asdict(found))
+    assert cluster_of(found).device == load_cluster("h100-80gb").device
 
 
 def test_the_model_of_a_processor_is_read_and_missing_elsewhere():

@@ -17,8 +17,8 @@ LAYERS = ("profiles", "costmodels", "planner", "cli_style", "executor", "cli_opt
 # of the planner: the plan, and the account of a run
 EXECUTOR_USES = ("planner.plan.", "planner.runs.", "planner.account.", "planner.report.")
 ALLOWED = {  # package -> where it may be named: a file, or a folder with its slash
-    "torch": ("executor/", "cli_run.py", "profiles/trace.py", "profiles/profiler/"),
-    "click": ("cli.py", "cli_options.py", "cli_run.py", "cli_style.py", "executor/__main__.py"),
+    "torch": ("executor/", "cli_run.py", "profiles/trace.py", "profiles/profile_comm.py", "profiles/profiler/"),
+    "click": ("cli.py", "cli_options.py", "cli_run.py", "cli_style.py", "executor/__main__.py", "profiles/profile_comm.py"),
     "yaml": (
         "profiles/catalog.py", "profiles/measured.py", "profiles/own.py", "profiles/terms.py", "profiles/calibrate.py",
         "profiles/profiler/", "planner/plan.py", "planner/validation/fit.py"),

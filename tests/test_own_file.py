@@ -12,7 +12,7 @@ from profiles.cases import Case, Measured, Outcome, Pass, Record, Timing
 from profiles.catalog import cluster_document
 from profiles.errors import ConfigError
 from profiles.measured import analytic_profile
-from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, schema, to_yaml, with_memory_facts, write
+from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, schema, to_document, to_yaml, with_memory_facts, write
 from profiles.own_records import rounded_records
 from profiles.points import curves_of, points_of, with_curves
 from profiles.profiler.fit import fit_profile
@@ -195,8 +195,9 @@ def test_a_file_that_cannot_be_written_says_so(tmp_path):
 
 def test_the_schema_describes_every_key_of_a_file():
     found = schema()
-    body = yaml.load(TEXT, Loader=yaml.CSafeLoader)
+    body = to_document(OWN)
 
+    assert yaml.load(TEXT, Loader=yaml.CSafeLoader) == json.loads(json.dumps(body))
     assert json.loads(json.dumps(found)) == found
     assert set(body) <= set(found["properties"])
     line = found["$defs"][found["properties"]["records"]["items"]["$ref"].rsplit("/", 1)[1]]

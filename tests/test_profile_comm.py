@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from profiles.cases import Measured, Outcome, Record
 from profiles.errors import ConfigError, PlannerError
 from profiles.profiler import collectives, comm_run, launch
-from profiles.profiler.collectives import timing
+from profiles.profiler.collectives import Effort, timing
 from profiles.profiler.comm_cases import COLLECTIVES, COMMUNICATOR, OVERLAP, POINT_TO_POINT, comm_cases, shape_of
 from profiles.profiler.comm_file import COMM_VERSION, CommFile, in_flight_of, read, write
 from profiles.profiler.comm_run import Chief, InFlight, run_cases
@@ -38,7 +38,7 @@ def _rank(rank, world, port, journal, timeout_s, cases):
         chief = Chief(cases=cases, journal=open_journal(journal, ASKED), in_flight=InFlight(journal.with_suffix(".in-flight")))
     ranks = joined(world, torch.device("cpu"), timedelta(seconds=timeout_s))
     try:
-        run_cases(cases, ranks, chief, repeats=3)
+        run_cases(cases, ranks, chief, Effort(repeats=3, patience_s=0.0))
     except PlannerError as error:
         os._exit(error.exit_code)
     os._exit(0)
@@ -243,6 +243,21 @@ def test_a_rank_without_a_gpu_of_its_own_is_an_error_and_takes_the_cpu_where_the
     assert chosen_device("auto") == torch.device("cpu")
 
 
+@pytest.mark.parametrize("outcome", list(comm_run.ENDED))
+def test_the_launcher_knows_the_errors_that_a_case_ends_a_run_with(outcome):
+    error = {Outcome.HUNG: RuntimeError("Timed out waiting"), Outcome.OUT_OF_MEMORY: torch.OutOfMemoryError("no room")}.get(
+        outcome, RuntimeError("Connection closed by peer"))
+    kept = []
+
+    class Keeps:
+        keep = kept.append
+
+    found = comm_run._failed(cases_of(PAIR)[1], error, Keeps())
+
+    assert kept[0].outcome is outcome
+    assert launch._ENDED.match(f"error: {found.message}")
+
+
 class Commands:
     """Stands for the runs of torchrun: what each says and its exit code; keeps the lines."""
 
@@ -261,7 +276,7 @@ def test_a_run_that_a_case_ended_is_started_again_and_blames_what_is_in_flight(t
     output = tmp_path / "comm.yaml"
     write(output, CommFile(
         comm_version=COMM_VERSION, date="2026-01-31", device="cpu", backend="gloo", torch="2", nodes=1, ranks_per_node=2, records=()))
-    runs = Commands((["error: all_reduce bytes=1 hung: Timed out"], 1), ([], 0))
+    runs = Commands((["error: hung in all_reduce bytes=1: Timed out"], 1), ([], 0))
     monkeypatch.setattr(launch, "_run", runs)
     launch.comm_records(2, output, restart=True)
 

@@ -134,6 +134,32 @@ def test_one_point_of_an_operation_bound_by_memory_is_met(n_bytes):
     assert memory_bound_s(n_bytes, curve, CHIP.bytes_per_s) == pytest.approx(3e-5 + n_bytes / 5e11, rel=0.05)
 
 
+@pytest.mark.parametrize("launch_s", [4e-8, 4e-6, 4e-5, 4e-4, 4e-3])
+def test_a_launch_far_from_the_assumed_one_is_found(launch_s):
+    sizes = [2**power for power in (12, 16, 20, 24, 28)]
+    records = [Machine().record("gelu", {"elements": n_bytes}, [
+        (Pass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), launch_s + n_bytes / 1e12)]) for n_bytes in sizes]
+
+    found = fit_compute(records, CLUSTER, "bf16").named["gelu"].forward
+
+    assert found.launch_s == pytest.approx(launch_s, rel=0.05)
+    assert found.bandwidth_share * CHIP.bytes_per_s == pytest.approx(1e12, rel=0.05)
+
+
+def test_a_point_whose_repeats_disagree_counts_less():
+    machine = Machine()
+    good = machine.streamed("gelu", 2**26, ("forward",))
+
+    def spoilt(spread: float):
+        bad = machine.streamed("gelu", 2**28, ("forward",))
+        timing = replace(bad.measured.times["forward"], median_us=2 * bad.measured.times["forward"].median_us, spread=spread)
+        bad = replace(bad, measured=replace(bad.measured, times={"forward": timing}))
+        return fit_compute([good, bad], CLUSTER, "bf16").named["gelu"].forward.bandwidth_share / CURVES.elementwise.forward.bandwidth_share
+
+    assert spoilt(2.0) == pytest.approx(1.0, abs=0.05)
+    assert spoilt(0.0) < 0.9
+
+
 def test_products_with_odd_rows_do_not_bend_the_curve_of_an_accelerator():
     machine = Machine()
     odd = [machine.linear(m, 50257, k) for m, _, k in LINEARS]
@@ -159,6 +185,19 @@ def test_points_of_a_host_core_are_met_within_their_noise():
     assert 0.7 < found.forward.efficiency < 1.05
     assert found.forward.k_half < 16
     assert found.named["gelu"].forward.median_error < 0.12
+
+
+def test_a_host_has_no_tiles_that_a_width_could_fill_in_part():
+    found = fit_compute(host_records(), HOST, "fp32").forward
+    chip = Chip(peak_flops_per_s=9.36e10, bytes_per_s=2.3e10, num_sms=1)
+
+    def arithmetic_s(n: int) -> float:
+        bare = replace(found, launch_s=0.0, bandwidth_share=1e9)
+        return matmul_s.__wrapped__(Product(m=1024, n=n, k=64, operand_bytes=4, result_bytes=4), bare, chip)
+
+    assert found.untiled
+    assert not EXACT.forward.untiled
+    assert arithmetic_s(96) == pytest.approx(1.5 * arithmetic_s(64), rel=1e-6)
 
 
 @pytest.mark.parametrize("index", range(len(HOST_PRODUCTS)))

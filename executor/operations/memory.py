@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from executor.operations.trials import Trial
 
@@ -26,17 +26,16 @@ class Span:
     after: int
 
 
-def footprint(trial: Trial, steps: Sequence[str], device: torch.device) -> tuple[int, int]:
+def footprint(trial: Trial, steps: Sequence[str], device: torch.device, parameters: Sequence[Tensor] = ()) -> tuple[int, int]:
     """Bytes saved by the forward pass, and the largest workspace of the steps. Runs each once.
 
-    saved: each storage once, without parameters and without that of the output, which whoever reads it keeps
+    saved: each storage once, without `parameters` and without that of the output, which whoever reads it keeps
     workspace: not what a step leaves: outputs and what is saved, or the gradients of a backward pass (which frees what was saved)
     """
     held: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     made: dict[str, int] = {}
@@ -45,7 +44,7 @@ def footprint(trial: Trial, steps: Sequence[str], device: torch.device) -> tuple
         trial.run(step)
         made[step] = sum(result.untyped_storage().nbytes() for result in trial.results)
         if step == "forward":
-            for out in trial.results:
+            for out in (*trial.results, *parameters):
                 held.pop(out.untyped_storage().data_ptr(), None)
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

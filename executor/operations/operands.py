@@ -28,6 +28,7 @@ class Maker:
     device: torch.device
     dtype: torch.dtype
     made: list[Tensor] = field(default_factory=list)
+    parameters: list[nn.Parameter] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +53,8 @@ class Maker:
         """`module`, made on the device "meta", in training mode and this precision: matrices normal, norm weights one, biases zero."""
         for part in module.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
-                part.register_parameter(name, nn.Parameter(self._filled(name, tuple(parameter.shape))))
+                self.parameters.append(nn.Parameter(self._filled(name, tuple(parameter.shape))))
+                part.register_parameter(name, self.parameters[-1])
         return module.train()
 
     def _filled(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -148,7 +148,7 @@ def _timed(part: Part, wanted: Sequence[str], device: torch.device, dtype: torch
     maker = Maker(device, dtype)
     trial = part.make(maker)
     steps = trial.steps[: max(trial.steps.index(step) for step in wanted) + 1]
-    kept, workspace = footprint(trial, steps, device)
+    kept, workspace = footprint(trial, steps, device, maker.parameters)
     copy_bytes = maker.num_bytes + kept + sum(result.nbytes for result in trial.results)
     rounds = Rounds([trial], steps, device)
     slowest_s = max(lap for laps in rounds.run().values() for lap in laps)

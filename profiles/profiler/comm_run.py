@@ -16,14 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from profiles.cases import Case, Outcome, Record
 from profiles.errors import PlannerError
-from profiles.profiler.collectives import MAX_REPEATS, measured
+from profiles.profiler.collectives import FULL, Effort, measured
 from profiles.profiler.journal import Journal
 from profiles.profiler.ranks import Ranks
 
 STOP = -1
 ATTEMPTS = 3  # runs that may end in a case without a word: being killed from outside looks the same
+ENDED = {Outcome.HUNG: "hung in", Outcome.CRASHED: "crashed in", Outcome.OUT_OF_MEMORY: "out of memory in"}
+AGAIN = "run the same command again: it goes on with what is left"
 LAST_WORD_S = 3.0  # other ranks stay so long after an error, for torchrun ends all when the first goes
 
 
@@ -95,29 +99,41 @@ class Chief:
         self.told(record, len(self.cases) - len(self.left()), len(self.cases))
 
 
-def run_cases(cases: Sequence[Case], ranks: Ranks, chief: Chief | None, *, repeats: int = MAX_REPEATS) -> None:
+def run_cases(cases: Sequence[Case], ranks: Ranks, chief: Chief | None, effort: Effort = FULL) -> None:
     """Measure the cases that rank 0, which alone has a `chief`, chooses. Raises PlannerError when a collective failed."""
-    while (index := ranks.decided(STOP if chief is None else chief.next_index())) != STOP:
+    while (index := _next(ranks, chief)) != STOP:
         case = cases[index]
         if chief is not None:
             chief.in_flight.begin(case)
         try:
-            record = measured(case, ranks, repeats=repeats)
+            record = measured(case, ranks, effort)
         except RuntimeError as error:
             raise _failed(case, error, chief) from None
         if chief is not None:
             chief.keep(record)
 
 
+def _next(ranks: Ranks, chief: Chief | None) -> int:
+    try:
+        return ranks.decided(STOP if chief is None else chief.next_index())
+    except RuntimeError as error:
+        raise PlannerError(f"lost the other ranks between two cases: {_first_line(error)}", hint=AGAIN) from None
+
+
 def _failed(case: Case, error: RuntimeError, chief: Chief | None) -> PlannerError:
     """The error of a run that cannot go on, once rank 0 has kept what came of the case."""
-    lines = str(error).splitlines()
-    reason = lines[0] if lines else type(error).__name__
-    hung = any(words in reason.lower() for words in ("timed out", "timeout"))
+    reason = _first_line(error)
+    outcome = Outcome.CRASHED
+    if isinstance(error, torch.OutOfMemoryError):
+        outcome = Outcome.OUT_OF_MEMORY
+    elif any(words in reason.lower() for words in ("timed out", "timeout")):
+        outcome = Outcome.HUNG
     if chief is None:
         time.sleep(LAST_WORD_S)
     else:
-        chief.keep(Record(case=case, outcome=Outcome.HUNG if hung else Outcome.CRASHED, detail=reason))
-    return PlannerError(
-        f"{case.key} {'hung' if hung else 'crashed'}: {reason}",
-        hint="run the same command again: it goes on with what is left, without this case")
+        chief.keep(Record(case=case, outcome=outcome, detail=reason))
+    return PlannerError(f"{ENDED[outcome]} {case.key}: {reason}", hint=f"{AGAIN}, without this case")
+
+
+def _first_line(error: RuntimeError) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -39,6 +39,7 @@ from profiles.units import US_PER_S
 
 HOST_K_HALF = 4.0  # 1.5 was fitted to products of a core of AMD EPYC (Genoa) with torch 2.13
 DRAW = 0.02  # weight of an assumption beside that of a point
+HALF_SPREAD = 0.1  # a point whose repeats are so far apart counts half
 FLASH_BACKWARD_FLOPS = 2.5  # of the forward's, as costmodels/compute.py prices them
 ALIGNED_BYTES = 16  # products with rows of other lengths are slower by a factor that the prices know, and say nothing of the curve
 AnyCurve = TypeVar("AnyCurve", bound=Curve)
@@ -49,12 +50,17 @@ _MEMORY = ("bandwidth_share", "launch_s")
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One timed pass: the curve and the case that it is of, its sizes in the order of its curve, its seconds."""
+    """One timed pass: the curve and the case that it is of, its sizes in the order of its curve, its seconds and their spread."""
 
     curve: str
     case: Case
     sizes: tuple[int, ...]
     time_s: float
+    spread: float
+
+    @property
+    def weight(self) -> float:
+        return 1 / (1 + self.spread / HALF_SPREAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +101,11 @@ def fit_compute(records: Sequence[Record], cluster: Cluster, precision: Precisio
 
 
 def _assumed(form: _Form, device_name: str) -> Compute:
-    """What is assumed of the device; a host has no tiles that start and end, so little k is enough for it."""
+    """What is assumed of the device; the tiles of a host are too small to tell, and little k is enough for them."""
     compute = analytic_profile(device_name).compute
     if form.chip.num_sms > 1:
         return compute
-    product = replace(compute.forward, k_half=HOST_K_HALF)
+    product = replace(compute.forward, k_half=HOST_K_HALF, untiled=True)
     products = ("forward", "input_gradient", "weight_gradient", "batched_forward", "batched_backward")
     same: dict[str, Any] = dict.fromkeys(products, product)
     return replace(compute, **same)
@@ -112,8 +118,9 @@ def _by_curve(records: Sequence[Record]) -> dict[str, list[Point]]:
             continue
         for one in record.case.passes:
             if one.curve and one.name in record.measured.times:
-                time_s = record.measured.times[one.name].median_us / US_PER_S
-                found.setdefault(one.curve, []).append(Point(one.curve, record.case, one.sizes, time_s))
+                timing = record.measured.times[one.name]
+                point = Point(one.curve, record.case, one.sizes, timing.median_us / US_PER_S, timing.spread)
+                found.setdefault(one.curve, []).append(point)
     return found
 
 
@@ -134,8 +141,9 @@ def _fitted(
     def priced(there: AnyCurve) -> Array:
         return np.array([price(point, there) for point in points])
 
-    drawn = np.concatenate([np.ones(len(points)), np.full(len(start), DRAW)])
-    constants = fit(lambda x: np.concatenate([priced(curve(x)), x]), np.concatenate([times_s, start]), start.tolist(), drawn)
+    weights = np.array([*(point.weight for point in points), *(DRAW for _ in start)])
+    constants = _least(
+        lambda x: np.concatenate([priced(curve(x)), x]), np.concatenate([times_s, start]), weights, _starts(names, start, times_s))
     found = rounded_curve(curve(constants))
     errors = np.abs(priced(found) / times_s - 1)
     sizes = np.array([extent(point) for point in (*points, *beside)])
@@ -144,6 +152,22 @@ def _fitted(
         found, kind=Kind.INTERPOLATED, source=f"{works} on this machine, under steady load",
         bounds=Bounds(low=tuple(sizes.min(axis=0).tolist()), high=tuple(sizes.max(axis=0).tolist())),
         rows=len(points), median_error=rounded(float(np.median(errors))), worst_error=rounded(float(errors.max())))
+
+
+def _starts(names: Sequence[str], start: Array, times_s: Array) -> tuple[Array, ...]:
+    """The assumption, and the same with a launch of half the shortest time, for a launch far above it is not found from below."""
+    slow = start.copy()
+    slow[names.index("launch_s")] = times_s.min() / 2
+    return start, slow
+
+
+def _least(predict: Callable[[Array], Array], measured: Array, weights: Array, starts: Sequence[Array]) -> Array:
+    """The best of the fits from several starts."""
+
+    def off(constants: Array) -> float:
+        return float(np.sum(weights * np.abs(np.log(predict(constants) / measured))))
+
+    return min((fit(predict, measured, start.tolist(), weights) for start in starts), key=off)
 
 
 def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:

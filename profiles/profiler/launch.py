@@ -16,7 +16,7 @@ from profiles.profiler.comm_file import CommFile, in_flight_of, read
 
 LAST_LINES = 50  # of what it said: torchrun says much after an error
 ROOT = Path(__file__).resolve().parents[2]
-_ENDED = re.compile(r"^error: .* (?:hung|crashed): ")  # as comm_run says it
+_ENDED = re.compile(r"^error: (?:hung|crashed|out of memory) in ")  # as comm_run says it
 
 
 def comm_records(

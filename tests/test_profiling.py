@@ -1,0 +1,129 @@
+"""A machine's own profile from cases to file, with a program in place of the operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.profiling import Wanted, add_records, cases_wanted, has_links, measure_operators
+from profiles.applied import applied
+from profiles.cases import Case, Measured, Outcome, Pass, Record, Timing
+from profiles.catalog import load_model, load_stack
+from profiles.errors import ConfigError
+from profiles.own import read
+from profiles.profiler.environment import environment
+from profiles.profiler.journal import beside
+from profiles.provenance import Kind
+from profiles.schema import document
+from profiles.spec import Precision, TrainingSpec
+
+PROGRAM = "tests.programs:machine"
+MODEL = load_model("gpt-tiny")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What a session leaves on a machine on which one operator does not fit and another hangs."""
+    output = tmp_path_factory.mktemp("profile") / "mine.yaml"
+    wanted = Wanted(output=output, device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,), hang_limit_s=2.0)
+    cases = cases_wanted(wanted, environment("cpu"))
+    hanging = [case for case in cases if case.work == "attention"]
+    wanted = replace(wanted, cases=tuple(case for case in cases if case not in hanging[1:]))
+    return wanted, measure_operators(wanted, None)
+
+
+def records(found, work):
+    return [record for record in found.profile.records if record.case.work == work]
+
+
+def test_what_fails_is_recorded_and_all_else_measured(measured):
+    _, found = measured
+
+    assert {record.outcome for record in records(found, "gelu")} == {Outcome.OUT_OF_MEMORY}
+    assert {record.outcome for record in records(found, "attention")} == {Outcome.HUNG}
+    others = [record for record in found.profile.records if record.case.work not in ("gelu", "attention")]
+    assert {record.outcome for record in others} == {Outcome.MEASURED}
+    assert {"linear", "layer_norm", "block", "adamw", "device_copy"} <= {record.case.work for record in others}
+    assert not found.missed
+
+
+def test_the_file_has_it_all_and_the_journal_is_gone(measured):
+    wanted, found = measured
+
+    assert document(read(wanted.output)) == document(found.profile)
+    assert not beside(wanted.output).exists()
+
+
+def test_the_same_command_measures_nothing_again(measured):
+    wanted, found = measured
+    again = measure_operators(replace(wanted, program="tests.programs:no_such_function", minutes=0.01), None)
+
+    assert again.profile.records == found.profile.records
+
+
+def test_curves_are_those_of_the_machine(measured):
+    _, found = measured
+    compute = found.profile.profile.compute
+
+    assert compute.forward.kind is Kind.INTERPOLATED
+    assert compute.named["layer_norm"].forward.kind is Kind.INTERPOLATED
+    assert compute.flash_forward.kind is Kind.ANALYTIC  # it hung
+    assert "gelu" not in compute.named
+    assert found.profile.profile.in_step.stack == "parplan"
+
+
+def test_a_plan_with_it_takes_the_times_that_were_measured(measured):
+    _, found = measured
+    training = TrainingSpec(global_batch_size=16, seq_length=64, precision="fp32", stack=load_stack("parplan"))
+    cluster, training = applied(found.profile, None, training, "mine.yaml", force=False)
+    assert cluster.device.peak("fp32") == pytest.approx(0.1e12, rel=0.5)
+    assert cluster.profile is not None
+
+
+def test_a_budget_that_is_over_leaves_what_was_not_reached(tmp_path):
+    wanted = Wanted(
+        output=tmp_path / "mine.yaml", device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,), minutes=1e-6)
+
+    with pytest.raises(ConfigError, match="nothing was measured"):
+        measure_operators(wanted, None)
+
+
+def test_a_profile_at_another_precision_is_not_added_to(measured):
+    wanted, _ = measured
+
+    with pytest.raises(ConfigError, match="precision fp32, this session with bf16"):
+        measure_operators(replace(wanted, precision=Precision.BF16), None)
+
+
+def collective(n_bytes: int, ranks: int) -> Record:
+    sizes = (("bytes", n_bytes), ("nodes", 1), ("ranks_per_node", ranks), ("groups", 1))
+    case = Case(
+        work="all_reduce", sizes=sizes, precision="fp32",
+        passes=(Pass(name="time", curve="all_reduce", sizes=tuple(size for _, size in sizes)),))
+    times = {"time": Timing(median_us=50 + n_bytes / 1e3, spread=0.0, repeats=5)}
+    return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times=times))
+
+
+def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
+    wanted, found = measured
+    output = tmp_path / "mine.yaml"
+    output.write_text(wanted.output.read_text())
+    assert not has_links(output, 2)
+
+    joined = add_records(output, [collective(2**i, 2) for i in range(10, 27, 2)], "cpu", "comm.yaml").profile
+
+    assert has_links(output, 2)
+    assert not has_links(output, 4)
+    assert len(joined.records) == len(found.profile.records) + 9
+    assert joined.profile.intra.kind is Kind.MEASURED
+    assert document(read(output)) == document(joined)
+
+
+@pytest.mark.parametrize(("device", "message"), [("NVIDIA H200", "measured on NVIDIA H200, .* on cpu"), (None, "no such profile")])
+def test_collectives_of_another_device_or_for_no_profile_are_refused(measured, tmp_path, device, message):
+    wanted, _ = measured
+    output = wanted.output if device else tmp_path / "none.yaml"
+
+    with pytest.raises(ConfigError, match=message):
+        add_records(output, [collective(1024, 2)], device, "comm.yaml")
