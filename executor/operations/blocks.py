@@ -26,10 +26,9 @@ class Whole(Graph):
     parameters: tuple[nn.Parameter, ...] = ()
     accumulated: tuple[Tensor, ...] = ()
 
-    def before(self, step: str) -> None:
-        Graph.before(self, step)
-        if step == "backward":
-            self.leaves[0].grad = None
+    def release(self, step: str) -> None:
+        Graph.release(self, step)
+        self.leaves[0].grad = None
 
     def backward(self) -> None:
         assert self.out is not None

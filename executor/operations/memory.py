@@ -7,6 +7,7 @@ MKL does to pack its operands, neither shows.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -68,6 +69,7 @@ def _on_gpu(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> d
 
 def _on_host(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> dict[str, Span]:
     """All steps under one profiler, which does not see that what was made before it is freed."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell stderr whenever it starts and stops
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         for step in steps:
             trial.before(step)

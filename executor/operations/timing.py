@@ -26,6 +26,8 @@ SLOW_S = 1.0
 LEAST_WARM_UP = 2
 MOST_WARM_UP = 6
 CLOSE = 0.1  # by which two repeats in a row may differ once the device is warm
+MOST_LAUNCHED = 16  # trials ahead of the device: a queue holds about a thousand kernels, and the host waits where it is full
+SPIN_MARGIN = 1.2  # over what launching took the last time
 SPIN_HZ = 2e9  # at least the clock that torch.cuda._sleep counts
 MOST_SPIN_S = 0.5
 
@@ -33,7 +35,10 @@ Laps = dict[str, list[float]]
 
 
 class Rounds:
-    """Rounds over trials on one device; `steps` are the first of theirs that are run."""
+    """Rounds over trials on one device, of which `steps` are run: the first ones, in order.
+
+    launched_s: what the host took to launch a trial's step the last time
+    """
 
     def __init__(self, trials: Sequence[Trial], steps: Sequence[str], device: torch.device) -> None:
         self.trials = trials
@@ -59,19 +64,25 @@ class Rounds:
             started = time.perf_counter()
             trial.run(step)
             laps.append(time.perf_counter() - started)
+            trial.release(step)
         return laps
 
     def _on_gpu(self, step: str) -> list[float]:
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in self.trials]
+        groups = (self.trials[i : i + MOST_LAUNCHED] for i in range(0, len(self.trials), MOST_LAUNCHED))
+        return [lap for group in groups for lap in self._launched(step, group)]
+
+    def _launched(self, step: str, trials: Sequence[Trial]) -> list[float]:
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in trials]
         torch.cuda.synchronize(self.device)
-        torch.cuda._sleep(int(min(MOST_SPIN_S, 1.2 * self.launched_s[step]) * SPIN_HZ))
+        torch.cuda._sleep(int(min(MOST_SPIN_S, SPIN_MARGIN * len(trials) * self.launched_s[step]) * SPIN_HZ))
         started = time.perf_counter()
-        for trial, (start, end) in zip(self.trials, marks, strict=True):
+        for trial, (start, end) in zip(trials, marks, strict=True):
             trial.before(step)
             start.record()
             trial.run(step)
             end.record()
-        self.launched_s[step] = time.perf_counter() - started
+            trial.release(step)
+        self.launched_s[step] = (time.perf_counter() - started) / len(trials)
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(end) / 1000 for start, end in marks]
 

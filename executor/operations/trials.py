@@ -1,7 +1,7 @@
 """What is timed: the steps of one case on one copy of its operands.
 
-Results are kept until the same step of the same copy comes again, which frees them outside of the timed span: memory is then taken
-and given back as in training, and what is written was not touched lately.
+Memory is taken and given back as in training. A forward pass's results are kept until the same copy comes again, so that what is
+written was not touched lately; gradients are let go at once, and the next copy's lie where they were. Neither is in the timed span.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Trial(Protocol):
         """What is not timed: frees the last results, brings the tensors near that the operator before has just written."""
 
     def run(self, step: str) -> None: ...
+
+    def release(self, step: str) -> None:
+        """Lets go what the step made, where a training step would soon."""
 
     @property
     def results(self) -> tuple[Tensor, ...]:
@@ -60,7 +63,6 @@ class Graph:
         return self.gradients or (() if self.out is None else (self.out,))
 
     def before(self, step: str) -> None:
-        self.gradients = ()
         if step == "forward":
             self.out = None
             _touch(self.inputs)
@@ -72,6 +74,9 @@ class Graph:
             self.out = self.compute()
         else:
             self.backward()
+
+    def release(self, step: str) -> None:
+        self.gradients = ()
 
     def backward(self) -> None:
         assert self.out is not None
@@ -107,6 +112,9 @@ class Once:
     def run(self, step: str) -> None:
         made = self.compute()
         self.made = made if isinstance(made, tuple) else (made,)
+
+    def release(self, step: str) -> None:
+        """Kept until the copy comes again."""
 
 
 def _touch(tensors: tuple[Tensor, ...]) -> None:
