@@ -96,6 +96,8 @@ def _linear(operator: Operator, kernels: OperatorKernels, precision: str) -> Ite
     for kernel in kernels.weights:
         if isinstance(kernel, StreamKernel) and kernel.name == "bias_gradient":
             yield _case("bias_gradient", {"tokens": m, "width": n}, precision, (_pass(TIME, kernel),))
+        if isinstance(kernel, StreamKernel) and kernel.name == "accumulation":
+            yield _case("accumulation", {"elements": n * k}, precision, (_pass(TIME, kernel),))
 
 
 def _attention(operator: Operator, sharding: Sharding, kernels: OperatorKernels, precision: str) -> Iterator[Case]:

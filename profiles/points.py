@@ -15,7 +15,7 @@ DROPPED_FLASH = ("dropped_flash.forward", "dropped_flash.backward")
 DIRECTIONS = ("forward", "backward")
 MEMBERS = {  # class of memory-bound operations -> those that have a curve of their own beside it
     "norm": ("layer_norm", "rms_norm"),
-    "elementwise": ("gelu", "swiglu", "rotary", "positions", "dropped_positions", "bias_gradient"),
+    "elementwise": ("gelu", "swiglu", "rotary", "positions", "dropped_positions", "bias_gradient", "accumulation"),
     "residual": ("dropped_residual",),
 }
 NAMED = {name: of for of, members in MEMBERS.items() for name in members}

@@ -47,7 +47,7 @@ def workload(name: str, precision: str = "bf16", **model) -> Workload:
 
 
 TINY = workload("gpt-tiny", "fp32")
-WITHOUT_A_CASE = {"accumulation", "cast", "choice", "dispatch", "combine"}
+WITHOUT_A_CASE = {"cast", "choice", "dispatch", "combine"}
 
 
 def priced_points(one: Workload, size: int, sharding: Sharding):

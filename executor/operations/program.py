@@ -62,6 +62,7 @@ WORKS: Mapping[str, Work] = {
     "dropped_positions": Work(sizes=("batch", "seq", "hidden"), passes=BOTH, parts=layers.dropped_positions),
     "residual": Work(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.residual),
     "dropped_residual": Work(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.dropped_residual),
+    "accumulation": Work(sizes=("elements",), passes=TIME, parts=updates.accumulation),
     "bias_gradient": Work(sizes=("tokens", "width"), passes=TIME, parts=products.bias_gradient),
     "embedding": Work(sizes=("tokens", "hidden", "vocab"), passes=BOTH, parts=layers.embedding),
     "cross_entropy": Work(sizes=("tokens", "vocab"), passes=BOTH, parts=layers.cross_entropy),
@@ -135,7 +136,7 @@ def _measured(case: Case, work: Work, device: torch.device, dtype: torch.dtype) 
         if not steps:
             continue
         found, kept, workspace = _timed(part, tuple(steps), device, dtype)
-        times |= {steps[step]: timing for step, timing in found.items()}
+        times |= {steps[step]: replace(timing, median_us=timing.median_us / part.times) for step, timing in found.items()}
         saved.append(kept)
         workspaces.append(workspace)
     figures = work.figures(sizes, times) if work.figures is not None else {}

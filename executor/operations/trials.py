@@ -126,15 +126,16 @@ def _touch(tensors: tuple[Tensor, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A trial of a case, and which of its passes the trial's steps are."""
+    """A trial of a case, which of its passes the trial's steps are, and how many of what is wanted a step does."""
 
     make: Callable[[Maker], Trial]
     passes: Mapping[str, str]
+    times: int = 1
 
 
 def both(make: Callable[[Maker], Trial]) -> tuple[Part, ...]:
     return (Part(make, {"forward": "forward", "backward": "backward"}),)
 
 
-def once(make: Callable[[Maker], Trial]) -> tuple[Part, ...]:
-    return (Part(make, {"time": "time"}),)
+def once(make: Callable[[Maker], Trial], times: int = 1) -> tuple[Part, ...]:
+    return (Part(make, {"time": "time"}, times),)

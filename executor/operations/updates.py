@@ -22,24 +22,30 @@ from executor.operations.trials import Once, Part, Trial, once
 from executor.optimizer import build_optimizer, clip_gradients, squared_norm
 from executor.options import Options
 from executor.tensors import local
+from profiles.units import GIB
 
 SWEPT_CACHES = 2
 TENSORS_STD = 0.02
+LAYERS = 8
+STATE_BYTES = 16  # of a parameter: master, two moments, gradient
+MOST_BYTES = GIB
+
+
+def layers_of(count: int) -> int:
+    """How many layers of `count` parameters are updated together, as in a model: what one of them adds is wanted, and not the
+    start of an update. Fewer where they take more than 1 GiB."""
+    return max(1, min(LAYERS, MOST_BYTES // (STATE_BYTES * count)))
 
 
 def parameter_shapes(count: int) -> Iterator[tuple[int, ...]]:
-    """Shapes with `count` elements together: those of the blocks of a GPT, and a table of what is left.
-
-        blocks = 4 (count / 200,000)^(1/5)      as gpt-tiny (4), GPT-2 (12 of 85 million) and Llama 2 7B (32) have them
-    """
-    blocks = max(1, round(4 * (count / 200_000) ** 0.2))
-    hidden = max(1, int((count / (12 * blocks)) ** 0.5))
+    """Shapes of a layer with `count` elements: those of a GPT's block, and rows of a table for what is left."""
+    hidden = max(1, int(((169 + 48 * count) ** 0.5 - 13) / 24))  # 12 hidden^2 + 13 hidden = count
     vectors = (hidden, hidden, 3 * hidden, hidden, hidden, hidden, 4 * hidden, hidden)
     block = [*((n,) for n in vectors), (3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
-    block_elements = 12 * hidden**2 + sum(vectors)
-    whole = min(blocks, count // block_elements)
-    yield from block * whole
-    rows, rest = divmod(count - whole * block_elements, hidden)
+    rest = count - 12 * hidden**2 - sum(vectors)
+    if rest >= 0:
+        yield from block
+    rows, rest = divmod(rest if rest >= 0 else count, hidden)
     if rows:
         yield rows, hidden
     if rest:
@@ -61,7 +67,7 @@ def world_of_one(device: torch.device) -> Iterator[None]:
 
 def _parameters(maker: Maker, count: int) -> tuple[list[nn.Parameter], list[Tensor]]:
     """Masters and gradients."""
-    shapes = list(parameter_shapes(count))
+    shapes = list(parameter_shapes(count)) * layers_of(count)
     masters = [maker.normal(*shape, std=TENSORS_STD, dtype=torch.float32) for shape in shapes]
     gradients = [maker.normal(*shape, std=GRADIENT_STD, dtype=torch.float32) for shape in shapes]
     return [nn.Parameter(tensor) for tensor in _held(maker, masters)], _held(maker, gradients)
@@ -98,7 +104,7 @@ def adamw(sizes: Sizes) -> tuple[Part, ...]:
 
         return Once(update, ready=ready)
 
-    return once(trial)
+    return once(trial, layers_of(sizes["parameters"]))
 
 
 def gradient_norm(sizes: Sizes) -> tuple[Part, ...]:
@@ -116,6 +122,17 @@ def gradient_norm(sizes: Sizes) -> tuple[Part, ...]:
             return norm
 
         return Once(torch.no_grad()(clip), ready=_sweep(maker))
+
+    return once(trial, layers_of(sizes["parameters"]))
+
+
+def accumulation(sizes: Sizes) -> tuple[Part, ...]:
+    """A weight gradient added to the fp32 one of earlier micro-batches."""
+
+    def trial(maker: Maker) -> Trial:
+        gradient = maker.normal(sizes["elements"], std=GRADIENT_STD)
+        total = maker.normal(sizes["elements"], std=GRADIENT_STD, dtype=torch.float32)
+        return Once(lambda: (total.add_(gradient), ())[1], (gradient,))
 
     return once(trial)
 
