@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.profiling import Wanted, add_records, cases_wanted, has_links, measure_operators
+from planner.profiling import Wanted, add_records, cases_wanted, faster, has_links, measure_operators
 from profiles.applied import applied
 from profiles.cases import Case, Measured, Outcome, Pass, Record, Timing
 from profiles.catalog import load_model, load_stack
@@ -127,3 +127,16 @@ def test_collectives_of_another_device_or_for_no_profile_are_refused(measured, t
 
     with pytest.raises(ConfigError, match=message):
         add_records(output, [collective(1024, 2)], device, "comm.yaml")
+
+
+def test_of_two_looks_the_faster_timing_of_every_pass_counts():
+    def linear(forward_us: float, backward_us: float) -> Record:
+        taken = {"forward": forward_us, "backward": backward_us}
+        case = Case(work="gelu", sizes=(("tokens", 8), ("width", 8)), precision="fp32", passes=tuple(Pass(name=name) for name in taken))
+        times = {name: Timing(median_us=taken_us, spread=0.0, repeats=5) for name, taken_us in taken.items()}
+        return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times=times))
+
+    (found,) = faster([linear(10, 30)], [linear(20, 25)])
+
+    assert {name: timing.median_us for name, timing in found.measured.times.items()} == {"forward": 10, "backward": 25}
+    assert faster([linear(10, 30)], []) == (linear(10, 30),)
