@@ -32,6 +32,7 @@ PRECISION = {"cuda": "bf16", "cpu": "fp32"}
 PRODUCT = {"cuda": 4096, "cpu": 512}  # rows and columns of the product that overlap is measured with
 TIMEOUT_S = 120.0  # of one collective
 EXAMPLE = (
+    "\b\nExample:\n"
     "  torchrun --nproc-per-node 8 -m profiles.profile_comm -o comm.yaml\n"
     "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m profiles.profile_comm -o comm.yaml --minutes 5")
 
