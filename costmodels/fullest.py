@@ -19,8 +19,8 @@ class Held:
     """Bytes of one layer on one rank: kept of a micro-batch, temporary in its passes, of its gradients, and of ZeRO.
 
     gathered   parameters, of this layer and the one that is gathered ahead
-    reduced    whole gradients of one micro-batch: there at the end of the layer's backward pass, and as what is reduced during
-               that of the layer before it
+    reduced    whole gradients of one micro-batch: there at the end of the layer's backward pass, and as what is reduced until
+               the next layer's are
     """
 
     saved: float
@@ -53,19 +53,18 @@ def fullest_bytes(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, He
 
 def _levels(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], throughout: Throughout) -> Iterator[float]:
     """What is held while each layer runs backward, through the rank's actions in their order, and while gradients are reduced."""
-    chunks, level, made = strategy.chunks(rank), throughout.gathered, set[int]()
+    chunks, level, made, reducing = strategy.chunks(rank), throughout.gathered, set[int](), 0.0
     waits = {LayerKind.HEAD: throughout.shared_table, LayerKind.EMBEDDING: -throughout.shared_table}
     for action in strategy.frame.orders()[rank]:
         chunk = chunks[action.chunk]
         if action.work is Work.FORWARD:
             level += sum(layers[choice].saved for choice in chunk) + throughout.sent * (chunk[-1].kind is not LayerKind.HEAD)
-            yield level
+            yield level + reducing
             continue
-        reducing = 0.0
         for choice in reversed(chunk):
             held, waiting = layers[choice], waits.get(choice.kind, 0.0)
             yield level + held.gathered + max(held.workspace, held.reduced) + reducing
-            reducing = held.reduced
+            reducing = held.reduced or reducing
             level += waiting - held.saved + (0.0 if action.chunk in made else held.gradients)
         level += throughout.sent * (chunk[0].kind is not LayerKind.EMBEDDING)
         made.add(action.chunk)

@@ -185,6 +185,8 @@ def _of_layer(choice: LayerChoice, size: ActivationBytes, states: LayerStates, *
     joined: embedding and head are gathered and reduced together, as one layer that begins the passes and ends them
     """
     whole = states.zero_buffer / {2: ZERO_2_COPIES, 3: ZERO_3_COPIES}.get(choice.zero, 1)
+    if joined and choice.kind is LayerKind.HEAD:
+        return Held(saved=size.saved, workspace=size.workspace, gradients=states.states.gradients)
     once = joined and choice.kind is LayerKind.EMBEDDING
     return Held(
         saved=size.saved, workspace=size.workspace, gradients=states.states.gradients,
