@@ -46,8 +46,8 @@ PROGRAM = "executor.operations.program:measure"
         help="Collectives that torchrun -m profiles.profile_comm measured, on several nodes perhaps; may be repeated.")
 @option(IMPORT, "--nccl-tests", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
         help="Collectives from the text that nccl-tests printed, instead of measuring; may be repeated.")
-@option(IMPORT, "--nodes", type=click.IntRange(1), metavar="N", help="On how many nodes it ran.")
-@option(IMPORT, "--ranks-per-node", type=click.IntRange(1), metavar="N", help="With how many GPUs of each.")
+@option(IMPORT, "--nodes", type=click.IntRange(1), metavar="N", help="On how many nodes it ran, where its text does not say it.")
+@option(IMPORT, "--ranks-per-node", type=click.IntRange(1), metavar="N", help="With how many GPUs of each, likewise.")
 @option(LOOK, "--show", is_flag=True, help="Print FILE.")
 @option(LOOK, "--diff", is_flag=True, help="Compare FILE with a second one.")
 @option(LOOK, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the profile: .png, .svg or .pdf.")
@@ -76,8 +76,6 @@ def _check(files: tuple[Path, ...], options: dict[str, Any]) -> None:
     if len(files) != expected:
         wanted = {2: "--diff compares two files", 1: "--show prints one file", 0: "a measurement takes no file (-o says where to write)"}
         raise click.UsageError(f"{wanted[expected]}, {len(files)} given")
-    if options["nccl_tests"] and not (options["nodes"] and options["ranks_per_node"]):
-        raise click.UsageError("--nccl-tests needs --nodes and --ranks-per-node: its text does not say them")
 
 
 def _diff(first: Path, second: Path, *, as_json: bool) -> int:
@@ -159,15 +157,15 @@ def _measured(options: dict[str, Any]) -> Profiled:
 def _imported(options: dict[str, Any]) -> Profiled:
     """Records that profiles.profile_comm wrote, or nccl-tests printed."""
     from planner.profiling import add_records
-    from profiles.nccl_tests import read_files
-    from profiles.profiler.comm_file import read
+    from profiles import nccl_tests
+    from profiles.profiler import comm_file
 
     found = None
     for path in options["add"]:
-        measured = read(path)
+        measured = comm_file.read(path)
         found = add_records(options["output"], measured.records, measured.device, str(path))
     if options["nccl_tests"]:
-        records = read_files(options["nccl_tests"], nodes=options["nodes"], ranks_per_node=options["ranks_per_node"])
+        records = nccl_tests.read(options["nccl_tests"], options["nodes"], options["ranks_per_node"])
         found = add_records(options["output"], records, None, ", ".join(map(str, options["nccl_tests"])))
     return found
 
