@@ -20,11 +20,12 @@ from costmodels.layer import (
 from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, step_copy_bytes, zero_buffer_bytes
 from costmodels.mesh import Axis, Mesh, place
 from costmodels.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
+from costmodels.pace import layouts_of
 from costmodels.recompute import Again, Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
 from profiles.hardware import CPU
 from profiles.measured import Machine
-from profiles.model import LayerKind, ModelGraph
+from profiles.model import PRODUCTS, LayerKind, ModelGraph
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.transformer import build_graph
@@ -102,6 +103,14 @@ class PriceBook:
     def shards(self, mesh: Mesh) -> int:
         """How many data-parallel ranks hold one copy of sharded states together."""
         return self.zero_ranks if self.zero_ranks and mesh.dp % self.zero_ranks == 0 and mesh.ep == 1 else mesh.dp
+
+    def split_s(self, kind: LayerKind) -> float:
+        """Seconds that the host takes more for the backward pass of a layer in two parts, where that was measured."""
+        added = layouts_of(self.machine, self.training.stack)
+        if added is None:
+            return 0.0
+        operators = self.graph(1).layer_class(kind).operators
+        return added.split_s * (len(operators) + sum(operator.kind in PRODUCTS for operator in operators))
 
     @property
     def offloads_states(self) -> bool:
@@ -233,6 +242,13 @@ class PriceBook:
         boundary = self.graph(micro_batch_size).block.input
         assert boundary is not None
         return sharding.local_bytes(boundary, sharding.boundary) if self.training.stack.keeps_sent else 0
+
+    def whole_table_bytes(self, sharding: Sharding) -> int:
+        """Of the gradient of a token table that tensor parallelism divides, where the stack makes it whole before it is cut."""
+        embedding = self.graph(1).embedding.operators[0]
+        whole = sum(parameter.num_elements for parameter in embedding.parameters)
+        made = self.training.stack.whole_table_gradients and sharding.parameter_elements(embedding) < whole
+        return whole * self.training.precision.num_bytes if made else 0
 
     def shared_table_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
         """The gradient of the token table as autograd makes it, where head and embedding are one parameter.

@@ -28,7 +28,7 @@ from costmodels.kernels import (
     product_kernel,
     update_kernels,
 )
-from costmodels.pace import pace_of
+from costmodels.pace import layouts_of, pace_of
 from costmodels.sharding import Sharding
 from profiles.corrections import Corrections, corrections_of
 from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, flash_attention_s, matmul_s, memory_bound_s
@@ -82,9 +82,11 @@ def operator_time(of: Operator, sharding: Sharding, machine: Machine, training: 
         slower = alone.scaled(pace.kernel_slowdown) if pace.kernel_slowdown != 1.0 else alone
         return machine.corrected(cause, slower + Seconds(host_s, Kind.INTERPOLATED) if pace.adds else slower)
 
-    gradients = 2 if of.kind in PRODUCTS else 1
+    gradients, added = 2 if of.kind in PRODUCTS else 1, layouts_of(machine, training.stack)
+    more_s = (added.divided_forward_s, added.divided_backward_s) if added and sharding.tp > 1 else (0.0, 0.0)
     return OperatorTime(
-        in_step("forward", forward, pace.forward_s), in_step("backward", inputs + weights, gradients * pace.backward_s),
+        in_step("forward", forward, pace.forward_s + more_s[0]),
+        in_step("backward", inputs + weights, gradients * (pace.backward_s + more_s[1])),
         in_step("backward", weights, pace.backward_s) if weights else ZERO)
 
 

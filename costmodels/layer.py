@@ -13,13 +13,13 @@ from costmodels.kernels import FP32_BYTES
 from costmodels.memory import holders, owned_parameters
 from costmodels.mesh import Axis, Mesh, place, place_axis, place_expert_copies
 from costmodels.offload import ADAM_BYTES, ADDED_BYTES, COPIED_BYTES, copy_time, host_time
-from costmodels.pace import launch_s
+from costmodels.pace import host, launch_s, layouts_of
 from costmodels.redistribution import redistribute
 from costmodels.sharding import PARTIAL, Place, Sharding
 from profiles.measured import Machine
 from profiles.model import PRODUCTS, LayerClass, LayerKind, Operator, OperatorKind, Tensor
 from profiles.provenance import ZERO, Kind, Seconds
-from profiles.spec import TrainingSpec
+from profiles.spec import Precision, TrainingSpec
 from profiles.stack import Stack
 
 # What a second of hidden communication costs the compute it runs under, where the machine's own profile does not say: its kernels
@@ -277,9 +277,14 @@ def data_parallel_time(
     optimizer = host_time(ADAM_BYTES * owned, machine.cluster) if offloaded else optimizer_time(owned, machine, training)
     inside = summed_inside(layer, sharding, shards, machine, training)
     copied = copy_time(COPIED_BYTES * owned, machine.cluster) if offloaded else ZERO
+    if parameters and (sharding.tp > 1 or (zero and mesh.dp > 1)):
+        optimizer += _layout_cost("update", owned, machine, training)
     if not parameters or (mesh.dp == 1 and not offloaded):
         return DataParallelTime(forward=ZERO, backward=ZERO, step=inside, optimizer=optimizer)
     gather, reduce, over_copies = _over_data(layer, sharding, mesh, shards, machine, training, with_tied)
+    if zero or training.precision is not Precision.FP32:  # without ZeRO in fp32 the gradients are reduced as they are
+        gather, reduce = (
+            sent + _layout_cost(name, parameters, machine, training) for name, sent in (("gather", gather), ("reduce", reduce)))
 
     def exposed(communication: Seconds, window_s: float) -> Seconds:
         return under(communication, window_s, machine) if training.overlap_grad_reduce else communication
@@ -293,6 +298,12 @@ def data_parallel_time(
         return DataParallelTime(forward=ZERO, backward=reduced + added, step=gathered + over_copies + inside, optimizer=optimizer)
     backward = exposed(gather + reduce + copied + copied, time.backward_s) + added
     return DataParallelTime(forward=gathered, backward=backward, step=over_copies + inside, optimizer=optimizer)
+
+
+def _layout_cost(name: str, parameters: int, machine: Machine, training: TrainingSpec) -> Seconds:
+    """What a layout adds to one layer of so many parameters on a rank, beside what it sends (profiles.speeds.InStep)."""
+    added = layouts_of(machine, training.stack)
+    return ZERO if added is None else host(getattr(added, name).seconds(training.precision.num_bytes * parameters))
 
 
 def _over_data(

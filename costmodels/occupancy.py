@@ -153,11 +153,12 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
 
 
 def _activations(choice: LayerChoice, frame: Frame, book: PriceBook) -> ActivationBytes:
-    """A layer's, with the sum of a shared table's gradients among the temporaries of the embedding."""
+    """A layer's, with the sum of a shared table's gradients among the temporaries of the embedding, or its whole one before that."""
     size = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
     if choice.kind is not LayerKind.EMBEDDING:
         return size
-    return replace(size, workspace=size.workspace + book.shared_table_bytes(frame.mesh, frame.sharding))
+    more = max(book.shared_table_bytes(frame.mesh, frame.sharding), book.whole_table_bytes(frame.sharding_of(choice)))
+    return replace(size, workspace=size.workspace + more)
 
 
 def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook, together: float) -> float:

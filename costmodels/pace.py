@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from profiles.measured import Machine
+from profiles.provenance import ZERO, Kind, Seconds
+from profiles.speeds import InStep
 from profiles.stack import Stack
 
 
@@ -39,3 +41,14 @@ def launch_s(machine: Machine, stack: Stack) -> tuple[float, float]:
     if pace.adds:
         return 0.0, 0.0
     return pace.forward_s * machine.launch_factor("forward"), pace.backward_s * machine.launch_factor("backward")
+
+
+def layouts_of(machine: Machine, stack: Stack) -> InStep | None:
+    """What layouts add to a step of `stack` on `machine`; None where nobody measured it, or the host launches ahead and hides it."""
+    own = machine.profile.in_step
+    return own if own is not None and own.stack == stack.name and own.host_adds else None
+
+
+def host(seconds: float) -> Seconds:
+    """Seconds of the host, between measured ones."""
+    return Seconds(seconds, Kind.INTERPOLATED) if seconds else ZERO

@@ -15,9 +15,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from costmodels.book import PriceBook
+from costmodels.collectives import Collective, collective_time
 from costmodels.layer import contention
-from costmodels.mesh import Axis
+from costmodels.mesh import Axis, place_axis
 from costmodels.occupancy import RankMemory, rank_layers, rank_memory
+from costmodels.pace import layouts_of
 from costmodels.redundancy import RedundantBytes, rank_redundancy
 from costmodels.schedules import Schedule
 from costmodels.simulate import SimulatedStep, StageCost, replay
@@ -26,6 +28,7 @@ from profiles.model import LayerKind
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import TrainingSpec
 
+SCALAR_BYTES = 8
 STEPS = 50  # of the proportions that a bubble is replayed with: 2 % of a micro-batch
 
 
@@ -216,6 +219,7 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
         if frame.splits_backward:
             own_s = book.weight_s(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
             weight_s += min(own_s, time.backward_s) + data.backward.value_s
+            backward_s += book.split_s(choice.kind)
             waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
     receive_forward, receive_backward = receive_times(stage, frame, book)
     return StageCost(
@@ -231,7 +235,15 @@ def _tail(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Seconds, Seco
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
         reduced += data.step
         updated += data.optimizer
-    return reduced, _tied(frame, rank, book), updated
+    return reduced, _tied(frame, rank, book), updated + _norm_and_loss(frame, book)
+
+
+def _norm_and_loss(frame: Frame, book: PriceBook) -> Seconds:
+    """The sums over all ranks of the gradients' norm and of the loss, where the machine's own profile has what so small messages take."""
+    if layouts_of(book.machine, book.training.stack) is None:
+        return ZERO
+    everyone = place_axis(frame.mesh.num_ranks, 1, frame.mesh.num_ranks, book.machine.cluster.gpus_per_node)
+    return collective_time(Collective.ALL_REDUCE, SCALAR_BYTES, everyone, book.machine).scaled(2)
 
 
 def _tied(frame: Frame, rank: int, book: PriceBook) -> Seconds:

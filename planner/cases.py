@@ -28,6 +28,7 @@ from costmodels.book import PriceBook
 from costmodels.compute import kernel_time
 from costmodels.memory import owned_parameters
 from costmodels.sharding import Sharding
+from planner.in_step import BLOCK, LAYOUTS
 from planner.operator_cases import kernels_by_case, operator_cases, update_cases
 from planner.space import MAX_MICRO_BATCH_SIZE, divisors, illegal_tensor_parallel
 from profiles.cases import Case, Pass
@@ -49,7 +50,6 @@ COPIED_MIB = (256, 16, 1)
 MOVED_MIB = (256, 16)
 HOST_PARAMETERS = 2**24
 MACHINES = 8  # over which states may be sharded, of those that are like the one measured
-BLOCK = "block"
 ADAM_BYTES = 18  # of a parameter in 16 bits with its gradient and states; in fp32 16
 
 
@@ -71,9 +71,9 @@ def cases_of(workloads: Sequence[Workload], cluster: Cluster) -> tuple[Case, ...
     for workload in workloads:
         for case, share in _worth(workload, cluster):
             worth[case] += share
-    points = {case.passes: case for case in sorted(worth, key=lambda case: worth[case]) if case.work != BLOCK}
+    points = {case.passes: case for case in sorted(worth, key=lambda case: worth[case]) if case.work not in (BLOCK, LAYOUTS)}
     return figures + tuple(
-        case for case in sorted(worth, key=lambda case: -worth[case]) if case.work == BLOCK or points[case.passes] == case)
+        case for case in sorted(worth, key=lambda case: -worth[case]) if case.work in (BLOCK, LAYOUTS) or points[case.passes] == case)
 
 
 def default_workloads(cluster: Cluster, training: TrainingSpec) -> tuple[Workload, ...]:
@@ -201,9 +201,10 @@ def block_cases(workload: Workload, micro_batch_size: int) -> tuple[Case, ...]:
     tiny, training = tiny_model(model), replace(workload.training, seq_length=min(workload.training.seq_length, TINY_SEQ))
     operators = build_graph(tiny, training, 1).block.operators
     parts = (case for operator in operators for case in operator_cases(operator, Sharding(), tiny, training))
-    return (
-        *dict.fromkeys(parts), _block_case(tiny, 1, training.seq_length, precision),
-        _block_case(model, micro_batch_size, workload.training.seq_length, precision))
+    whole = [_block_sizes(tiny, 1, training.seq_length), _block_sizes(model, micro_batch_size, workload.training.seq_length)]
+    passes = {BLOCK: (Pass(name="forward"), Pass(name="backward")), LAYOUTS: ()}
+    blocks = (Case(work=work, sizes=sizes, precision=precision, passes=passes[work]) for work in passes for sizes in whole)
+    return *dict.fromkeys(parts), *blocks
 
 
 def tiny_model(model: ModelSpec) -> ModelSpec:
@@ -216,10 +217,9 @@ def tiny_model(model: ModelSpec) -> ModelSpec:
     return replace(model, hidden_size=TINY_HIDDEN, num_heads=heads, num_kv_heads=kv_heads, ffn_hidden_size=ffn)
 
 
-def _block_case(model: ModelSpec, batch: int, seq: int, precision: str) -> Case:
+def _block_sizes(model: ModelSpec, batch: int, seq: int) -> tuple[tuple[str, int], ...]:
     sizes = {
         "hidden": model.hidden_size, "heads": model.num_heads, "kv_heads": model.num_kv_heads, "head_dim": model.head_dim,
         "ffn": model.ffn_hidden_size, "gated": int(model.gated_ffn), "rms": int(model.norm is Norm.RMS_NORM),
         "rotary": int(model.positions is Positions.ROTARY), "dropout": int(model.dropout > 0), "batch": batch, "seq": seq}
-    return Case(
-        work=BLOCK, sizes=tuple(sizes.items()), precision=precision, passes=(Pass(name="forward"), Pass(name="backward")))
+    return tuple(sizes.items())

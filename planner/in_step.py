@@ -7,6 +7,9 @@ A block of n_f operators (n_b launches backward) whose operators take F and B se
 
 s is `kernel_slowdown` (gaps, colder caches, clocks), h_f and h_b the host's seconds for one operator. Least squares of relative
 errors, h at least 0, s drawn towards 1 by as little as a tenth of one pass. Blocks of one size alone cannot tell s from h: h is then 0.
+
+What layouts add (FSDP, tensor parallelism, a backward pass in two parts) was measured as seconds of a layer; it is divided by the layer's
+launches, or for what grows with the layer's bytes a line through its two sizes. Of several sizes the least is the host's.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -23,14 +27,14 @@ from costmodels.sharding import Sharding
 from profiles.cases import Case, Outcome, Record
 from profiles.hardware import Cluster
 from profiles.measured import Machine
-from profiles.model import PRODUCTS
+from profiles.model import PRODUCTS, LayerClass
 from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
-from profiles.speeds import InStep, Profile
+from profiles.speeds import InStep, LayerCost, Profile
 from profiles.stack import Stack
 from profiles.transformer import build_graph
 from profiles.units import US_PER_S
 
-BLOCK = "block"  # the work of cases that measure one
+BLOCK, LAYOUTS = "block", "layouts"  # the works of cases that measure one, and what layouts add to it
 _WHOLE = Sharding()
 _LEAST_SLOWDOWN, _MOST_SLOWDOWN = 0.5, 3.0
 _ROUNDS = 20
@@ -66,10 +70,7 @@ def equations(records: Iterable[Record], profile: Profile, cluster: Cluster, pre
     for record in records:
         if record.case.work != BLOCK or record.outcome is not Outcome.MEASURED or record.measured is None:
             continue
-        model, batch, seq = block_model(record.case)
-        training = TrainingSpec(
-            global_batch_size=batch, seq_length=seq, precision=precision, attention=stack.attention, stack=neutral)
-        layer = build_graph(model, training, batch).block
+        layer, training = _block_layer(record.case, precision, neutral)
         alone = price_operators(layer, _WHOLE, machine, training).compute.values()
         products = sum(operator.kind in PRODUCTS for operator in layer.operators)
         for name, seconds, launches in (
@@ -77,6 +78,13 @@ def equations(records: Iterable[Record], profile: Profile, cluster: Cluster, pre
                 ("backward", sum(time.backward.value_s for time in alone), len(layer.operators) + products)):
             measured_s = record.measured.times[name].median_us / US_PER_S
             yield Equation(measured_s, seconds, launches, name == "backward")
+
+
+def _block_layer(case: Case, precision: Precision, stack: Stack) -> tuple[LayerClass, TrainingSpec]:
+    """The block that a case is of, with one micro-batch of it."""
+    model, batch, seq = block_model(case)
+    training = TrainingSpec(global_batch_size=batch, seq_length=seq, precision=precision, attention=stack.attention, stack=stack)
+    return build_graph(model, training, batch).block, training
 
 
 def in_step_of(
@@ -87,11 +95,45 @@ def in_step_of(
     if not found:
         return None
     slowdown, forward_s, backward_s = (_added if host_adds else _bounded)(found)
+    layouts = _layouts(records, precision, stack) if host_adds else {}
     errors = [abs(_predicted(one, slowdown, forward_s, backward_s, host_adds) / one.measured_s - 1) for one in found]
     return InStep(
         stack=stack.name, kernel_slowdown=float(f"{slowdown:.4g}"), forward_s=float(f"{forward_s:.4g}"),
         backward_s=float(f"{backward_s:.4g}"), host_adds=host_adds,
-        source=f"{len(found) // 2} blocks, forward and backward, within {max(errors):.0%} (median {median(errors):.0%})")
+        source=f"{len(found) // 2} blocks, forward and backward, within {max(errors):.0%} (median {median(errors):.0%})", **layouts)
+
+
+def _layouts(records: Sequence[Record], precision: Precision, stack: Stack) -> dict[str, Any]:
+    """The fields of InStep that say what layouts add, of the blocks that were measured in them."""
+    measured = [record for record in records if record.case.work == LAYOUTS and record.measured is not None]
+    if not measured:
+        return {}
+    figures = [record.measured.figures for record in measured if record.measured]
+    layers = [_block_layer(record.case, precision, stack)[0] for record in measured]
+    n_bytes = [precision.num_bytes * sum(p.num_elements for op in layer.operators for p in op.parameters) for layer in layers]
+    launches = [len(layer.operators) + sum(operator.kind in PRODUCTS for operator in layer.operators) for layer in layers]
+
+    def launched_s(name: str, counts: Sequence[int]) -> float:
+        return _rounded(min(found.get(name, 0.0) / count for found, count in zip(figures, counts, strict=True)))
+
+    def cost(*names: str) -> LayerCost:
+        return _line([(size, sum(found.get(name, 0.0) for name in names)) for size, found in zip(n_bytes, figures, strict=True)])
+
+    return {
+        "divided_forward_s": launched_s("divided_forward_s", [len(layer.operators) for layer in layers]),
+        "divided_backward_s": launched_s("divided_backward_s", launches), "split_s": launched_s("split_backward_s", launches),
+        "gather": cost("sharded_forward_s"), "reduce": cost("sharded_backward_s", "sharded_reduce_s"), "update": cost("sharded_update_s")}
+
+
+def _line(points: Sequence[tuple[int, float]]) -> LayerCost:
+    """Through the smallest and the largest layer, nowhere below 0."""
+    (small, least_s), (large, most_s) = min(points), max(points)
+    slope = max(0.0, (most_s - least_s) / (large - small)) if large > small else 0.0
+    return LayerCost(layer_s=_rounded(max(0.0, least_s - slope * small)), byte_s=_rounded(slope))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
 
 
 def _predicted(one: Equation, slowdown: float, forward_s: float, backward_s: float, host_adds: bool) -> float:

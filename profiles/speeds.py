@@ -110,6 +110,19 @@ class Inter:
     node_bytes_per_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Seconds of the host for one layer: `layer_s`, and `byte_s` for every byte of its parameters on the rank."""
+
+    __pydantic_config__ = _FORBID
+
+    layer_s: float = 0.0
+    byte_s: float = 0.0
+
+    def seconds(self, n_bytes: float) -> float:
+        return self.layer_s + self.byte_s * n_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InStep:
     """What a step adds to its operators' own times, measured on whole layers as `stack` runs them, for which alone it holds.
@@ -117,6 +130,12 @@ class InStep:
     kernel_slowdown     by what factor kernels take longer in a layer than alone
     forward_s           seconds of the host for one operator of the graph in the forward pass; backward_s in the backward pass
     host_adds           whether these add to the operator's time (the host is the device), or bound it (the host launches ahead)
+
+    What layouts add, where the host's seconds do, beside what they send:
+    divided_forward_s   for one operator that tensor parallelism divides; divided_backward_s in the backward pass
+    split_s             for one launch of a backward pass, where it is in two parts
+    gather, reduce      of a layer that ZeRO shards: hooks, and copies into and out of buffers
+    update              of a layer whose parameters are DTensors, by ZeRO or by tensor parallelism
     """
 
     __pydantic_config__ = _FORBID
@@ -127,6 +146,12 @@ class InStep:
     backward_s: float
     host_adds: bool
     source: str
+    divided_forward_s: float = 0.0
+    divided_backward_s: float = 0.0
+    split_s: float = 0.0
+    gather: LayerCost = LayerCost()
+    reduce: LayerCost = LayerCost()
+    update: LayerCost = LayerCost()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

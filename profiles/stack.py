@@ -62,6 +62,7 @@ class Stack:
     zero_buffers                   ZeRO 1 and 2 reduce and gather through buffers of one layer, not in place
     frees_gradients                gradients are freed after each update: where all forward passes of a step come before its first backward
                                    pass, they are not there when most activations are
+    whole_table_gradients          the gradient of a token table that tensor parallelism divides is made whole and then cut
     keeps_sent                     a stage keeps the activations and gradients that it sends until the step is over
     plain_dropout_on_cpu           it runs torch's dropout, which on CPUs keeps a mask of its input's type, and attention then its scores
     workspace_bytes                libraries' workspaces that the allocator holds all the time (cuBLAS, Transformer Engine)
@@ -98,6 +99,7 @@ class Stack:
     bucket_elements: int = 0
     zero_buffers: bool = True
     frees_gradients: bool = False
+    whole_table_gradients: bool = False
     keeps_sent: bool = False
     plain_dropout_on_cpu: bool = False
     workspace_bytes: int = 0

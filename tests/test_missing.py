@@ -173,7 +173,7 @@ def test_the_summary_says_nothing_of_it_without_a_profile():
     plan = plan_of(None)
 
     assert coverage(plan) is None
-    assert works(missing_cases(plan)) == works(ALL) - {"launch", "allocator", "device_copy", "block", "gradient_norm"}
+    assert works(missing_cases(plan)) == works(ALL) - {"launch", "allocator", "device_copy", "block", "layouts", "gradient_norm"}
     assert missing_cases(plan, profile_of(ALL)) == ()
     assert "profile" not in printed(plan, profile="", plan_file="plan.yaml")
 

@@ -13,7 +13,7 @@ from executor.operations.layers import DROPOUT
 from executor.operations.operands import Maker, model_spec
 from executor.operations.products import Sizes
 from executor.operations.trials import Graph, Part, both
-from profiles.spec import Norm, Positions, Precision, TrainingSpec
+from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 
 
 @dataclass(slots=True)
@@ -39,13 +39,18 @@ class Whole(Graph):
             parameter.grad = None
 
 
-def block(sizes: Sizes) -> tuple[Part, ...]:
+def block_specs(sizes: Sizes) -> tuple[ModelSpec, TrainingSpec]:
+    """The model of one block that a case is of, and how it is trained."""
     model = model_spec(
         hidden_size=sizes["hidden"], num_heads=sizes["heads"], num_kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"],
         ffn_hidden_size=sizes["ffn"], gated_ffn=bool(sizes["gated"]), norm=Norm.RMS_NORM if sizes["rms"] else Norm.LAYER_NORM,
         positions=Positions.ROTARY if sizes["rotary"] else Positions.LEARNED, dropout=DROPOUT * bool(sizes["dropout"]),
         linear_bias=not sizes["rms"], qkv_bias=not sizes["rms"])
-    training = TrainingSpec(global_batch_size=sizes["batch"], seq_length=sizes["seq"], precision=Precision.FP32)
+    return model, TrainingSpec(global_batch_size=sizes["batch"], seq_length=sizes["seq"], precision=Precision.FP32)
+
+
+def block(sizes: Sizes) -> tuple[Part, ...]:
+    model, training = block_specs(sizes)
     shape = (sizes["batch"], sizes["seq"], sizes["hidden"])
 
     def trial(maker: Maker) -> Whole:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from executor.operations import blocks, layers, machine, products, updates
+from executor.operations import blocks, layers, layouts, machine, products, updates
 from executor.operations.memory import footprint
 from executor.operations.operands import DTYPES, Maker, cache_bytes
 from executor.operations.products import Sizes
@@ -47,6 +47,7 @@ class Work:
 
 
 FLAGS = frozenset({"bias", "dropout", "gated", "rms", "rotary"})
+BLOCK_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "gated", "rms", "rotary", "dropout", "batch", "seq")
 WORKS: Mapping[str, Work] = {
     "linear": Work(sizes=("m", "n", "k", "bias"), passes=("forward", "input_gradient", "weight_gradient"), parts=products.linear),
     "attention": Work(sizes=("batch", "heads", "kv_heads", "seq", "head_dim", "dropout"), passes=BOTH, parts=layers.attention),
@@ -68,9 +69,8 @@ WORKS: Mapping[str, Work] = {
     "cross_entropy": Work(sizes=("tokens", "vocab"), passes=BOTH, parts=layers.cross_entropy),
     "adamw": Work(sizes=("parameters",), passes=TIME, parts=updates.adamw, on_dtensors=True),
     "gradient_norm": Work(sizes=("parameters",), passes=TIME, parts=updates.gradient_norm, on_dtensors=True),
-    "block": Work(
-        sizes=("hidden", "heads", "kv_heads", "head_dim", "ffn", "gated", "rms", "rotary", "dropout", "batch", "seq"), passes=BOTH,
-        parts=blocks.block),
+    "block": Work(sizes=BLOCK_SIZES, passes=BOTH, parts=blocks.block),
+    "layouts": Work(sizes=BLOCK_SIZES, figure=layouts.layouts),
     "device_copy": Work(sizes=("bytes",), passes=TIME, parts=machine.device_copy, figures=machine.copied),
     "transfer": Work(sizes=("bytes",), figure=machine.transfer),
     "host_adam": Work(

@@ -1,0 +1,169 @@
+"""What a layer costs the host more in a layout that divides it: blocks as one process runs them beside the same blocks under FSDP,
+as DTensors over tensor-parallel ranks, and with a backward pass in two parts.
+
+Each on one process, in a group of its own alone, so that what is seen is what the layout adds and not what is sent: hooks, copies
+into buffers and out of them, the dispatch of DTensors. Both take turns, and of each part of a step the medians are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import DTensor, Replicate
+
+from costmodels.mesh import Mesh
+from costmodels.schedules import Schedule
+from costmodels.strategy import Frame
+from executor.modules.models import build_layer
+from executor.operations.blocks import block_specs
+from executor.operations.operands import GRADIENT_STD
+from executor.operations.products import Sizes
+from executor.operations.updates import world_of_one
+from executor.optimizer import build_optimizer, clip_gradients, squared_norm
+from executor.options import Options
+from executor.parallel.place import place_layer
+from executor.parallel.sharded import Unit, begin_step, reduce_gradients, shard_root, shard_unit
+from executor.tensors import local
+from planner.estimate import estimate_plan
+from profiles.cases import Measured
+from profiles.catalog import load_cluster, with_gpus
+from profiles.model import LayerKind
+from profiles.spec import ModelSpec, TrainingSpec
+
+LAYERS = 4
+MOST_ROUNDS = 9
+LEAST_ROUNDS = 3
+ENOUGH_S = 3.0  # of one comparison
+WARM_UP = 2
+PARTS = ("forward", "backward", "reduce", "update")
+
+
+def layouts(sizes: Sizes, device: torch.device) -> Measured:
+    """Seconds that one layer takes more, by layout and part of the step, at least 0."""
+    with world_of_one(device):
+        model, training = block_specs(sizes)
+        x = torch.randn(sizes["batch"], sizes["seq"], sizes["hidden"], device=device)
+        mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("tp",))
+        figures: dict[str, float] = {}
+        made = {"sharded": _sharded, "split": _split} | ({"divided": _divided} if sizes["kv_heads"] % 2 == 0 else {})
+        for name, make in made.items():
+            plain, other = _plain(model, training, device, mesh), make(model, training, device, mesh)
+            figures |= {f"{name}_{part}_s": seconds for part, seconds in _more_s(plain, other, x).items() if seconds}
+        return Measured(figures=figures)
+
+
+@dataclass(slots=True)
+class Layout:
+    """Blocks with what surrounds their passes in a step."""
+
+    layers: Sequence[nn.Module]
+    body: nn.Module
+    enter: Callable[[Tensor], Tensor] = lambda x: x
+    begin: Callable[[], None] = lambda: None
+    reduce: Callable[[], None] = lambda: None
+    splits: bool = False
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = build_optimizer(list(self.body.parameters()), Options())
+
+    def step(self, x: Tensor) -> Iterator[None]:
+        """The parts of a step, one after the other."""
+        self.begin()
+        entered = self.enter(x.detach().requires_grad_())
+        out = self.body(entered)
+        yield
+        gradient = torch.full_like(out, GRADIENT_STD)
+        if self.splits:
+            _, groups = stage_backward_input([out], [gradient], [entered], self.body.parameters())
+            stage_backward_weight(self.body.parameters(), groups)
+        else:
+            out.backward(gradient)
+        yield
+        self.reduce()
+        yield
+        self._update(x.device)
+        yield
+
+    @torch.no_grad()
+    def _update(self, device: torch.device) -> None:
+        gradients = [local(p.grad) for p in self.body.parameters() if p.grad is not None]
+        clip_gradients(self.optimizer, Options().clip_gradients, squared_norm({1: gradients}, device).sqrt().float())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _blocks(model: ModelSpec, training: TrainingSpec, device: torch.device) -> list[nn.Module]:
+    return [build_layer(model, training, LayerKind.BLOCK, 1 + index, 0, device) for index in range(LAYERS)]
+
+
+def _plain(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+    layers = _blocks(model, training, device)
+    return Layout(layers, nn.Sequential(*layers))
+
+
+def _split(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+    found = _plain(model, training, device, mesh)
+    found.splits = True
+    return found
+
+
+def _sharded(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+    """ZeRO 1, which gathers and reduces once a step."""
+    layers = _blocks(model, training, device)
+    body, units = nn.Sequential(*layers), [Unit(layers=(layer,), zero=1, mesh=mesh) for layer in layers]
+    for unit in units:
+        shard_unit(unit, training.precision)
+    shard_root(body, units, mesh)
+    return Layout(layers, body, begin=lambda: begin_step(body, units), reduce=lambda: reduce_gradients(body, units, None))
+
+
+def _divided(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+    """With the placements of Megatron's tensor parallelism."""
+    pair = Frame(
+        mesh=Mesh(pp=1, dp=1, tp=2), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=training.global_batch_size,
+        num_micro_batches=1, sequence_parallel=False)
+    plan = estimate_plan(replace(model, vocab_size=2), with_gpus(load_cluster("cpu"), 2), training, pair, zero=0)
+    operators = next(found.operators for found in plan.layer_plans.values() if found.layer is LayerKind.BLOCK)
+    layers = _blocks(model, training, device)
+    for layer in layers:
+        place_layer(layer, operators, mesh, "block")
+
+    def enter(x: Tensor) -> Tensor:
+        return DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+
+    return Layout(layers, nn.Sequential(*layers), enter=enter)
+
+
+def _more_s(plain: Layout, other: Layout, x: Tensor) -> dict[str, float]:
+    """By part of the step, the seconds of a layer in `other` beyond those in `plain`."""
+    laps: dict[int, list[list[float]]] = {id(plain): [], id(other): []}
+    started_s = time.perf_counter()
+    for number in range(WARM_UP + MOST_ROUNDS):
+        for layout in (plain, other):
+            laps[id(layout)].append(_laps_s(layout, x))
+        if number + 1 >= WARM_UP + LEAST_ROUNDS and time.perf_counter() - started_s > ENOUGH_S:
+            break
+    once, more = ([median(column) for column in zip(*laps[id(layout)][WARM_UP:], strict=True)] for layout in (plain, other))
+    return {part: max(0.0, there - here) / LAYERS for part, here, there in zip(PARTS, once, more, strict=True)}
+
+
+def _laps_s(layout: Layout, x: Tensor) -> list[float]:
+    marks = [_now_s(x.device)]
+    for _ in layout.step(x):
+        marks.append(_now_s(x.device))
+    return [end - start for start, end in itertools.pairwise(marks)]
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
