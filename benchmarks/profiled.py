@@ -108,7 +108,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=4.0, help="of profiling")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of profiling")
     parser.add_argument("--repeats", type=int, default=3, help="runs of every plan")
     parser.add_argument("--keep", type=Path, help="a folder for what is made, which stays")
     parser.add_argument("--json", action="store_true")

@@ -222,6 +222,8 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
             backward_s += book.split_s(choice.kind)
             waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
     receive_forward, receive_backward = receive_times(stage, frame, book)
+    if frame.mesh.pp > 1 and (added := layouts_of(book.machine, book.training.stack)):
+        forward_s, backward_s = forward_s + added.action_s, backward_s + added.action_s
     return StageCost(
         forward_s=forward_s, backward_s=backward_s, recompute_s=recompute_s, weight_s=weight_s,
         stash_bytes=stash_bytes, waiting_bytes=waiting_bytes,

@@ -201,10 +201,12 @@ def block_cases(workload: Workload, micro_batch_size: int) -> tuple[Case, ...]:
     tiny, training = tiny_model(model), replace(workload.training, seq_length=min(workload.training.seq_length, TINY_SEQ))
     operators = build_graph(tiny, training, 1).block.operators
     parts = (case for operator in operators for case in operator_cases(operator, Sharding(), tiny, training))
-    whole = [_block_sizes(tiny, 1, training.seq_length), _block_sizes(model, micro_batch_size, workload.training.seq_length)]
-    passes = {BLOCK: (Pass(name="forward"), Pass(name="backward")), LAYOUTS: ()}
-    blocks = (Case(work=work, sizes=sizes, precision=precision, passes=passes[work]) for work in passes for sizes in whole)
-    return *dict.fromkeys(parts), *blocks
+    small, passes = _block_sizes(tiny, 1, training.seq_length), (Pass(name="forward"), Pass(name="backward"))
+    blocks = (small, _block_sizes(model, micro_batch_size, workload.training.seq_length))
+    layouts = (small, _block_sizes(model, 1, training.seq_length))  # what they add does not grow with the tokens
+    return (
+        *dict.fromkeys(parts), *(Case(work=BLOCK, sizes=sizes, precision=precision, passes=passes) for sizes in blocks),
+        *(Case(work=LAYOUTS, sizes=sizes, precision=precision, passes=()) for sizes in layouts))
 
 
 def tiny_model(model: ModelSpec) -> ModelSpec:

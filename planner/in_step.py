@@ -8,8 +8,9 @@ A block of n_f operators (n_b launches backward) whose operators take F and B se
 s is `kernel_slowdown` (gaps, colder caches, clocks), h_f and h_b the host's seconds for one operator. Least squares of relative
 errors, h at least 0, s drawn towards 1 by as little as a tenth of one pass. Blocks of one size alone cannot tell s from h: h is then 0.
 
-What layouts add (FSDP, tensor parallelism, a backward pass in two parts) was measured as seconds of a layer; it is divided by the layer's
-launches, or for what grows with the layer's bytes a line through its two sizes. Of several sizes the least is the host's.
+What layouts add (FSDP, tensor parallelism, a backward pass in two parts, a pipeline's runtime) was measured as seconds of a layer; it
+is divided by the layer's launches, in the smallest layer, or for what grows with a layer's bytes a line through the smallest and the
+largest.
 """
 
 from __future__ import annotations
@@ -113,8 +114,10 @@ def _layouts(records: Sequence[Record], precision: Precision, stack: Stack) -> d
     n_bytes = [precision.num_bytes * sum(p.num_elements for op in layer.operators for p in op.parameters) for layer in layers]
     launches = [len(layer.operators) + sum(operator.kind in PRODUCTS for operator in layer.operators) for layer in layers]
 
+    smallest = [index for index, size in enumerate(n_bytes) if size == min(n_bytes)]
+
     def launched_s(name: str, counts: Sequence[int]) -> float:
-        return _rounded(min(found.get(name, 0.0) / count for found, count in zip(figures, counts, strict=True)))
+        return _rounded(median(figures[index].get(name, 0.0) / counts[index] for index in smallest))
 
     def cost(*names: str) -> LayerCost:
         return _line([(size, sum(found.get(name, 0.0) for name in names)) for size, found in zip(n_bytes, figures, strict=True)])
@@ -122,7 +125,8 @@ def _layouts(records: Sequence[Record], precision: Precision, stack: Stack) -> d
     return {
         "divided_forward_s": launched_s("divided_forward_s", [len(layer.operators) for layer in layers]),
         "divided_backward_s": launched_s("divided_backward_s", launches), "split_s": launched_s("split_backward_s", launches),
-        "gather": cost("sharded_forward_s"), "reduce": cost("sharded_backward_s", "sharded_reduce_s"), "update": cost("sharded_update_s")}
+        "action_s": launched_s("staged_action_s", [1] * len(measured)), "gather": cost("sharded_forward_s"),
+        "reduce": cost("sharded_backward_s", "sharded_reduce_s"), "update": cost("sharded_update_s")}
 
 
 def _line(points: Sequence[tuple[int, float]]) -> LayerCost:

@@ -134,6 +134,7 @@ class InStep:
     What layouts add, where the host's seconds do, beside what they send:
     divided_forward_s   for one operator that tensor parallelism divides; divided_backward_s in the backward pass
     split_s             for one launch of a backward pass, where it is in two parts
+    action_s            for one action of a pipeline's schedule: a forward or a backward pass of a stage
     gather, reduce      of a layer that ZeRO shards: hooks, and copies into and out of buffers
     update              of a layer whose parameters are DTensors, by ZeRO or by tensor parallelism
     """
@@ -149,6 +150,7 @@ class InStep:
     divided_forward_s: float = 0.0
     divided_backward_s: float = 0.0
     split_s: float = 0.0
+    action_s: float = 0.0
     gather: LayerCost = LayerCost()
     reduce: LayerCost = LayerCost()
     update: LayerCost = LayerCost()

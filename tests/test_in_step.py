@@ -108,15 +108,17 @@ def test_what_layouts_add_is_a_launchs_or_a_line_over_the_layers_bytes():
     reduced_s = 2e-3 + 1e-9 * (num_bytes[1] - num_bytes[0])
     found = in_step_of(
         [*blocks((TINY, LARGE), lambda alone_s, launches, backward: alone_s),
-         layout(TINY, split_backward_s=14e-4, divided_forward_s=20e-4, sharded_forward_s=1e-3, sharded_reduce_s=2e-3),
+         layout(TINY, split_backward_s=14e-4, staged_action_s=15e-5, divided_forward_s=20e-4, sharded_forward_s=1e-3,
+                sharded_reduce_s=2e-3),
          layout(LARGE, split_backward_s=9e-3, divided_forward_s=10e-4, sharded_forward_s=1e-3, sharded_reduce_s=reduced_s)],
         PROFILE, CLUSTER, Precision.FP32, STACK, host_adds=True)
 
     assert found.split_s == pytest.approx(14e-4 / 14, rel=1e-3)  # 10 operators, 4 of them products with two gradients
-    assert found.divided_forward_s == pytest.approx(10e-4 / 10, rel=1e-3)
+    assert found.divided_forward_s == pytest.approx(20e-4 / 10, rel=1e-3)
     assert found.gather.seconds(1e9) == pytest.approx(1e-3)
     assert found.reduce.seconds(num_bytes[1]) == pytest.approx(reduced_s, rel=1e-3)
     assert found.divided_backward_s == 0.0
+    assert found.action_s == 15e-5
 
 
 def test_on_a_device_that_the_host_feeds_layouts_add_nothing():

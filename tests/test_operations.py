@@ -223,3 +223,13 @@ def test_an_update_is_timed_over_several_layers_and_given_for_one() -> None:
     assert updates.layers_of(2**26) == 1
     assert [part.times for part in updates.adamw({"parameters": 49_984})] == [8]
     assert [part.times for part in updates.gradient_norm({"parameters": 2**24})] == [4]
+
+
+def test_layouts_give_what_each_adds_to_a_layer() -> None:
+    names = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "gated", "rms", "rotary", "dropout", "batch", "seq")
+    sizes = tuple(zip(names, (16, 2, 2, 8, 32, 0, 0, 0, 0, 1, 8), strict=True))
+
+    figures = program.measure(Case(work="layouts", sizes=sizes, precision="fp32", passes=()), "cpu").figures
+
+    assert {"sharded_forward_s", "sharded_reduce_s", "split_backward_s", "divided_forward_s", "divided_backward_s"} <= set(figures)
+    assert all(0.0 <= seconds < 10.0 for seconds in figures.values())

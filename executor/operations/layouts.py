@@ -1,5 +1,5 @@
 """What a layer costs the host more in a layout that divides it: blocks as one process runs them beside the same blocks under FSDP,
-as DTensors over tensor-parallel ranks, and with a backward pass in two parts.
+as DTensors over tensor-parallel ranks, with a backward pass in two parts, and as stages of a pipeline.
 
 Each on one process, in a group of its own alone, so that what is seen is what the layout adds and not what is sent: hooks, copies
 into buffers and out of them, the dispatch of DTensors. Both take turns, and of each part of a step the medians are compared.
@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -39,6 +41,7 @@ from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 
 LAYERS = 4
+MICRO_BATCHES = 4
 MOST_ROUNDS = 9
 LEAST_ROUNDS = 3
 ENOUGH_S = 3.0  # of one comparison
@@ -57,7 +60,40 @@ def layouts(sizes: Sizes, device: torch.device) -> Measured:
         for name, make in made.items():
             plain, other = _plain(model, training, device, mesh), make(model, training, device, mesh)
             figures |= {f"{name}_{part}_s": seconds for part, seconds in _more_s(plain, other, x).items() if seconds}
-        return Measured(figures=figures)
+        return Measured(figures=figures | {"staged_action_s": _action_s(model, training, device, mesh.get_group())})
+
+
+def _action_s(model: ModelSpec, training: TrainingSpec, device: torch.device, group: dist.ProcessGroup) -> float:
+    """Seconds that torch's pipeline runtime takes for one action, a forward or a backward pass of a stage: two stages of this process
+    beside a loop over the same micro-batches."""
+    plain, halves = (_blocks(model, training, device) for _ in range(2))
+    body, half = nn.Sequential(*plain), LAYERS // 2
+    parts = [nn.Sequential(*halves[:half]), nn.Sequential(*halves[half:])]
+    stages = [PipelineStage(part, index, len(parts), device, group=group) for index, part in enumerate(parts)]
+    schedule = ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=_loss)
+    x = torch.randn(MICRO_BATCHES * training.global_batch_size, training.seq_length, model.hidden_size, device=device)
+
+    def loop() -> None:
+        for micro_batch in x.chunk(MICRO_BATCHES):
+            _loss(body(micro_batch.detach().requires_grad_()), micro_batch).backward()
+
+    laps: dict[str, list[float]] = {"loop": [], "staged": []}
+    started_s = time.perf_counter()
+    for number in range(WARM_UP + MOST_ROUNDS):
+        for name, run in (("loop", loop), ("staged", lambda: schedule.step(x, target=x))):
+            begin_s = _now_s(device)
+            run()
+            laps[name].append(_now_s(device) - begin_s)
+            for module in (body, *parts):
+                module.zero_grad()
+        if number + 1 >= WARM_UP + LEAST_ROUNDS and time.perf_counter() - started_s > ENOUGH_S:
+            break
+    more_s = median(laps["staged"][WARM_UP:]) - median(laps["loop"][WARM_UP:])
+    return max(0.0, more_s) / (2 * len(parts) * MICRO_BATCHES)
+
+
+def _loss(out: Tensor, target: Tensor) -> Tensor:
+    return (out * target).sum()
 
 
 @dataclass(slots=True)
