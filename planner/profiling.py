@@ -6,6 +6,7 @@ beside the file at once; the journal goes when the file is written.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -72,11 +73,12 @@ class Profiled:
 def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profiled:
     """Measure what the file and its journals lack of the operators on one device, and write the file. Raises ConfigError.
 
-    Every case twice, at two moments, where the budget allows it, since what disturbs a machine for a second shifts all repeats of a
-    case: of each pass the faster one counts.
+    Every case twice, at two moments, where the budget has room for that, since what disturbs a machine for a second shifts all repeats
+    of a case: of each pass the faster one counts. All of them or none, since one operator is compared with another.
     """
     here, known = environment(wanted.device), known_profile(wanted)
-    ends_s = time.monotonic() + 60 * wanted.minutes
+    begins_s = time.monotonic()
+    ends_s = begins_s + 60 * wanted.minutes
     with closing(_journal(wanted, here, "")) as first, closing(_journal(wanted, here, ".again")) as second:
         seen = {record.case.key: record for record in known.records} if known else {}
         first.records.update(seen | first.records)
@@ -84,9 +86,11 @@ def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profile
         if not found.records:
             raise ConfigError("nothing was measured before it ended", hint="give it more time with --minutes")
         fresh = [record.case for record in found.records if record.case.key not in seen and record.outcome is Outcome.MEASURED]
-        if fresh and not found.missed and not found.interrupted:
-            again = _session(wanted, fresh, here, second, ends_s, on_progress)
-            found = replace(found, records=faster(found.records, again.records), interrupted=again.interrupted)
+        roomy = 2 * (time.monotonic() - begins_s) < ends_s - begins_s or bool(second.records)
+        if fresh and roomy and not found.missed and not found.interrupted:
+            again = _session(wanted, fresh, here, second, math.inf, on_progress)
+            records = found.records if again.interrupted else faster(found.records, again.records)
+            found = replace(found, records=records, interrupted=again.interrupted)
         profile = kept(wanted.output, known, found.records, here, wanted.precision)
         second.delete()
         first.delete()
