@@ -243,12 +243,13 @@ class PriceBook:
         assert boundary is not None
         return sharding.local_bytes(boundary, sharding.boundary) if self.training.stack.keeps_sent else 0
 
-    def whole_table_bytes(self, sharding: Sharding) -> int:
-        """Of the gradient of a token table that tensor parallelism divides, where the stack makes it whole before it is cut."""
+    def table_workspace_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
+        """Beside the embedding's gradient: the sum with the head's of a shared table, or before that, where tensor parallelism divides
+        the table and the stack makes its gradient whole before it is cut, the whole one."""
         embedding = self.graph(1).embedding.operators[0]
         whole = sum(parameter.num_elements for parameter in embedding.parameters)
         made = self.training.stack.whole_table_gradients and sharding.parameter_elements(embedding) < whole
-        return whole * self.training.precision.num_bytes if made else 0
+        return max(self.shared_table_bytes(mesh, sharding), whole * self.training.precision.num_bytes if made else 0)
 
     def shared_table_bytes(self, mesh: Mesh, sharding: Sharding) -> int:
         """The gradient of the token table as autograd makes it, where head and embedding are one parameter.

@@ -157,8 +157,7 @@ def _activations(choice: LayerChoice, frame: Frame, book: PriceBook) -> Activati
     size = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
     if choice.kind is not LayerKind.EMBEDDING:
         return size
-    more = max(book.shared_table_bytes(frame.mesh, frame.sharding), book.whole_table_bytes(frame.sharding_of(choice)))
-    return replace(size, workspace=size.workspace + more)
+    return replace(size, workspace=size.workspace + book.table_workspace_bytes(frame.mesh, frame.sharding))
 
 
 def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook, together: float) -> float:

@@ -38,6 +38,11 @@ def begin_fork() -> None:
     of the rank that the parent was.
     """
     gc.freeze()
+    forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Empty what torch remembers by mesh."""
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     _gen_transform_infos.cache_clear()

@@ -169,7 +169,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
         used_up += kept.saved * (kind is LayerKind.HEAD and not frame.splits_backward)
         waiting += book.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and frame.splits_backward)
-    workspaces[LayerKind.EMBEDDING] += table
+    workspaces[LayerKind.EMBEDDING] += book.table_workspace_bytes(mesh, sharding)
     return Fixed(
         time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, ideal_held=ideal_held, zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,

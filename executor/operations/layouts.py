@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -21,9 +21,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Replicate
 
-from costmodels.mesh import Mesh
-from costmodels.schedules import Schedule
-from costmodels.strategy import Frame
+from costmodels.sharding import Sharding, placements
 from executor.modules.models import build_layer
 from executor.operations.blocks import block_specs
 from executor.operations.operands import GRADIENT_STD
@@ -34,11 +32,11 @@ from executor.options import Options
 from executor.parallel.place import place_layer
 from executor.parallel.sharded import Unit, begin_step, reduce_gradients, shard_root, shard_unit
 from executor.tensors import local
-from planner.estimate import estimate_plan
+from planner.plan import OperatorPlacement
 from profiles.cases import Measured
-from profiles.catalog import load_cluster, with_gpus
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.transformer import build_graph
 
 LAYERS = 4
 MICRO_BATCHES = 4
@@ -164,11 +162,9 @@ def _sharded(model: ModelSpec, training: TrainingSpec, device: torch.device, mes
 
 def _divided(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
     """With the placements of Megatron's tensor parallelism."""
-    pair = Frame(
-        mesh=Mesh(pp=1, dp=1, tp=2), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=training.global_batch_size,
-        num_micro_batches=1, sequence_parallel=False)
-    plan = estimate_plan(replace(model, vocab_size=2), with_gpus(load_cluster("cpu"), 2), training, pair, zero=0)
-    operators = next(found.operators for found in plan.layer_plans.values() if found.layer is LayerKind.BLOCK)
+    block = build_graph(model, training, training.global_batch_size).block
+    placed = {operator.name: placements(operator, Sharding(2)) for operator in block.operators}
+    operators = {name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()}
     layers = _blocks(model, training, device)
     for layer in layers:
         place_layer(layer, operators, mesh, "block")

@@ -21,7 +21,7 @@ from executor.operations.products import Sizes
 from executor.operations.trials import Once, Part, Trial, once
 from executor.optimizer import build_optimizer, clip_gradients, squared_norm
 from executor.options import Options
-from executor.tensors import local
+from executor.tensors import forget_meshes, local
 from profiles.units import GIB
 
 SWEPT_CACHES = 2
@@ -62,6 +62,7 @@ def world_of_one(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        forget_meshes()
         dist.destroy_process_group()
 
 

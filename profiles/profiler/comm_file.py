@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 
 from profiles.cases import Record
 from profiles.errors import ConfigError
+from profiles.files import write_text
 from profiles.schema import document, parse
 
 COMM_VERSION = 1
@@ -35,12 +35,7 @@ class CommFile:
 
 def write(path: Path, found: CommFile) -> None:
     """Write the file whole or not at all. Raises ConfigError."""
-    beside = path.with_name(path.name + ".new")
-    try:
-        beside.write_text(yaml.safe_dump(document(found), sort_keys=False, width=120), encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another -o") from None
+    write_text(yaml.safe_dump(document(found), sort_keys=False, width=120), path, hint="choose another -o")
 
 
 def read(path: Path) -> CommFile:
