@@ -31,7 +31,7 @@ from profiles.units import format_bytes
 ROOT = Path(__file__).resolve().parent.parent
 PLAN = (sys.executable, "-c", "import cli; cli.main()")
 MODELS = ("gpt-tiny", str(ROOT / "benchmarks/gpt-100m.yaml"))
-STEPS = {"gpt-tiny": 40, "gpt-100m": 8}
+STEPS = {"gpt-tiny": 40, "gpt-100m": 6}
 
 
 @dataclass(frozen=True, slots=True)
