@@ -127,3 +127,10 @@ def test_on_a_device_that_the_host_feeds_layouts_add_nothing():
         PROFILE, CLUSTER, Precision.FP32, STACK, host_adds=False)
 
     assert found.split_s == 0.0
+
+
+def test_kernels_are_never_faster_in_a_layer_than_alone():
+    found = in_step_of(
+        blocks((TINY, LARGE), lambda alone_s, launches, backward: 0.8 * alone_s), PROFILE, CLUSTER, Precision.FP32, STACK, host_adds=True)
+
+    assert (found.kernel_slowdown, found.forward_s, found.backward_s) == (1.0, 0.0, 0.0)
