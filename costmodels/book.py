@@ -25,7 +25,7 @@ from costmodels.recompute import Again, Recompute, ideal_saved_bytes, recompute_
 from costmodels.sharding import Sharding
 from profiles.hardware import CPU
 from profiles.measured import Machine
-from profiles.model import PRODUCTS, LayerKind, ModelGraph
+from profiles.model import LayerKind, ModelGraph
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.transformer import build_graph
@@ -107,10 +107,7 @@ class PriceBook:
     def split_s(self, kind: LayerKind) -> float:
         """Seconds that the host takes more for the backward pass of a layer in two parts, where that was measured."""
         added = layouts_of(self.machine, self.training.stack)
-        if added is None:
-            return 0.0
-        operators = self.graph(1).layer_class(kind).operators
-        return added.split_s * (len(operators) + sum(operator.kind in PRODUCTS for operator in operators))
+        return 0.0 if added is None else added.split_s * self.graph(1).layer_class(kind).gradient_launches
 
     @property
     def offloads_states(self) -> bool:

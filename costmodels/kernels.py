@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from costmodels.sharding import Sharding
-from profiles.curves import Product
+from profiles.curves import ALIGNED_BYTES, FLASH_BACKWARD_FLOPS, Product
 from profiles.model import Operator, OperatorKind
 from profiles.spec import Precision, TrainingSpec
 from profiles.stack import AttentionKernel
@@ -21,10 +21,8 @@ FORWARD, BACKWARD = "forward", "backward"
 PRODUCT_SIZES, BATCHED_SIZES, FUSED_SIZES, STREAM_SIZES = 3, 4, 3, 1  # how many sizes a point of such a kernel has
 INPUT_GRADIENT, WEIGHT_GRADIENT = "input_gradient", "weight_gradient"
 BATCHED = ("batched_forward", "batched_backward")
-FLASH_BACKWARD_FLOPS = 2.5  # of the forward's: two products more, and one recomputed
 FP32_BYTES = 4
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
-ALIGNED_BYTES = 16  # what a tensor core loads at once
 # How many times as long a product takes whose rows are a multiple of fewer bytes. 2: what vTrain's single-node A100 rows say of
 # a head of 50,257 (odd) against one of 25,128; 4 and 8 are assumed between.
 MISALIGNED = {16: 1.0, 8: 1.15, 4: 1.4, 2: 2.3}

@@ -211,11 +211,10 @@ class LayerOperators:
         repeated, tp_repeated = self._forward(again)
         backward = _sum(time.backward for time in self.compute.values())
         tp_backward = _sum(time.backward for time in self.tensor_parallel.values())
-        products = sum(op.kind in PRODUCTS for op in self.layer.operators)
         collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
         return LayerTime(
             forward=forward, recompute=repeated,
-            backward=_launched(backward, tp_backward, (len(self.compute) + products + collectives) * self.host_backward_s),
+            backward=_launched(backward, tp_backward, (self.layer.gradient_launches + collectives) * self.host_backward_s),
             tp_forward=tp_forward, tp_backward=tp_backward, tp_recompute=tp_repeated)
 
     @property

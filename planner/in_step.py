@@ -28,7 +28,7 @@ from costmodels.sharding import Sharding
 from profiles.cases import Case, Outcome, Record
 from profiles.hardware import Cluster
 from profiles.measured import Machine
-from profiles.model import PRODUCTS, LayerClass
+from profiles.model import LayerClass
 from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from profiles.speeds import InStep, LayerCost, Profile
 from profiles.stack import Stack
@@ -73,10 +73,9 @@ def equations(records: Iterable[Record], profile: Profile, cluster: Cluster, pre
             continue
         layer, training = _block_layer(record.case, precision, neutral)
         alone = price_operators(layer, _WHOLE, machine, training).compute.values()
-        products = sum(operator.kind in PRODUCTS for operator in layer.operators)
         for name, seconds, launches in (
                 ("forward", sum(time.forward.value_s for time in alone), len(layer.operators)),
-                ("backward", sum(time.backward.value_s for time in alone), len(layer.operators) + products)):
+                ("backward", sum(time.backward.value_s for time in alone), layer.gradient_launches)):
             measured_s = record.measured.times[name].median_us / US_PER_S
             yield Equation(measured_s, seconds, launches, name == "backward")
 
@@ -111,8 +110,8 @@ def _layouts(records: Sequence[Record], precision: Precision, stack: Stack) -> d
         return {}
     figures = [record.measured.figures for record in measured if record.measured]
     layers = [_block_layer(record.case, precision, stack)[0] for record in measured]
-    n_bytes = [precision.num_bytes * sum(p.num_elements for op in layer.operators for p in op.parameters) for layer in layers]
-    launches = [len(layer.operators) + sum(operator.kind in PRODUCTS for operator in layer.operators) for layer in layers]
+    n_bytes = [precision.num_bytes * layer.num_parameters for layer in layers]
+    launches = [layer.gradient_launches for layer in layers]
 
     smallest = [index for index, size in enumerate(n_bytes) if size == min(n_bytes)]
 

@@ -23,7 +23,7 @@ from profiles.measured import analytic_profile, shipped_profile
 from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, with_memory_facts, write
 from profiles.own_records import rounded_records
 from profiles.profiler.comm_cases import ALL_REDUCE
-from profiles.profiler.environment import CPU, cluster_of, environment, fingerprint
+from profiles.profiler.environment import ASSUMED_LINK, CPU, cluster_of, environment, fingerprint
 from profiles.profiler.fit import fit_profile
 from profiles.profiler.fit_links import links_of
 from profiles.profiler.journal import Journal, beside, open_journal
@@ -184,7 +184,7 @@ def nominal_cluster(here: Environment) -> Cluster:
     try:
         return cluster_of(here)
     except ConfigError:  # no datasheet
-        base = load_cluster(CPU if here.device == CPU else "a100-80gb-pcie")
+        base = load_cluster(CPU if here.device == CPU else ASSUMED_LINK)
         memory_bytes = here.memory_bytes or base.device.memory_bytes
         return with_gpus(
             replace(base, device=replace(base.device, memory_bytes=memory_bytes)), here.num_devices, here.num_devices)

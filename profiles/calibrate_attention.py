@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from profiles.calibrate_bench import LENDERS, Bench
-from profiles.curves import Chip, FlashCurve, flash_attention_s
+from profiles.curves import FLASH_BACKWARD_FLOPS, Chip, FlashCurve, flash_attention_s
 from profiles.fitting import AnyCurve, Array, Family, Row, Where, ints, rounded, sources_of
 from profiles.measured import analytic_profile
 from profiles.provenance import Kind
@@ -17,7 +17,6 @@ from profiles.stack import FlashKernel
 from profiles.units import US_PER_S
 
 LEAST_LAUNCH_S = 1e-6  # no kernel starts and ends sooner
-FLASH_BACKWARD_FLOPS = 2.5
 TRAINED_HEAD_DIMS = (64, 80, 96, 128)
 CACHE_WRITE = "with_kv_cache_write"
 # TFLOP/s of fused attention on H100-SXM5-80GB: the bars of figures 5 (forward, causal) and 6 (backward, not causal) of the

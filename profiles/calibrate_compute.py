@@ -9,7 +9,6 @@ from typing import TypeVar
 import numpy as np
 
 from profiles.calibrate_attention import (
-    FLASH_BACKWARD_FLOPS,
     LEAST_LAUNCH_S,
     fitted_heads,
     flash_pair,
@@ -18,7 +17,7 @@ from profiles.calibrate_attention import (
     head_weight,
 )
 from profiles.calibrate_bench import Bench
-from profiles.curves import Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, matmul_s, memory_bound_s
+from profiles.curves import FLASH_BACKWARD_FLOPS, Chip, FlashCurve, MatmulCurve, MemoryCurve, Product, matmul_s, memory_bound_s
 from profiles.fitting import Array, Family, Row, fit, ints, rounded, score, sources_of, times_s
 from profiles.measured import ASSUMED_SHARES, analytic_profile, assumed_memory
 from profiles.provenance import Kind

@@ -163,6 +163,11 @@ class LayerClass:
         return next((t for op in self.operators for t in op.inputs if t.name not in made and op.kind is not OperatorKind.EMBEDDING), None)
 
     @property
+    def gradient_launches(self) -> int:
+        """How often the host launches an operator's backward pass: once, and twice for the two gradients of a product."""
+        return len(self.operators) + sum(operator.kind in PRODUCTS for operator in self.operators)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of one such layer, a tied copy included."""
         return sum(operator.num_parameters for operator in self.operators)

@@ -6,9 +6,19 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from costmodels.kernels import FLASH_BACKWARD_FLOPS
 from profiles.catalog import cluster_from_document
-from profiles.curves import Chip, Curve, FlashCurve, MatmulCurve, MemoryCurve, Product, flash_attention_s, matmul_s, memory_bound_s
+from profiles.curves import (
+    FLASH_BACKWARD_FLOPS,
+    Chip,
+    Curve,
+    FlashCurve,
+    MatmulCurve,
+    MemoryCurve,
+    Product,
+    flash_attention_s,
+    matmul_s,
+    memory_bound_s,
+)
 from profiles.own import OwnProfile
 from profiles.points import curves_of
 from profiles.spec import Precision

@@ -17,6 +17,8 @@ import numpy as np
 
 from profiles.cases import Case, Outcome, Record
 from profiles.curves import (
+    ALIGNED_BYTES,
+    FLASH_BACKWARD_FLOPS,
     Bounds,
     Chip,
     Curve,
@@ -40,8 +42,6 @@ from profiles.units import US_PER_S
 HOST_K_HALF = 4.0  # 1.5 was fitted to products of a core of AMD EPYC (Genoa) with torch 2.13
 DRAW = 0.02  # weight of an assumption beside that of a point
 HALF_SPREAD = 0.1  # a point whose repeats are so far apart counts half
-FLASH_BACKWARD_FLOPS = 2.5  # of the forward's, as costmodels/compute.py prices them
-ALIGNED_BYTES = 16  # products with rows of other lengths are slower by a factor that the prices know, and say nothing of the curve
 AnyCurve = TypeVar("AnyCurve", bound=Curve)
 _PRODUCT = ("efficiency", "k_half", "bandwidth_share", "launch_s")
 _FLASH = ("efficiency", "keys_half", "head_half", "launch_s")
