@@ -75,19 +75,16 @@ def _action_s(model: ModelSpec, training: TrainingSpec, device: torch.device, gr
         for micro_batch in x.chunk(MICRO_BATCHES):
             _loss(body(micro_batch.detach().requires_grad_()), micro_batch).backward()
 
-    laps: dict[str, list[float]] = {"loop": [], "staged": []}
-    started_s = time.perf_counter()
-    for number in range(WARM_UP + MOST_ROUNDS):
-        for name, run in (("loop", loop), ("staged", lambda: schedule.step(x, target=x))):
-            begin_s = _now_s(device)
-            run()
-            laps[name].append(_now_s(device) - begin_s)
-            for module in (body, *parts):
-                module.zero_grad()
-        if number + 1 >= WARM_UP + LEAST_ROUNDS and time.perf_counter() - started_s > ENOUGH_S:
-            break
-    more_s = median(laps["staged"][WARM_UP:]) - median(laps["loop"][WARM_UP:])
-    return max(0.0, more_s) / (2 * len(parts) * MICRO_BATCHES)
+    def timed(run: Callable[[], object]) -> list[float]:
+        begin_s = _now_s(device)
+        run()
+        seconds = _now_s(device) - begin_s
+        for module in (body, *parts):
+            module.zero_grad()
+        return [seconds]
+
+    (looped_s,), (staged_s,) = _in_turns(lambda: timed(loop), lambda: timed(lambda: schedule.step(x, target=x)))
+    return max(0.0, staged_s - looped_s) / (2 * len(parts) * MICRO_BATCHES)
 
 
 def _loss(out: Tensor, target: Tensor) -> Tensor:
@@ -177,15 +174,20 @@ def _divided(model: ModelSpec, training: TrainingSpec, device: torch.device, mes
 
 def _more_s(plain: Layout, other: Layout, x: Tensor) -> dict[str, float]:
     """By part of the step, the seconds of a layer in `other` beyond those in `plain`."""
-    laps: dict[int, list[list[float]]] = {id(plain): [], id(other): []}
+    once, more = _in_turns(lambda: _laps_s(plain, x), lambda: _laps_s(other, x))
+    return {part: max(0.0, there - here) / LAYERS for part, here, there in zip(PARTS, once, more, strict=True)}
+
+
+def _in_turns(*runs: Callable[[], list[float]]) -> list[list[float]]:
+    """Of each run, the medians of the seconds that it returns, over rounds in which all take turns, after a warm-up."""
+    laps: list[list[list[float]]] = [[] for _ in runs]
     started_s = time.perf_counter()
     for number in range(WARM_UP + MOST_ROUNDS):
-        for layout in (plain, other):
-            laps[id(layout)].append(_laps_s(layout, x))
+        for run, found in zip(runs, laps, strict=True):
+            found.append(run())
         if number + 1 >= WARM_UP + LEAST_ROUNDS and time.perf_counter() - started_s > ENOUGH_S:
             break
-    once, more = ([median(column) for column in zip(*laps[id(layout)][WARM_UP:], strict=True)] for layout in (plain, other))
-    return {part: max(0.0, there - here) / LAYERS for part, here, there in zip(PARTS, once, more, strict=True)}
+    return [[median(column) for column in zip(*found[WARM_UP:], strict=True)] for found in laps]
 
 
 def _laps_s(layout: Layout, x: Tensor) -> list[float]:
