@@ -27,9 +27,13 @@ from executor.parallel.stages import Ranks, Stage, border_example, build_stages
 from executor.tensors import local
 from planner.plan import Plan
 
-AfterBackward = Callable[[], None]
+After = Callable[[], None]
 Span = Callable[[str, int, int], AbstractContextManager[Any]]
 _Entry = tuple[int, Work, int]  # virtual stage, work, micro-batch
+
+
+def _nothing() -> None:
+    """What is called, by default, after what nobody asked about."""
 
 
 def no_span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
@@ -43,7 +47,8 @@ def no_span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[A
 class _Stage(LeanStage):
     """A pipeline stage that says what it computes, and when the gradients of a micro-batch's weights are there."""
 
-    after_backward: AfterBackward
+    after_backward: After
+    after_recompute: After
     span: Span
     early: Early
     forwarded = -1
@@ -64,6 +69,7 @@ class _Stage(LeanStage):
         """What the backward pass of the micro-batch needs and the forward pass did not keep, ahead of it."""
         with self.span("R", self.stage_index, chunk_id):
             self.early.recompute(chunk_id)
+        self.after_recompute()
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
         with self.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id), self.early.backward(bwd_chunk_id):
@@ -125,14 +131,18 @@ class Pipeline:
             all_reduce(copies, self.tied_group)
 
 
-def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: AfterBackward, span: Span = no_span) -> Pipeline:
+def build_pipeline(
+    plan: Plan, ranks: Ranks, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = _nothing,
+) -> Pipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
     stages = build_stages(plan, ranks, seed)
     piped: tuple[_Stage, ...] = ()
     if plan.mesh.pp == 1:
         run = partial(_loop, stages[0], plan, after_backward, span)
     else:
-        schedule, piped = _schedule(plan, ranks, stages, after_backward, span)
+        schedule, piped = _schedule(plan, ranks, stages)
+        for stage in piped:
+            stage.after_backward, stage.after_recompute, stage.span = after_backward, after_recompute, span
         run = partial(_scheduled, schedule, stages, plan.module is not None)
     return Pipeline(
         stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
@@ -144,7 +154,7 @@ def _mean_loss(stage: Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Ten
     return local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
 
 
-def _loop(stage: Stage, plan: Plan, after_backward: AfterBackward, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
+def _loop(stage: Stage, plan: Plan, after_backward: After, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
     """The schedule of one pipeline rank: forward and backward of one micro-batch after the other."""
     total = torch.zeros((), device=ids.device)
     micro_batches = zip(*(x.split(plan.pipeline.micro_batch_size) for x in (ids, targets)), strict=True)
@@ -170,16 +180,14 @@ def _scheduled(
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
 
 
-def _schedule(
-    plan: Plan, ranks: Ranks, modules: Sequence[Stage], after_backward: AfterBackward, span: Span,
-) -> tuple[_PipelineScheduleRuntime, tuple[_Stage, ...]]:
+def _schedule(plan: Plan, ranks: Ranks, modules: Sequence[Stage]) -> tuple[_PipelineScheduleRuntime, tuple[_Stage, ...]]:
     """The runtime with the plan's action lists, which it completes with sends and receives, and this rank's stages in it."""
     indices = local_stages(plan, ranks.coordinate("pp"))
     lists = [parse_row(row, rank) for rank, row in enumerate(action_rows(plan))]
     own = lists[ranks.coordinate("pp")]
     stages = [_pipeline_stage(plan, ranks, k, module) for k, module in zip(indices, modules, strict=True)]
     for stage in stages:
-        stage.after_backward, stage.span, stage.early = after_backward, span, _early(stage, own)
+        stage.early = _early(stage, own)
     schedule = _PipelineScheduleRuntime(
         stages, plan.pipeline.num_micro_batches, partial(_spanned_loss, stages[-1], plan), scale_grads=False)
     schedule._prepare_schedule_with_comms({rank: list(map(_action, filter(_is_of_torch, each))) for rank, each in enumerate(lists)})
