@@ -21,9 +21,10 @@ from costmodels.mesh import Axis, place_axis
 from costmodels.occupancy import RankMemory, rank_layers, rank_memory
 from costmodels.pace import layouts_of
 from costmodels.redundancy import RedundantBytes, rank_redundancy
-from costmodels.schedules import Schedule
+from costmodels.schedules import LAST_KEEPS_ALL, Schedule
 from costmodels.simulate import SimulatedStep, StageCost, replay
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import TrainingSpec
@@ -170,8 +171,13 @@ def rank_receives(rank: int, frame: Frame, book: PriceBook) -> Seconds:
 
 
 def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
-    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed."""
+    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed.
+
+    Raises ConfigError where the last stage recomputes under a schedule that has no time for it.
+    """
     frame, ranks = strategy.frame, range(strategy.frame.mesh.pp)
+    if frame.schedule in LAST_KEEPS_ALL and any(book.recompute_operators(choice.kind, choice.recompute) for choice in strategy.stages[-1]):
+        raise ConfigError(f"{frame.schedule}: its last stage recomputes nothing, here it does", hint="use early-recompute")
     stages = tuple(
         tuple(_stage_cost(strategy.stages[stage], stage, frame, book) for stage in frame.stages_of(rank)) for rank in ranks)
     tails = [_tail(strategy, rank, book) for rank in ranks]
