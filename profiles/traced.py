@@ -1,8 +1,8 @@
 """A model that was watched instead of described: every operator that a user's module ran, in order, from its inputs to its loss.
 
-`profiles/tracing/` makes it of any module without the memory of its weights; the partitioner (planner/partition/) cuts it into shards. Sizes
-are those of one micro-batch; the operators are those of a built-in description (profiles/model.py), so that prices and search treat
-both alike.
+`profiles/tracing/` makes it of any module without the memory of its weights; the partitioner (planner/partition/) cuts it into
+shards. Sizes are those of one micro-batch; the operators are those of a built-in description (profiles/model.py), so that prices and
+search treat both alike.
 """
 
 from __future__ import annotations
