@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Program:
         the loss. Targets of call_function nodes are called as they are; operator.getitem picks one output of a call that has several
 
     Meta of nodes: "val", the fake output; of get_attr "origin": PARAMETER, BUFFER or CONSTANT; of calls as well
+        name, function  the operator's name, which no other has; torch's name of the function
         path, line      the module that called, '' for the outermost; file:line in its code
         grad            whether gradients were on
         autocast        the dtype of torch.autocast, or None
@@ -63,7 +65,7 @@ class Program:
         aliases         the nodes of its arguments whose memory an output shares, () for a call that makes new memory
         saved           what autograd keeps for its backward pass: tensors
         random          whether it draws random numbers
-        depends         whether it depends on a parameter
+        depends         whether it depends on a parameter or on random numbers
     """
 
     workload: Workload
@@ -188,6 +190,7 @@ class _Recorder(TorchFunctionMode):
         self.saved: list[Tensor] = []
         self.changed: set[int] = set()  # ids of real tensors that a recorded call writes
         self.closed = False
+        self.counts: Counter[str] = Counter()
 
     def keep(self, tensor: Tensor) -> None:
         self.saved.append(tensor)
@@ -267,16 +270,16 @@ class _Recorder(TorchFunctionMode):
     def _note(self, func: Any, name: str, args: Any, kwargs: Any, inputs: Any, written: Any, out: Any) -> None:
         arguments = map_aggregate((args, kwargs), lambda leaf: self.node(leaf) if isinstance(leaf, Tensor) else leaf)
         before = [self.node(tensor) for tensor in inputs]
-        node = self.graph.create_node("call_function", func, *arguments, name=self._name(name))  # type: ignore[misc]
+        node = self.graph.create_node("call_function", func, *arguments)  # type: ignore[misc]
         owners = {_memory(tensor): self.node(tensor) for tensor in reversed(inputs)}
         random = name in _RANDOM or bool(kwargs.get("dropout_p")) and kwargs.get("training", True)
         node.meta |= {
-            "val": out, "path": self.paths.current, "line": line_of_caller(), "grad": torch.is_grad_enabled(),
+            "val": out, "name": self._name(name), "function": name, "path": self.paths.current, "line": line_of_caller(), "grad": torch.is_grad_enabled(),
             "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             "written": tuple(dict.fromkeys(self.node(tensor) for tensor in written)),
             "aliases": tuple(dict.fromkeys(owners[m] for tensor in _tensors(out) if (m := _memory(tensor)) in owners)),
             "saved": tuple(self.saved), "random": random,
-            "depends": any(each.meta.get("depends") or each.meta.get("origin") == PARAMETER for each in before)}
+            "depends": random or any(each.meta.get("depends") or each.meta.get("origin") == PARAMETER for each in before)}
         self._enter_outputs(node, out)
         if func is set_item:
             self.enter(written[0], node)
@@ -290,7 +293,7 @@ class _Recorder(TorchFunctionMode):
             for index, each in enumerate(out):
                 if any(True for _ in _tensors(each)):
                     picked = self.graph.call_function(operator.getitem, (node, index))
-                    picked.meta |= {"val": each, "depends": node.meta["depends"]}
+                    picked.meta |= {"val": each, "name": f"{node.meta['name']}[{index}]", "depends": node.meta["depends"]}
                     self._enter_outputs(picked, each)
 
     def enter(self, tensor: Tensor, node: fx.Node, *, val: bool = True) -> None:
@@ -323,7 +326,10 @@ class _Recorder(TorchFunctionMode):
         return self.fakes[id(leaf)]
 
     def _name(self, function: str) -> str:
-        return f"{self.paths.current}.{function}".strip("._").replace(".", "_")
+        """The calling module's name with the function's, and a number behind where the module calls it again."""
+        name = f"{self.paths.current}.{function.strip('_')}".lstrip(".")
+        self.counts[name] += 1
+        return f"{name}_{self.counts[name]}" if self.counts[name] > 1 else name
 
     def _depends_on_values(self, name: str) -> ConfigError:
         return ConfigError(
