@@ -22,14 +22,12 @@ GLOBAL_BATCH_SIZE = 512  # sequences, or samples: as a Hugging Face model that i
 LONGEST_SEQ_LENGTH = 8192
 SEQ_LENGTH = 1024  # of a module that says no number of positions
 _POSITIONS = ("max_position_embeddings", "n_positions")
+_WHOLE, _FASTEST = "a traced module is not divided inside a stage", "a traced module is planned for throughput"
 _REFUSED = {  # what a traced module cannot have, and why
     "module": "the traced module is what runs", "fp8": "products of a traced module run in --precision",
-    "points": "a traced module is planned for throughput", "max_slowdown": "a traced module is planned for throughput",
-    "plot": "a traced module is planned for throughput", "ep": "a traced module is not divided inside a stage",
-    "sequence_parallel": "a traced module is not divided inside a stage", "tp_overlap": "a traced module is not divided inside a stage",
-    "tp_across_nodes": "a traced module is not divided inside a stage", "megatron_sharding": "a traced module is not divided inside a stage",
+    "points": _FASTEST, "max_slowdown": _FASTEST, "plot": _FASTEST, "ep": _WHOLE,
+    "sequence_parallel": _WHOLE, "tp_overlap": _WHOLE, "tp_across_nodes": _WHOLE, "megatron_sharding": _WHOLE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states", "explain": "its candidates are not listed"}
-_ONE_STAGE = "--tp {}: a traced module is not divided inside a stage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +71,9 @@ def module_question(options: Options, source: ModuleSource) -> ModuleQuestion:
 
 def _require_plain(options: Options) -> None:
     if options["objective"] != "throughput":
-        raise ConfigError(f"--objective {options['objective']}: a traced module is planned for throughput", hint="leave it out")
+        raise ConfigError(f"--objective {options['objective']}: {_FASTEST}", hint="leave it out")
     if options["tp"] and max(options["tp"]) > 1:
-        raise ConfigError(_ONE_STAGE.format(max(options["tp"])), hint="use --tp 1, or a model that is described (plan models)")
+        raise ConfigError(f"--tp {max(options['tp'])}: {_WHOLE}", hint="use --tp 1, or a model that is described (plan models)")
     for name, why in _REFUSED.items():
         if options.get(name) not in (None, False, ()):
             raise ConfigError(f"--{name.replace('_', '-')}: {why}", hint="leave it out")
