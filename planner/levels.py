@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
+from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec
@@ -41,17 +42,25 @@ def illegal_overlap(frame: Frame, model: ModelSpec) -> str | None:
 
 def paying(frames: Sequence[Frame], book: PriceBook) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, str], ...]]:
     """The frames that are worth a search, and the others with their reason: the same frame is better at another level."""
-    at: dict[Frame, list[int]] = {}
+    levels: dict[Frame, list[Frame]] = {}
     for frame in frames:
-        at.setdefault(replace(frame, tp_overlap=0), []).append(frame.tp_overlap)
-    kept, dropped = [], []
+        levels.setdefault(replace(frame, tp_overlap=0), []).append(frame)
+    kept, dropped, known = [], [], dict[tuple[int, Sharding, Sharding], bool]()
+
+    def beats(one: Frame, other: Frame) -> bool:
+        key = one.micro_batch_size, one.sharding, other.sharding
+        if key not in known:
+            known[key] = one != other and _beats(one, other, book)
+        return known[key]
+
     for frame in frames:
-        others = at[replace(frame, tp_overlap=0)] if frame.tp_overlap else []
-        better = next((level for level in others if level != frame.tp_overlap and _beats(replace(frame, tp_overlap=level), frame, book)), None)
+        others = levels[replace(frame, tp_overlap=0)] if frame.tp_overlap else ()
+        better = next((other for other in others if beats(other, frame)), None)
         if better is None:
             kept.append(frame)
-        else:
-            dropped.append((frame, f"level {frame.tp_overlap} of sub-pipelined tensor parallelism takes as long as level {better} or longer"))
+            continue
+        reason = f"level {frame.tp_overlap} of sub-pipelined tensor parallelism takes as long as level {better.tp_overlap}, or longer"
+        dropped.append((frame, reason))
     return tuple(kept), tuple(dropped)
 
 
