@@ -1,13 +1,14 @@
 """Levels of sub-pipelined tensor parallelism: where one applies, and which of them are worth a search.
 
-Of the same candidate at two levels the faster is searched, where the times of a block decide whatever the number of blocks:
-with e what two halves take longer than a whole, a level pays where (1 + e) x + exposed < x + 2 c (EQUATIONS P). Level 3 takes no
-longer than 2, as it waits for less, and holds the same; level 0 always stays: it alone divides operators otherwise than Megatron.
+With e what two halves take longer than a whole, a level pays where (1 + e) x + exposed < x + 2 c (EQUATIONS P). The times of a
+block decide it, whatever the number of blocks; and temporary bytes, of which halves need less. Of the same candidate at two levels
+the one that is worse in both is not searched. Level 3 takes no longer than 2, as it waits for less, and holds the same; level 0
+always stays: it alone divides operators otherwise than Megatron.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from costmodels.book import PriceBook
@@ -59,19 +60,25 @@ def paying(frames: Sequence[Frame], book: PriceBook) -> tuple[tuple[Frame, ...],
         if better is None:
             kept.append(frame)
             continue
-        reason = f"level {frame.tp_overlap} of sub-pipelined tensor parallelism takes as long as level {better.tp_overlap}, or longer"
+        reason = f"level {frame.tp_overlap} of sub-pipelined tensor parallelism is no faster and no leaner than level {better.tp_overlap}"
         dropped.append((frame, reason))
     return tuple(kept), tuple(dropped)
 
 
 def _beats(one: Frame, other: Frame, book: PriceBook) -> bool:
-    """Whether blocks take no longer at the level of `one`, whatever runs again and however few a stage holds; of equals the lower."""
+    """Whether blocks take and hold no more at the level of `one`, whatever runs again and however few a stage has.
+
+    Of equals, the lower level.
+    """
     alone_s = sum(edge.value_s for edge in book.row_edges(one.micro_batch_size, one.sharding))
-    times = [(_block_s(one, level, book), _block_s(other, level, book)) for level in Recompute]
-    if all(abs(a - b) <= ROUNDING * b for a, b in times):
+    pairs = list(zip(_values(one, book), _values(other, book), strict=True))
+    if all(abs(a - b) <= ROUNDING * b for pair in pairs for a, b in zip(*pair, strict=True)):
         return one.tp_overlap < other.tp_overlap
-    return all(a + alone_s <= b * (1 + ROUNDING) for a, b in times)
+    return all(a_s + alone_s <= b_s * (1 + ROUNDING) and a <= b for (a_s, a), (b_s, b) in pairs)
 
 
-def _block_s(frame: Frame, level: Recompute, book: PriceBook) -> float:
-    return book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level).total_s
+def _values(frame: Frame, book: PriceBook) -> Iterator[tuple[float, int]]:
+    """Seconds and temporary bytes of a block by recompute level; what is kept is the same at all levels of sub-pipelining."""
+    b, sharding = frame.micro_batch_size, frame.sharding
+    for level in Recompute:
+        yield book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s, book.activations(LayerKind.BLOCK, b, sharding, level).workspace
