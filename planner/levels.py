@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf, isclose
 
 from costmodels.book import PriceBook
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
@@ -36,9 +38,18 @@ def illegal_overlap(frame: Frame, model: ModelSpec) -> str | None:
         return f"{what} runs whole backward passes, {frame.schedule} splits them"
     if frame.micro_batch_size % 2:
         return f"{what} runs a micro-batch as two halves, its size is {frame.micro_batch_size}"
-    if frame.tp_overlap == 3 and model.num_layers < 2 * frame.num_virtual_stages:
+    fewest = 2 * frame.num_virtual_stages if frame.equal_ranks else frame.num_virtual_stages + 1
+    if frame.tp_overlap == 3 and model.num_layers < fewest:
         return f"level 3 of {what} goes from block to block, {frame.num_virtual_stages} stages of {model.num_layers} blocks hold one"
     return None
+
+
+def illegal_full_recompute(level: int, model: ModelSpec, offload: tuple[Offload, ...] = ()) -> str | None:
+    """Why blocks at a level cannot run again as a whole, or None: at level 3 half of their input comes while they run."""
+    if level < 3 or not (model.dropout or Offload.ACTIVATIONS in offload):
+        return None
+    what = "dropout draws other masks" if model.dropout else "activations are offloaded"
+    return f"level 3 of sub-pipelined tensor parallelism does not recompute blocks in full where {what}"
 
 
 def paying(frames: Sequence[Frame], book: PriceBook) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, str], ...]]:
@@ -72,13 +83,15 @@ def _beats(one: Frame, other: Frame, book: PriceBook) -> bool:
     """
     alone_s = sum(edge.value_s for edge in book.row_edges(one.micro_batch_size, one.sharding))
     pairs = list(zip(_values(one, book), _values(other, book), strict=True))
-    if all(abs(a - b) <= ROUNDING * b for pair in pairs for a, b in zip(*pair, strict=True)):
+    if all(isclose(a, b, rel_tol=ROUNDING) for pair in pairs for a, b in zip(*pair, strict=True)):
         return one.tp_overlap < other.tp_overlap
     return all(a_s + alone_s <= b_s * (1 + ROUNDING) and a <= b for (a_s, a), (b_s, b) in pairs)
 
 
 def _values(frame: Frame, book: PriceBook) -> Iterator[tuple[float, int]]:
-    """Seconds and temporary bytes of a block by recompute level; what is kept is the same at all levels of sub-pipelining."""
+    """Seconds and temporary bytes of a block by recompute level, where it can run; what is kept is the same at all levels."""
     b, sharding = frame.micro_batch_size, frame.sharding
     for level in Recompute:
-        yield book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s, book.activations(LayerKind.BLOCK, b, sharding, level).workspace
+        runs = level is not Recompute.FULL or not illegal_full_recompute(frame.tp_overlap, book.model)
+        time_s = book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s if runs else inf
+        yield time_s, book.activations(LayerKind.BLOCK, b, sharding, level).workspace
