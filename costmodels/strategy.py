@@ -45,7 +45,7 @@ class Frame:
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding(self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep)
+        return Sharding(self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep, overlap=self.tp_overlap)
 
     def sharding_of(self, choice: LayerChoice) -> Sharding:
         """How a layer of this frame is divided."""
