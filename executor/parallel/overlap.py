@@ -85,26 +85,32 @@ class LastChoice:
 
 
 class _Sum:
-    """A sum over the ranks that is under way. Nothing holds it once it was got."""
+    """A sum over the ranks that is under way, and the bias that is added to it. Nothing holds it once it was got."""
 
-    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        self.total: Tensor | None = _Both.apply(x, partial(_started, group=group), _same)
+    def __init__(self, total: Tensor, bias: Tensor | None) -> None:
+        self.total: Tensor | None = total
+        self.bias = bias
 
     def get(self) -> Tensor:
         """The sum, once."""
         total, self.total = self.total, None
-        return _finished(total)
+        return _ended(total, self.bias)
+
+
+def _ended(total: Tensor, bias: Tensor | None) -> Tensor:
+    whole = _Both.apply(total, _waited, _same)
+    return whole if bias is None else whole + bias
 
 
 class _Sums:
     """The sums of one forward pass. One that ends before its time, as a recomputation does, waits for those under way."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._started = partial(_started, group=group)
         self._begun: list[_Sum] = []
 
-    def start(self, x: Tensor) -> _Sum:
-        self._begun.append(_Sum(x, self._group))
+    def start(self, x: Tensor, bias: Tensor | None = None) -> _Sum:
+        self._begun.append(_Sum(_Both.apply(x, self._started, _same), bias))
         return self._begun[-1]
 
     def __enter__(self) -> _Sums:
@@ -114,10 +120,6 @@ class _Sums:
         for begun in self._begun if kind else ():
             if begun.total is not None:
                 _waited(begun.total.detach())
-
-
-def _finished(total: Tensor) -> Tensor:
-    return _Both.apply(total, _waited, _same)
 
 
 def linear_in_halves(module: Linear, group: dist.ProcessGroup, *, rows: bool) -> None:
@@ -138,11 +140,7 @@ def _columns_in_halves(product: Change, group: dist.ProcessGroup, x: Tensor) -> 
 
 
 class Handed(NamedTuple):
-    """What a block hands to the next at level 3: its output for half 1, and what that for half 2 is the sum of.
-
-    FSDP waits with what follows a unit's backward pass for the gradients of all tensors that entered the unit: it is told of the
-    first half alone, whose gradient is there last.
-    """
+    """What a block hands to the next at level 3: its output for half 1, and what that for half 2 is the sum of."""
 
     first: Tensor
     middle: Tensor
@@ -150,47 +148,57 @@ class Handed(NamedTuple):
     bias: Tensor | None
     residual: Residual
 
-    def apart(self) -> tuple[Tensor, Callable[[], Tensor]]:
+    def apart(self) -> tuple[Tensor, Later]:
         """The first half, and what gives the second."""
-        return self.first, self._second
-
-    def _second(self) -> Tensor:
-        return self.residual(self.middle, _with_bias(_finished(self.total), self.bias))
+        return self.first, Later(self)
 
 
-def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias
+class Later:
+    """The second half of a block's input, made when it is asked for first, and then held in place of what it was made of.
+
+    FSDP waits with what follows a unit's backward pass for the gradients of all tensors that entered the unit: it must not know
+    of this one, for the gradient of the first half is there last, with all others.
+    """
+
+    def __init__(self, handed: Handed) -> None:
+        self._handed: Handed | None = handed
+        self._half: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._handed is not None:
+            _, middle, total, bias, residual = self._handed
+            self._half, self._handed = residual(middle, _ended(total, bias)), None
+        return self._half
 
 
 class _Program:
     """Levels 2 and 3: the forward pass of `block`, all of whose tensors but its parameters are this rank's own."""
 
     def __init__(self, block: Block, mesh: DeviceMesh, hands_on: bool) -> None:
-        self.block, self.mesh, self.hands_on = block, mesh, hands_on
+        self._block, self._mesh, self._hands_on = block, mesh, hands_on
 
-    def __call__(self, x: Tensor, second: Callable[[], Tensor] | None = None) -> Tensor | Handed:
-        with _Sums(self.mesh.get_group()) as sums:
-            if second is None:
-                x, later = local(x.redistribute(self.mesh, WHOLE)).chunk(2)
-                return self._run(sums, x, lambda: later)
-            return self._run(sums, x, second)
+    def __call__(self, x: Tensor, later: Callable[[], Tensor] | None = None) -> Tensor | Handed:
+        with _Sums(self._mesh.get_group()) as sums:
+            if later is not None:
+                return self._run(sums, x, later)
+            first, second = local(x.redistribute(self._mesh, WHOLE)).chunk(2)
+            return self._run(sums, first, lambda: second)
 
-    def _run(self, sums: _Sums, first: Tensor, second: Callable[[], Tensor]) -> Tensor | Handed:
-        block = self.block
-        attended = [sums.start(block.attend(first))]
-        later = second()
-        attended.append(sums.start(block.attend(later)))
-        bias, last = (_copy(linear.bias) for linear in (block.attention_out, block.fc2))
-        add = block.residual2 if block.parallel_residual else block.residual1
-        reads, first = first, add(first, _with_bias(attended[0].get(), bias))
-        fed = [sums.start(block.feed_forward(reads if block.parallel_residual else first))]
-        reads, later = later, add(later, _with_bias(attended[1].get(), bias))
-        fed.append(sums.start(block.feed_forward(reads if block.parallel_residual else later)))
-        first = block.residual2(first, _with_bias(fed[0].get(), last))
-        if self.hands_on:
-            return Handed(first, later, fed[1].total, last, block.residual2)
-        whole = torch.cat((first, block.residual2(later, _with_bias(fed[1].get(), last))))
-        return DTensor.from_local(whole, self.mesh, WHOLE, run_check=False)
+    def _run(self, sums: _Sums, first: Tensor, later: Callable[[], Tensor]) -> Tensor | Handed:
+        block = self._block
+        biases = [_copy(linear.bias) for linear in (block.attention_out, block.fc2)]
+        attended = [sums.start(block.attend(first), biases[0])]
+        second = later()
+        attended.append(sums.start(block.attend(second), biases[0]))
+        middles, fed = [], []
+        for x, total in zip((first, second), attended, strict=True):
+            middles.append((block.residual2 if block.parallel_residual else block.residual1)(x, total.get()))
+            fed.append(sums.start(block.feed_forward(x if block.parallel_residual else middles[-1]), biases[1]))
+        first = block.residual2(middles[0], fed[0].get())
+        if self._hands_on:
+            return Handed(first, middles[1], fed[1].total, biases[1], block.residual2)
+        whole = torch.cat((first, block.residual2(middles[1], fed[1].get())))
+        return DTensor.from_local(whole, self._mesh, WHOLE, run_check=False)
 
 
 def _copy(bias: Tensor | None) -> Tensor | None:

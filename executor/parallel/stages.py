@@ -89,7 +89,9 @@ class Body(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.children():
-            x = layer(*x.apart()) if isinstance(x, Handed) else layer(x)
+            inputs = x.apart() if isinstance(x, Handed) else (x,)
+            del x  # a name would keep what is handed on until the layer is through
+            x = layer(*inputs)
         return x
 
     def tied_weight(self) -> nn.Parameter | None:
