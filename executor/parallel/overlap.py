@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from executor.memory.kept import Recipes
 from executor.modules.models import Block, Linear, Residual
 from executor.tensors import local
 
@@ -84,34 +86,46 @@ class LastChoice:
         return self._thread.submit(_Both.apply, x, _same, back).result()
 
 
+@dataclass(slots=True)
 class _Sum:
-    """A sum over the ranks that is under way, and the bias that is added to it. Nothing holds it once it was got."""
+    """A sum over the ranks that is under way, and the bias that is added to it. Nothing holds it once it was taken."""
 
-    def __init__(self, total: Tensor, bias: Tensor | None) -> None:
-        self.total: Tensor | None = total
-        self.bias = bias
+    total: Tensor | None
+    bias: Tensor | None
 
-    def get(self) -> Tensor:
-        """The sum, once."""
+    def taken(self) -> Tensor:
         total, self.total = self.total, None
-        return _ended(total, self.bias)
-
-
-def _ended(total: Tensor, bias: Tensor | None) -> Tensor:
-    whole = _Both.apply(total, _waited, _same)
-    return whole if bias is None else whole + bias
+        return total
 
 
 class _Sums:
-    """The sums of one forward pass. One that ends before its time, as a recomputation does, waits for those under way."""
+    """The sums of one forward pass. One that ends before its time, as a recomputation does, waits for those under way.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._started = partial(_started, group=group)
+    A sum of what `recipes` make again is made again as well.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, recipes: Recipes) -> None:
+        self._start = partial(_started, group=group)
+        self._recipes = recipes
         self._begun: list[_Sum] = []
 
     def start(self, x: Tensor, bias: Tensor | None = None) -> _Sum:
-        self._begun.append(_Sum(_Both.apply(x, self._started, _same), bias))
+        total = _Both.apply(x, self._start, _same)
+        self._remember(total, lambda again: _waited(self._start(again)), x)
+        self._begun.append(_Sum(total, bias))
         return self._begun[-1]
+
+    def end(self, begun: _Sum) -> Tensor:
+        """The sum and its bias, once."""
+        total, bias = begun.taken(), begun.bias
+        whole = ended(total, bias)
+        if bias is not None:
+            self._remember(whole, lambda again: again + bias, total)
+        return whole
+
+    def _remember(self, made: Tensor, make: Change, x: Tensor) -> None:
+        if self._recipes.knows(x):
+            self._recipes.remember((made,), lambda again: (make(again),), x)
 
     def __enter__(self) -> _Sums:
         return self
@@ -120,6 +134,12 @@ class _Sums:
         for begun in self._begun if kind else ():
             if begun.total is not None:
                 _waited(begun.total.detach())
+
+
+def ended(total: Tensor, bias: Tensor | None) -> Tensor:
+    """A sum that was begun, when it is there, and its bias."""
+    whole = _Both.apply(total, _waited, _same)
+    return whole if bias is None else whole + bias
 
 
 def linear_in_halves(module: Linear, group: dist.ProcessGroup, *, rows: bool) -> None:
@@ -134,9 +154,9 @@ def _rows_in_halves(product: Change, group: dist.ProcessGroup, x: Tensor) -> Ten
 
 
 def _columns_in_halves(product: Change, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    with _Sums(group) as sums:
+    with _Sums(group, Recipes()) as sums:
         halves = [sums.start(product(half)) for half in x.chunk(2)]
-        return torch.cat([half.get() for half in halves])
+        return torch.cat([sums.end(half) for half in halves])
 
 
 class Handed(NamedTuple):
@@ -167,18 +187,18 @@ class Later:
     def __call__(self) -> Tensor:
         if self._handed is not None:
             _, middle, total, bias, residual = self._handed
-            self._half, self._handed = residual(middle, _ended(total, bias)), None
+            self._half, self._handed = residual(middle, ended(total, bias)), None
         return self._half
 
 
 class _Program:
     """Levels 2 and 3: the forward pass of `block`, all of whose tensors but its parameters are this rank's own."""
 
-    def __init__(self, block: Block, mesh: DeviceMesh, hands_on: bool) -> None:
-        self._block, self._mesh, self._hands_on = block, mesh, hands_on
+    def __init__(self, block: Block, mesh: DeviceMesh, recipes: Recipes, hands_on: bool) -> None:
+        self._block, self._mesh, self._recipes, self._hands_on = block, mesh, recipes, hands_on
 
     def __call__(self, x: Tensor, later: Callable[[], Tensor] | None = None) -> Tensor | Handed:
-        with _Sums(self._mesh.get_group()) as sums:
+        with _Sums(self._mesh.get_group(), self._recipes) as sums:
             if later is not None:
                 return self._run(sums, x, later)
             first, second = local(x.redistribute(self._mesh, WHOLE)).chunk(2)
@@ -191,13 +211,13 @@ class _Program:
         second = later()
         attended.append(sums.start(block.attend(second), biases[0]))
         middles, fed = [], []
-        for x, total in zip((first, second), attended, strict=True):
-            middles.append((block.residual2 if block.parallel_residual else block.residual1)(x, total.get()))
+        for x, begun in zip((first, second), attended, strict=True):
+            middles.append((block.residual2 if block.parallel_residual else block.residual1)(x, sums.end(begun)))
             fed.append(sums.start(block.feed_forward(x if block.parallel_residual else middles[-1]), biases[1]))
-        first = block.residual2(middles[0], fed[0].get())
+        first = block.residual2(middles[0], sums.end(fed[0]))
         if self._hands_on:
-            return Handed(first, middles[1], fed[1].total, biases[1], block.residual2)
-        whole = torch.cat((first, block.residual2(middles[1], fed[1].get())))
+            return Handed(first, middles[1], fed[1].taken(), biases[1], block.residual2)
+        whole = torch.cat((first, block.residual2(middles[1], sums.end(fed[1]))))
         return DTensor.from_local(whole, self._mesh, WHOLE, run_check=False)
 
 
@@ -206,13 +226,13 @@ def _copy(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else local(bias).clone()
 
 
-def block_in_halves(block: Block, mesh: DeviceMesh, last_choice: LastChoice, *, hands_on: bool) -> None:
+def block_in_halves(block: Block, mesh: DeviceMesh, recipes: Recipes, last_choice: LastChoice, *, hands_on: bool) -> None:
     """Levels 2 and 3: `block`, whose parameters are placed, runs as two halves; with `hands_on` it gives a `Handed`."""
-    group = mesh.get_group()
+    start = partial(_started, group=mesh.get_group())
 
     def summed_gradient(_: nn.Module, args: tuple[Tensor, ...]) -> Tensor:
-        return _Both.apply(last_choice(args[0], _waited), _same, partial(_started, group=group))
+        return _Both.apply(last_choice(args[0], _waited), _same, start)
 
     for linear in (block.qkv, block.fc1):
         linear.register_forward_pre_hook(summed_gradient)
-    block.forward = _Program(block, mesh, hands_on)
+    block.forward = _Program(block, mesh, recipes, hands_on)

@@ -150,7 +150,7 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
     for group in _unit_layers(plan, placed):
         recipes = {layer.name: _recipes(layer, ranks) for layer in group}
         built = {layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name]) for layer in group}
-        _overlap(plan, ranks, built, placed, last_choice)
+        _overlap(plan, ranks, built, recipes, placed, last_choice)
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
         whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
@@ -202,13 +202,16 @@ def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer
     return layer
 
 
-def _overlap(plan: Plan, ranks: Ranks, built: dict[str, nn.Module], stage: tuple[PlacedLayer, ...], last_choice: LastChoice) -> None:
+def _overlap(
+    plan: Plan, ranks: Ranks, built: dict[str, nn.Module], recipes: dict[str, Recipes | None], stage: tuple[PlacedLayer, ...],
+    last_choice: LastChoice,
+) -> None:
     """Let the blocks among `built` run as two halves, where the plan says so."""
-    following = {before.name: after.kind for before, after in itertools.pairwise(stage)}
-    for name, layer in built.items():
-        if plan.pipeline.tp_overlap > PER_LINEAR and ranks.tp_mesh is not None and isinstance(layer, Block):
-            hands_on = plan.pipeline.tp_overlap == PER_STAGE and following.get(name) is LayerKind.BLOCK
-            block_in_halves(layer, ranks.tp_mesh, last_choice, hands_on=hands_on)
+    level, following = plan.pipeline.tp_overlap, {before.name: after.kind for before, after in itertools.pairwise(stage)}
+    for name, layer in built.items() if level > PER_LINEAR and ranks.tp_mesh is not None else ():
+        if isinstance(layer, Block):
+            hands_on = level == PER_STAGE and following.get(name) is LayerKind.BLOCK
+            block_in_halves(layer, ranks.tp_mesh, recipes[name] or Recipes(), last_choice, hands_on=hands_on)
 
 
 def _recipes(placed: PlacedLayer, ranks: Ranks) -> Recipes | None:
