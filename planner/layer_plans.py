@@ -19,6 +19,7 @@ from costmodels.sharding import Sharding, Split, Splits
 from planner.layer_front import layer_front, least_time_s
 from planner.layer_ilp import Picked, evaluate
 from planner.layer_problem import LayerProblem, Option, layer_problem
+from planner.levels import illegal_full_recompute
 from planner.request import Constraints
 from profiles.measured import Machine
 from profiles.model import LayerKind, Operator
@@ -152,7 +153,8 @@ class Catalogue:
 
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
         for level in self.levels:
-            yield self._preset(level, b, sharding)
+            if level is not Recompute.FULL or not illegal_full_recompute(sharding.overlap, self.book.model):
+                yield self._preset(level, b, sharding)
         divides = self.divides(sharding)
         if not divides and not self.by_operator:
             return

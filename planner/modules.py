@@ -38,5 +38,7 @@ def narrowed(pins: Constraints, module: ModuleSource | None) -> Constraints:
     if module.undivided and pins.tp and max(pins.tp) > 1:
         raise ConfigError(f"--tp {max(pins.tp)}: {module.undivided}", hint="use --tp 1")
     if pins.tp_overlap and max(pins.tp_overlap):
-        raise ConfigError(f"--tp-overlap {max(pins.tp_overlap)}: only blocks of the executor's own run as two halves", hint="use --tp-overlap 0")
-    return replace(pins, tp_overlap=(0,), megatron_sharding=True, recompute=pins.recompute or LEVELS, tp=(1,) if module.undivided else pins.tp)
+        raise ConfigError(
+            f"--tp-overlap {max(pins.tp_overlap)}: only the executor's own blocks run as two halves", hint="use --tp-overlap 0")
+    tp = (1,) if module.undivided else pins.tp
+    return replace(pins, tp_overlap=(0,), megatron_sharding=True, recompute=pins.recompute or LEVELS, tp=tp)

@@ -11,7 +11,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule, legal
 from costmodels.strategy import Frame
 from planner.columns import shorter_ends
-from planner.levels import illegal_overlap
+from planner.levels import illegal_full_recompute, illegal_overlap
 from planner.request import Constraints
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
@@ -166,6 +166,8 @@ def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constr
     for level in asked if frame.mesh.tp > 1 else (0,):
         found, ban = replace(frame, tp_overlap=level), pins.ban(tp_overlap=level) if frame.mesh.tp > 1 else None
         reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
+        if pins.resolved().recompute == (Recompute.FULL,):
+            reason = reason or illegal_full_recompute(level, model)
         yield Pruned(describe(found), reason) if reason else found
         if reason and not ban:
             return  # what rules out one level rules out those above
