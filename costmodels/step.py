@@ -204,14 +204,17 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     frame = strategy.frame
     ranks = range(frame.mesh.pp)
     memory = tuple(rank_memory(strategy, rank, book) for rank in ranks)
-    times = [_rank_time(strategy, rank, book) for rank in ranks]
     costs = step_costs(strategy, book)
+    simulated = simulated_step(strategy, costs)
+    times = [_rank_time(strategy, rank, book) for rank in ranks]
+    if frame.recomputes_ahead:
+        times = [_less_hidden(time, line.transfer_s) for time, line in zip(times, simulated.ranks, strict=True)]
     micro_batch_s = [
         sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs.stages]
     share = bubble_share(frame, book)
     return StepPrice(
         closed_form_s=closed_form_s(micro_batch_s, list(costs.tail_s), frame.num_micro_batches, share), bubble_share=share,
-        simulated=simulated_step(strategy, costs),
+        simulated=simulated,
         ranks=tuple(times),
         memory=memory,
         redundant=tuple(rank_redundancy(strategy, rank, held, book) for rank, held in enumerate(memory)),
@@ -288,6 +291,12 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
     return RankTime(
         compute=compute.scaled(m), recompute=recompute.scaled(m), tp_comm=tp_comm.scaled(m), pp_comm=transfers.scaled(m),
         dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer)
+
+
+def _less_hidden(time: RankTime, transfer_s: float) -> RankTime:
+    """The same with the seconds of transfers that the step has: without those under a recompute ahead of a gradient."""
+    whole_s = time.pp_comm.value_s
+    return replace(time, pp_comm=time.pp_comm.scaled(transfer_s / whole_s)) if whole_s else time
 
 
 def model_flops_utilization(step_s: float, num_ranks: int, book: PriceBook) -> float:

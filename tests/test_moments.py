@@ -110,6 +110,15 @@ def test_the_simulated_stash_is_that_of_the_moments(schedule):
         assert timeline.in_flight == in_flight(schedule, rank, 4, 8)
 
 
+@pytest.mark.parametrize("schedule", sorted(AHEAD))
+def test_the_parts_of_each_rank_and_its_idle_time_add_up_to_the_step(schedule):
+    # the receives that a recompute hides are in neither
+    price = price_step(strategy(schedule, Recompute.FULL), BOOK)
+
+    for time, line in zip(price.ranks, price.simulated.ranks, strict=True):
+        assert time.total.value_s + line.bubble_s == pytest.approx(price.step_s, rel=1e-9)
+
+
 def test_a_last_stage_that_recomputes_is_refused():
     with pytest.raises(ConfigError, match="scp: its last stage recomputes nothing, here it does"):
         price_step(uniform(frame_of(pp=4, schedule=SCP), 8, recompute=Recompute.FULL), BOOK)
