@@ -21,9 +21,10 @@ from costmodels.mesh import Axis, place_axis
 from costmodels.occupancy import RankMemory, rank_layers, rank_memory
 from costmodels.pace import layouts_of
 from costmodels.redundancy import RedundantBytes, rank_redundancy
-from costmodels.schedules import Schedule
+from costmodels.schedules import LAST_KEEPS_ALL, Schedule
 from costmodels.simulate import SimulatedStep, StageCost, replay
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import TrainingSpec
@@ -169,9 +170,20 @@ def rank_receives(rank: int, frame: Frame, book: PriceBook) -> Seconds:
     return forward + transfer_time(rank, frame, book).scaled(chunks - (rank == pp - 1))
 
 
+def rank_edges(frame: Frame, book: PriceBook) -> Seconds:
+    """What the chunks of a rank, each of which has blocks, pay for a micro-batch where halves go from block to block."""
+    forward, backward = book.row_edges(frame.micro_batch_size, frame.sharding)
+    return (forward + backward).scaled(frame.virtual_stages)
+
+
 def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
-    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed."""
+    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed.
+
+    Raises ConfigError where the last stage recomputes under a schedule that has no time for it.
+    """
     frame, ranks = strategy.frame, range(strategy.frame.mesh.pp)
+    if frame.schedule in LAST_KEEPS_ALL and any(book.recompute_operators(choice.kind, choice.recompute) for choice in strategy.stages[-1]):
+        raise ConfigError(f"{frame.schedule}: its last stage recomputes nothing, here it does", hint="use early-recompute")
     stages = tuple(
         tuple(_stage_cost(strategy.stages[stage], stage, frame, book) for stage in frame.stages_of(rank)) for rank in ranks)
     tails = [_tail(strategy, rank, book) for rank in ranks]
@@ -192,14 +204,17 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     frame = strategy.frame
     ranks = range(frame.mesh.pp)
     memory = tuple(rank_memory(strategy, rank, book) for rank in ranks)
-    times = [_rank_time(strategy, rank, book) for rank in ranks]
     costs = step_costs(strategy, book)
+    simulated = simulated_step(strategy, costs)
+    times = [_rank_time(strategy, rank, book) for rank in ranks]
+    if frame.recomputes_ahead:
+        times = [_less_hidden(time, line.transfer_s) for time, line in zip(times, simulated.ranks, strict=True)]
     micro_batch_s = [
         sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs.stages]
     share = bubble_share(frame, book)
     return StepPrice(
         closed_form_s=closed_form_s(micro_batch_s, list(costs.tail_s), frame.num_micro_batches, share), bubble_share=share,
-        simulated=simulated_step(strategy, costs),
+        simulated=simulated,
         ranks=tuple(times),
         memory=memory,
         redundant=tuple(rank_redundancy(strategy, rank, held, book) for rank, held in enumerate(memory)),
@@ -223,6 +238,9 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
             waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
         if frame.recomputes_ahead:
             remade_bytes += book.remade_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+    if any(choice.kind is LayerKind.BLOCK for choice in chunk):
+        edges = book.row_edges(frame.micro_batch_size, frame.sharding)
+        forward_s, backward_s = forward_s + edges[0].value_s, backward_s + edges[1].value_s
     receive_forward, receive_backward = receive_times(stage, frame, book)
     if frame.mesh.pp > 1 and (added := layouts_of(book.machine, book.training.stack)):
         forward_s, backward_s = forward_s + added.action_s, backward_s + added.action_s
@@ -268,10 +286,17 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
         per_micro_batch += data.forward + data.backward + moved + moved
         per_step += data.step
         optimizer += data.optimizer
+    tp_comm += rank_edges(frame, book)
     transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches
     return RankTime(
         compute=compute.scaled(m), recompute=recompute.scaled(m), tp_comm=tp_comm.scaled(m), pp_comm=transfers.scaled(m),
         dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer)
+
+
+def _less_hidden(time: RankTime, transfer_s: float) -> RankTime:
+    """The same with the seconds of transfers that the step has: without those under a recompute ahead of a gradient."""
+    whole_s = time.pp_comm.value_s
+    return replace(time, pp_comm=time.pp_comm.scaled(transfer_s / whole_s)) if whole_s else time
 
 
 def model_flops_utilization(step_s: float, num_ranks: int, book: PriceBook) -> float:
