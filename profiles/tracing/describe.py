@@ -17,7 +17,7 @@ from profiles.errors import ConfigError
 from profiles.model import Dim, Operator, OperatorKind, Parameter
 from profiles.traced import BATCH, TracedModel, TracedOperator
 from profiles.tracing.functions import Computation, argument, computation, masks
-from profiles.tracing.record import PARAMETER, Program
+from profiles.tracing.program import PARAMETER, Program, memory_of
 
 _MASK_BYTES, _FP32_BYTES = 1, 4
 
@@ -49,20 +49,20 @@ class _Describer:
         self.first: dict[int, fx.Node] = {}  # by memory: the node that made it
         for node in nodes:
             if isinstance(node.meta.get("val"), Tensor):
-                self.first.setdefault(_memory(node.meta["val"]), node)
+                self.first.setdefault(memory_of(node.meta["val"]), node)
         self.writers: dict[int, fx.Node] = {}  # by memory: the last call that wrote into it
 
     def inputs(self) -> tuple[model.Tensor, ...]:
         return tuple(self._tensor(node) for node in self.again if node.op == "placeholder")
 
     def traced(self, node: fx.Node) -> TracedOperator:
-        outputs, written = tuple(_outputs(node)), bool(node.meta["written"])
-        aliased = not written and all(_memory(out.meta["val"]) in {_memory(val) for val in _values(node.meta["aliases"])} for out in outputs)
+        outputs, written = tuple(_outputs(node)), any(each.op != "get_attr" for each in node.meta["written"])
+        aliased = not node.meta["written"] and all(memory_of(out.meta["val"]) in {memory_of(val) for val in _values(node.meta["aliases"])} for out in outputs)
         found = Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0])) if aliased else computation(node, self._dims)
         traced = TracedOperator(
             operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], in_place=written, view=aliased,
             constant=not node.meta["depends"], gradient=any(out.meta["val"].requires_grad for out in outputs))
-        self.writers |= {_memory(val): node for val in _values(node.meta["written"])}
+        self.writers |= {memory_of(val): node for val in _values(node.meta["written"])}
         return traced
 
     def _operator(self, node: fx.Node, found: Computation, outputs: tuple[fx.Node, ...]) -> Operator:
@@ -81,13 +81,13 @@ class _Describer:
         for each in node.all_input_nodes:
             if each.op != "get_attr":
                 yield each
-                writer = self.writers.get(_memory(each.meta["val"]))
+                writer = self.writers.get(memory_of(each.meta["val"]))
                 if writer is not None and isinstance(writer.meta["val"], Tensor):
                     yield writer
 
     def _parameter(self, node: fx.Node) -> fx.Node | None:
         """The parameter that a node is, or is a view of."""
-        root = self.first.get(_memory(node.meta["val"]))
+        root = self.first.get(memory_of(node.meta["val"]))
         return root if root is not None and root.meta.get("origin") == PARAMETER else None
 
     def _saved(self, node: fx.Node, found: Computation) -> Iterator[model.Tensor]:
@@ -104,7 +104,7 @@ class _Describer:
     def _kept(self, node: fx.Node, tensors: list[Tensor], again: list[Tensor] | None) -> Iterator[model.Tensor]:
         seen: set[int] = set()
         for place, tensor in enumerate(tensors):
-            memory = _memory(tensor)
+            memory = memory_of(tensor)
             maker = self.first.get(memory)
             if memory in seen or (maker is not None and maker.op != "call_function"):
                 continue
@@ -159,6 +159,3 @@ def _values(nodes: tuple[fx.Node, ...]) -> list[Tensor]:
 def _described(node: fx.Node) -> Parameter:
     return Parameter(name=str(node.target), dims=tuple(Dim(f"dim{i}", size) for i, size in enumerate(node.meta["val"].shape)))
 
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

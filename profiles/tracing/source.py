@@ -187,7 +187,7 @@ def _model_class(transformers: Any, values: Mapping[str, Any]) -> Any:
     if named is None:
         known = transformers.AutoModelForCausalLM._model_mapping
         config = type(transformers.AutoConfig.for_model(values.get("model_type")))
-        if config not in known.keys():
+        if config not in known:
             raise ConfigError(f"module: transformers has no causal language model of {values.get('model_type')}",
                               hint="name the class in architectures, as \"architectures\": [\"BertForMaskedLM\"]")
         return known[config]
