@@ -64,7 +64,7 @@ def cut(plan: ModulePlan, program: Program) -> tuple[StageCut, ...]:
 def _check_same(plan: ModulePlan, program: Program) -> None:
     calls, last = program.calls, 0
     for index, shard in enumerate(plan.shards):
-        found = calls[shard.first].name if shard.first < len(calls) else "nothing"
+        found = calls[shard.first].meta["name"] if shard.first < len(calls) else "nothing"
         if shard.first != last or shard.end < shard.first or shard.starts != found:
             raise ConfigError(f"shards.{index}: operator {shard.first} is {found} in this trace, the plan has {shard.starts} from {last} on",
                               hint="make the plan again: the module, or torch, has changed")
@@ -103,7 +103,7 @@ class _Places:
         self.last = self._last_readers()
 
     def _is_constant(self, node: fx.Node) -> bool:
-        if node.meta["depends"] or node.meta.get("random"):
+        if node.meta["depends"]:
             return False
         if any(written.op == "get_attr" for written in node.meta.get("written", ())):
             return False  # it counts in a buffer: once

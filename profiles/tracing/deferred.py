@@ -24,7 +24,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from profiles.errors import ConfigError
 from profiles.units import KIB
 
 AT_LEAST_BYTES = 64 * KIB
@@ -62,9 +61,9 @@ class _Call:
 class Deferred:
     """While it is entered, tensors are made without memory. What it wrote down stays readable after."""
 
-    def __init__(self, at_least_bytes: int = AT_LEAST_BYTES) -> None:
+    def __init__(self, at_least_bytes: int = AT_LEAST_BYTES, seed: int = 0) -> None:
         self.at_least_bytes = at_least_bytes
-        self.seed = 0  # of what is read while the module is still being made
+        self.seed = seed  # of what is read while the module is still being made
         self._calls: list[_Call] = []
         self._memory: dict[int, torch.UntypedStorage] = {}  # alive, so that no two have one number
         self._entered = ExitStack()
@@ -244,12 +243,6 @@ class _Unnoticed(TorchFunctionMode):
         if func == _IS_META and self.deferred.knows(args[0]):
             return False
         return func(*args, **(kwargs or {}))
-
-
-def require_values(name: str, tensor: Tensor, deferred: Deferred) -> None:
-    """Raises ConfigError for a tensor without memory that was not made inside `deferred`."""
-    if tensor.device == _META and not deferred.knows(tensor):
-        raise ConfigError(f"module: {name} is on the meta device and nothing gives it values", hint="make it on the CPU in the factory")
 
 
 def _memories(call: _Call) -> Iterator[int]:
