@@ -66,8 +66,9 @@ def _check_same(plan: ModulePlan, program: Program) -> None:
     for index, shard in enumerate(plan.shards):
         found = calls[shard.first].meta["name"] if shard.first < len(calls) else "nothing"
         if shard.first != last or shard.end < shard.first or shard.starts != found:
-            raise ConfigError(f"shards.{index}: operator {shard.first} is {found} in this trace, the plan has {shard.starts} from {last} on",
-                              hint="make the plan again: the module, or torch, has changed")
+            raise ConfigError(
+                f"shards.{index}: operator {shard.first} is {found} in this trace, the plan has {shard.starts} from {last} on",
+                hint="make the plan again: the module, or torch, has changed")
         last = shard.end
     if last != len(calls):
         raise ConfigError(f"shards: they end at operator {last}, this trace has {len(calls)}", hint="make the plan again")

@@ -45,8 +45,10 @@ class Opened:
 
     @property
     def note(self) -> str | None:
+        """What to say where a process does not only hold its own."""
         kept = self.kept_bytes
-        return f"{format_bytes(kept)} of parameters come from outside of the module's code: every process holds them while it starts" if kept else None
+        held = f"{format_bytes(kept)} of parameters come from outside of the module's code"
+        return f"{held}: every process holds them while it starts" if kept else None
 
     def _value(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
