@@ -50,40 +50,39 @@ class _Describer:
         for node in nodes:
             if isinstance(node.meta.get("val"), Tensor):
                 self.first.setdefault(memory_of(node.meta["val"]), node)
-        self.writers: dict[int, fx.Node] = {}  # by memory: the last call that wrote into it
 
     def inputs(self) -> tuple[model.Tensor, ...]:
         return tuple(self._tensor(node) for node in self.again if node.op == "placeholder")
 
     def traced(self, node: fx.Node) -> TracedOperator:
-        outputs, written = tuple(_outputs(node)), any(each.op != "get_attr" for each in node.meta["written"])
-        aliased = not node.meta["written"] and all(memory_of(out.meta["val"]) in {memory_of(val) for val in _values(node.meta["aliases"])} for out in outputs)
-        found = Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0])) if aliased else computation(node, self._dims)
-        traced = TracedOperator(
-            operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], in_place=written, view=aliased,
-            constant=not node.meta["depends"], gradient=any(out.meta["val"].requires_grad for out in outputs))
-        self.writers |= {memory_of(val): node for val in _values(node.meta["written"])}
-        return traced
+        outputs = tuple(_outputs(node))
+        view = self._is_view(node, outputs)
+        found = Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0])) if view else computation(node, self._dims)
+        writes_buffer = any(each.op == "get_attr" for each in node.meta["written"])
+        return TracedOperator(
+            operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], view=view,
+            in_place=bool(node.meta["written"]) and not writes_buffer, constant=not node.meta["depends"] and not writes_buffer,
+            gradient=_has_gradient(outputs))
+
+    def _is_view(self, node: fx.Node, outputs: tuple[fx.Node, ...]) -> bool:
+        given = {memory_of(each.meta["val"]) for each in node.meta["aliases"]}
+        alias = bool(outputs) and all(memory_of(out.meta["val"]) in given for out in outputs)
+        return alias and not node.meta["written"] and not node.meta["random"]
 
     def _operator(self, node: fx.Node, found: Computation, outputs: tuple[fx.Node, ...]) -> Operator:
-        read = list(dict.fromkeys(self._read(node)))
         parameters = dict.fromkeys(root for each in node.all_input_nodes if (root := self._parameter(each)) is not None)
         operands = sum(each.meta["val"].requires_grad for each in node.all_input_nodes[:2]) if found.products == 1 else 2
         return Operator(
-            name=node.meta["name"], kind=found.kind, dims=found.dims, inputs=tuple(self._tensor(each) for each in read),
+            name=node.meta["name"], kind=found.kind, dims=found.dims, inputs=self._inputs_of(node),
             outputs=tuple(self._tensor(each) for each in outputs), contracted=found.contracted,
-            parameters=tuple(_described(each) for each in parameters), saved=tuple(self._saved(node, found)),
-            flops_forward=found.flops, flops_backward=found.flops * min(operands, 2) if any(
-                out.meta["val"].requires_grad for out in outputs) else 0, causal=found.causal, dropped=found.dropped)
+            parameters=tuple(_described(each) for each in parameters), saved=tuple(self._saved(node, found)), flops_forward=found.flops,
+            flops_backward=found.flops * operands if _has_gradient(outputs) else 0, causal=found.causal, dropped=found.dropped)
 
-    def _read(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The activations that a call reads, and the call that last wrote into their memory."""
-        for each in node.all_input_nodes:
-            if each.op != "get_attr":
-                yield each
-                writer = self.writers.get(memory_of(each.meta["val"]))
-                if writer is not None and isinstance(writer.meta["val"], Tensor):
-                    yield writer
+    def _inputs_of(self, node: fx.Node) -> tuple[model.Tensor, ...]:
+        """The activations that a call reads, those first whose memory it writes or gives again."""
+        first = (*node.meta["written"], *node.meta["aliases"])
+        read = sorted(node.all_input_nodes, key=lambda each: each not in first)
+        return tuple(self._tensor(each) for each in read if each.op != "get_attr" and self._parameter(each) is None)
 
     def _parameter(self, node: fx.Node) -> fx.Node | None:
         """The parameter that a node is, or is a view of."""
@@ -123,20 +122,23 @@ class _Describer:
         return model.Tensor(name=name, dims=self._scaled(whole[:1], whole[1:], name), element_bytes=element)
 
     def _tensor(self, node: fx.Node) -> model.Tensor:
-        name = str(node.meta.get("name", node.name))
-        return model.Tensor(name=name, dims=self._dims(node), element_bytes=node.meta["val"].element_size())
+        """What a node gives, under the name of its memory."""
+        first = self.first[memory_of(node.meta["val"])]
+        return model.Tensor(name=str(first.meta.get("name", first.name)), dims=self._dims(node), element_bytes=node.meta["val"].element_size())
 
     def _dims(self, node: Any) -> tuple[Dim, ...]:
         value = node.meta["val"]
-        if not isinstance(value, Tensor):  # of a call with several outputs, the first
+        if not isinstance(value, Tensor):  # of a call with several outputs, the first that is used
             node = next(_outputs(node))
             value = node.meta["val"]
         return self._scaled(value.shape, self.again[node].meta["val"].shape, str(node.meta.get("name", node.name)))
 
     def _scaled(self, shape: Any, again: Any, name: str) -> tuple[Dim, ...]:
         own, others = self.sizes
-        if len(shape) == len(again) and all(n == m or n * others == m * own for n, m in zip(shape, again, strict=True)):
-            return tuple(Dim(f"dim{i}" if n == m else BATCH, n) for i, (n, m) in enumerate(zip(shape, again, strict=True)))
+        if len(shape) == len(again):
+            pairs = list(zip(shape, again, strict=True))
+            if all(n == m or n * others == m * own for n, m in pairs):
+                return tuple(Dim(f"dim{i}" if n == m else BATCH, n) for i, (n, m) in enumerate(pairs))
         raise ConfigError(
             f"module: {name} is {list(shape)} for {own} samples and {list(again)} for {others}, its sizes must be in proportion",
             hint="let the module treat the samples of a batch one by one")
@@ -152,8 +154,8 @@ def _outputs(node: fx.Node) -> Iterator[fx.Node]:
             yield from _outputs(user)
 
 
-def _values(nodes: tuple[fx.Node, ...]) -> list[Tensor]:
-    return [node.meta["val"] for node in nodes]
+def _has_gradient(outputs: tuple[fx.Node, ...]) -> bool:
+    return any(out.meta["val"].requires_grad for out in outputs)
 
 
 def _described(node: fx.Node) -> Parameter:

@@ -63,7 +63,7 @@ class Program:
             return device if isinstance(leaf, torch.device) and leaf == recorded else leaf
 
         for node in self.calls:
-            node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)  # type: ignore[assignment]
+            node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -77,11 +77,12 @@ def _drop_unused(graph: fx.Graph) -> None:
 @contextmanager
 def _functions_as_calls(recorder: Recorder) -> Iterator[None]:
     """torch.autograd.Function.apply goes past __torch_function__: here it is handed to the recorder."""
-    torch.autograd.Function.apply = classmethod(lambda kind, *args, **kwargs: recorder.function(kind, args, kwargs))
+    noted = classmethod(lambda kind, *args, **kwargs: recorder.function(kind, args, kwargs))
+    torch.autograd.Function.apply = noted  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = APPLY
+        torch.autograd.Function.apply = APPLY  # type: ignore[method-assign]
 
 
 class _Run(nn.Module):

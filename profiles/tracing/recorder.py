@@ -34,6 +34,10 @@ _COMPOSED = {functional.multi_head_attention_forward}  # whole layers: what they
 _BELOW = {torch.lt, Tensor.lt, Tensor.__lt__}
 
 
+def _never(kept: Any) -> Tensor:
+    raise RuntimeError("a recording has no backward pass")
+
+
 def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
     """tensor[index] = value, as a call that gives what it wrote."""
     tensor[index] = value
@@ -103,8 +107,9 @@ class Recorder(TorchFunctionMode):
         """Inside a torch.autograd.Function. Raises ConfigError."""
         if name in _READS_VALUES and any(isinstance(tensor, FakeTensor) for tensor in found):
             raise self._depends_on_values(name)
+        given = self.given or set()
         for tensor in found:
-            if id(tensor) not in self.given and (id(tensor) in self.nodes or id(tensor) in self.attributes):
+            if id(tensor) not in given and (id(tensor) in self.nodes or id(tensor) in self.attributes):
                 raise ConfigError(f"module: {line_of_caller()}, in a torch.autograd.Function, reads a tensor that it was not given",
                                   hint="hand the tensor to its apply (of torch.utils.checkpoint use the kind without reentry)")
 
@@ -138,23 +143,23 @@ class Recorder(TorchFunctionMode):
 
     def _inside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function of torch that is made of others so that each of those is recorded."""
-        original = functional.has_torch_function
+        torch_asks = functional.has_torch_function  # type: ignore[attr-defined]
 
-        def once(_: Any) -> bool:
-            functional.has_torch_function = original
+        def asked_once(_: Any) -> bool:
+            functional.has_torch_function = torch_asks  # type: ignore[attr-defined]
             return False
 
-        functional.has_torch_function = once
+        functional.has_torch_function = asked_once  # type: ignore[attr-defined]
         with self:
             return func(*args, **kwargs)
 
     def _call(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-        args, kwargs = map_aggregate((args, kwargs), self._faked)  # type: ignore[misc]
+        args, kwargs = map_aggregate((args, kwargs), self._faked)
         inputs = list(tensors_of((args, kwargs)))
         versions = [tensor._version for tensor in inputs]
         saved: list[Tensor] = []
         try:
-            with self.fake, saved_tensors_hooks(saved.append, lambda _: None):
+            with self.fake, saved_tensors_hooks(saved.append, _never):
                 out = self._run(func)(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise self._depends_on_values(name) from None
@@ -177,7 +182,7 @@ class Recorder(TorchFunctionMode):
         inputs = list(tensors_of((args, kwargs)))
         before = [self.node(tensor) for tensor in inputs]
         owners = {memory_of(tensor): node for tensor, node in zip(reversed(inputs), reversed(before), strict=True)}
-        node = self.graph.create_node("call_function", func, *arguments)  # type: ignore[misc]
+        node = self.graph.create_node("call_function", func, *arguments)
         random = name in _RANDOM or bool(kwargs.get("dropout_p"))
         node.meta |= self._where(name) | {
             "val": out, "written": tuple(dict.fromkeys(self.node(tensor) for tensor in written)), "saved": saved, "random": random,
