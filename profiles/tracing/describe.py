@@ -16,22 +16,22 @@ from profiles import model
 from profiles.errors import ConfigError
 from profiles.model import Dim, Operator, OperatorKind, Parameter
 from profiles.traced import BATCH, TracedModel, TracedOperator
-from profiles.tracing.functions import Computation, argument, computation, masks
+from profiles.tracing.functions import Computation, computation, fused_kernel
 from profiles.tracing.program import PARAMETER, Program, memory_of
 
 _MASK_BYTES, _FP32_BYTES = 1, 4
 
 
-def describe(program: Program, other: Program, *, plain_dropout: bool = False) -> TracedModel:
+def describe(program: Program, other: Program, *, on_cpu: bool = False) -> TracedModel:
     """The operators of `program`; a dim is the batch's where `other`, of another micro-batch size, has it in proportion.
 
-    plain_dropout: dropout is no fused kernel (on a CPU): it keeps what was observed, attention that drops out its scores
+    on_cpu: every operator keeps what was observed; else dropout, attention and norms keep what their kernels on GPUs do
     Raises ConfigError for a module that calls other functions for another micro-batch size, or whose sizes are not in proportion.
     """
     if [node.target for node in program.calls] != [node.target for node in other.calls]:
         raise ConfigError(f"module: {program.workload.name} calls other functions in a larger micro-batch",
                           hint="let the module do the same for every micro-batch size")
-    describer = _Describer(program, other, plain_dropout)
+    describer = _Describer(program, other, on_cpu)
     return TracedModel(
         name=program.workload.name, source=program.workload.source, unit=program.workload.unit,
         micro_batch_size=program.micro_batch_size, inputs=describer.inputs(),
@@ -41,9 +41,9 @@ def describe(program: Program, other: Program, *, plain_dropout: bool = False) -
 class _Describer:
     """Names and dims of the tensors of a program, beside one of another micro-batch size."""
 
-    def __init__(self, program: Program, other: Program, plain_dropout: bool) -> None:
+    def __init__(self, program: Program, other: Program, on_cpu: bool) -> None:
         self.sizes = program.micro_batch_size, other.micro_batch_size
-        self.plain_dropout = plain_dropout
+        self.on_cpu = on_cpu
         nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.again = dict(zip(nodes, (node for node in other.graph.nodes if node.op != "output"), strict=True))
         self.first: dict[int, fx.Node] = {}  # by memory: the node that made it
@@ -91,14 +91,17 @@ class _Describer:
 
     def _saved(self, node: fx.Node, found: Computation) -> Iterator[model.Tensor]:
         """What autograd keeps, but for parameters, buffers, constants and the batch. Fused kernels as they run on GPUs."""
-        if not self.plain_dropout and found.kind is OperatorKind.ATTENTION:
-            tensors = [argument(node, place, name).meta["val"] for place, name in enumerate(("query", "key", "value"))]
-            yield from self._kept(node, [*tensors, node.meta["val"]], None)
-            yield model.Tensor(name=f"{node.meta['name']}:logsumexp", dims=found.dims[:3], element_bytes=_FP32_BYTES)
-        elif not self.plain_dropout and masks(node) and node.meta["saved"]:
-            yield model.Tensor(name=f"{node.meta['name']}:mask", dims=self._dims(node), element_bytes=_MASK_BYTES)
-        else:
+        fused = None if self.on_cpu or not node.meta["saved"] else fused_kernel(node)
+        if fused is None:
             yield from self._kept(node, list(node.meta["saved"]), list(self.again[node].meta["saved"]))
+            return
+        yield from self._kept(node, [each.meta["val"] for each in fused.kept], None)
+        if fused.rows:
+            dims = found.dims[:3] if found.kind is OperatorKind.ATTENTION else self._dims(node)[: -fused.normalized]
+            yield model.Tensor(
+                name=f"{node.meta['name']}:statistics", dims=(*dims, Dim("statistics", fused.rows)), element_bytes=_FP32_BYTES)
+        if fused.mask:
+            yield model.Tensor(name=f"{node.meta['name']}:mask", dims=self._dims(node), element_bytes=_MASK_BYTES)
 
     def _kept(self, node: fx.Node, tensors: list[Tensor], again: list[Tensor] | None) -> Iterator[model.Tensor]:
         seen: set[int] = set()

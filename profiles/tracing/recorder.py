@@ -51,9 +51,9 @@ class Recorder(TorchFunctionMode):
     changed: by memory, the real tensors that recorded calls write.
     """
 
-    def __init__(self, fake: FakeTensorMode, paths: Paths, *, plain_dropout: bool) -> None:
+    def __init__(self, fake: FakeTensorMode, paths: Paths, *, on_cpu: bool) -> None:
         super().__init__()
-        self.fake, self.paths, self.plain_dropout = fake, paths, plain_dropout
+        self.fake, self.paths, self.on_cpu = fake, paths, on_cpu
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
         self.attributes: dict[int, tuple[str, str]] = {}
@@ -173,7 +173,7 @@ class Recorder(TorchFunctionMode):
         """What gives the fake output of `func`."""
         if isinstance(func, MethodType) and func.__func__ is APPLY.__func__:
             return partial(self._apply, func)
-        return _fused_attention if func is functional.scaled_dot_product_attention and not self.plain_dropout else func
+        return _fused_attention if func is functional.scaled_dot_product_attention and not self.on_cpu else func
 
     def _note(
         self, func: Any, name: str, args: Any, kwargs: Any, written: list[Tensor], saved: tuple[Tensor, ...], out: Any,
