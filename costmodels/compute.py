@@ -73,6 +73,8 @@ def operator_time(of: Operator, sharding: Sharding, machine: Machine, training: 
     """
     chip_of(machine, training.precision)
     runs = operator_kernels(of, sharding, training)
+    if not runs.forward:
+        return FREE
     forward, inputs, weights = (
         tuple(kernel_time(kernel, machine, training) for kernel in kernels) for kernels in (runs.forward, runs.inputs, runs.weights))
     pace = pace_of(machine, training.stack)

@@ -344,6 +344,10 @@ def _both(name: str, like: str, n_bytes: int) -> OperatorKernels:
     return OperatorKernels(*((StreamKernel(name, like, way, n_bytes),) for way in _WAYS))
 
 
+def _view(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    return OperatorKernels((), ())
+
+
 _WAYS = (FORWARD, BACKWARD)
 _KERNELS: dict[OperatorKind, Callable[[Operator, Sharding, TrainingSpec], OperatorKernels]] = {
     OperatorKind.MATMUL: _matmul,
@@ -355,4 +359,5 @@ _KERNELS: dict[OperatorKind, Callable[[Operator, Sharding, TrainingSpec], Operat
     OperatorKind.EXPERTS: _experts,
     OperatorKind.DISPATCH: _permuting,
     OperatorKind.COMBINE: _permuting,
+    OperatorKind.VIEW: _view,
 }

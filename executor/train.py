@@ -90,12 +90,16 @@ class Trainer:
 
     def update(self, step: int) -> Tensor:
         """The optimizer's update for the gradients that are there; returns their norm over the whole model."""
-        norm = gradient_norm(self.plan, self.pipeline.stages, self.ranks.device)
+        norm = self.norm()
         clip_gradients(self.optimizer, self.options.clip_gradients, norm)
         set_learning_rate(self.optimizer, self.options, step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    def norm(self) -> Tensor:
+        """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
+        return gradient_norm(self.plan, self.pipeline.stages, self.ranks.device)
 
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""

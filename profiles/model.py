@@ -25,6 +25,7 @@ class OperatorKind(StrEnum):
     EXPERTS = "experts"  # a product by the matrix of each expert, of the tokens that chose it
     DISPATCH = "dispatch"  # tokens to the ranks of their experts
     COMBINE = "combine"  # and back, added up by weight
+    VIEW = "view"  # its input in another shape: no kernel
 
 
 PRODUCTS = (OperatorKind.MATMUL, OperatorKind.EXPERTS)  # two gradients each, of the input and of the weight

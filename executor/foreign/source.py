@@ -7,10 +7,8 @@ every rank has the whole of it on the host until it keeps its own parts.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +18,7 @@ from torch import Tensor, nn
 from planner.plan import Plan
 from profiles.errors import ConfigError
 from profiles.spec import Positions
-from profiles.stack import AttentionKernel
-
-ATTENTION = {AttentionKernel.FLASH: "sdpa", AttentionKernel.UNFUSED: "eager"}  # transformers' names
-_RUN_ONLY = ("model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "architectures", "_attn_implementation")
+from profiles.tracing.source import ATTENTION, RUN_ONLY, function_of, parameters_on_meta
 
 Fill = Callable[[str, nn.Module], None]
 
@@ -57,9 +52,9 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> Source:
         raise ConfigError(f"module: the plan runs a Hugging Face model, and transformers is not installed ({error})",
                           hint="pip install transformers") from None
     try:
-        config = AutoConfig.for_model(values.get("model_type"), **{key: values[key] for key in values if key not in _RUN_ONLY})
+        config = AutoConfig.for_model(values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY})
         config.use_cache = False
-        with _parameters_on_meta():
+        with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION[plan.training.attention])
     except (ValueError, TypeError) as error:
         raise ConfigError(f"module: transformers cannot make the model: {error}",
@@ -74,23 +69,6 @@ def _check_positions(plan: Plan, config: Any) -> None:
     length, positions = plan.training.seq_length, getattr(config, "max_position_embeddings", None)
     if plan.model.positions is Positions.LEARNED and positions is not None and length > positions:
         raise ConfigError(f"module: seq_length is {length}, the model learns {positions} positions", hint=f"use --seq-length {positions}")
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have their buffers, and no memory for parameters (as accelerate's init_empty_weights)."""
-    register = nn.Module.register_parameter
-
-    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is there already is shared, and stays one
-            parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32, device="meta"), parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 class _Initializer:
@@ -121,7 +99,7 @@ def _call(factory: str, seed: int) -> nn.Module:
     """What the function gives under `torch.manual_seed(seed)`: the same on every rank."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = _function(factory)()
+        model = function_of(factory)()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"module: {factory} returned {type(model).__name__}, it must return a torch.nn.Module")
     for name, parameter in model.named_parameters():
@@ -129,22 +107,6 @@ def _call(factory: str, seed: int) -> nn.Module:
             raise ConfigError(f"module: parameter {name} is {parameter.dtype} on {parameter.device}, it must be fp32 and have values",
                               hint=f"let {factory} make fp32; the plan's precision decides what it computes in")
     return model.train()
-
-
-def _function(factory: str) -> Callable[[], object]:
-    package, _, name = factory.partition(":")
-    try:
-        module = importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name and not f"{package}.".startswith(f"{error.name}."):
-            raise  # the package is there, and misses something itself
-        raise ConfigError(f"module: there is no {error.name} to import for {factory}",
-                          hint="run from the folder that holds it, or put that folder on PYTHONPATH") from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        found = f"has no {name}" if function is None else f"has {name}, which is not callable"
-        raise ConfigError(f"module: {package} {found}", hint="name a function without arguments: --module package.module:function")
-    return function
 
 
 def logits_of(output: object) -> Tensor:

@@ -37,7 +37,7 @@ def no_span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[A
     return nullcontext()
 
 
-class _Stage(LeanStage):
+class PipelineStep(LeanStage):
     """A pipeline stage that says what it computes, and when the gradients of a micro-batch's weights are there."""
 
     after_backward: AfterBackward
@@ -164,17 +164,17 @@ def _schedule(
     return schedule
 
 
-def _spanned_loss(stage: _Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
+def _spanned_loss(stage: PipelineStep, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
     """The loss of the micro-batch that `stage`, which ends the model, has forwarded last."""
     with stage.span("F", stage.stage_index, stage.forwarded):
         return _mean_loss(stage.submod, plan, logits, targets)
 
 
-def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage, after_backward: AfterBackward, span: Span) -> _Stage:
+def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage, after_backward: AfterBackward, span: Span) -> PipelineStep:
     """Shapes are given, so that torch runs no extra forward pass to find them."""
     layers = stage_layers(plan)
     ids = torch.empty((plan.pipeline.micro_batch_size, plan.training.seq_length), dtype=torch.int64, device="meta")
-    stage = _Stage(
+    stage = PipelineStep(
         module, index, len(layers), ranks.device,
         input_args=border_example(plan, layers[index - 1][-1]) if index else ids,
         output_args=border_example(plan, layers[index][-1]),

@@ -1,0 +1,111 @@
+"""What a function of torch computes, by its name: the kind of operator, its dims and its model FLOPs.
+
+Dims of products are (rows..., features, contracted), of attention (batch, heads, sequence, keys, head_dim): as costmodels/kernels.py
+reads them. A convolution is a product of its windows by its weight (implicit GEMM: Chetlur et al. 2014, arXiv 1410.0759).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from profiles.model import Dim, OperatorKind
+
+Dims = tuple[Dim, ...]
+DimsOf = Callable[[Any], Dims]  # the dims of what a node gives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """kind, dims and contracted as in Operator; `products` how many products of these dims it is: 2 for attention."""
+
+    kind: OperatorKind
+    dims: Dims
+    contracted: str | None = None
+    products: int = 0
+    causal: bool = False
+    dropped: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.products * math.prod(dim.size for dim in self.dims)
+
+
+_NORMS = ("layernorm", "rmsnorm", "batchnorm", "groupnorm", "instancenorm")
+_LINEAR, _ADDED = {"linear"}, {"addmm", "baddbmm", "addmv"}
+_PRODUCTS = {"matmul", "bmm", "mm", "mv", "__matmul__", "__rmatmul__", "dot"}
+_CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
+
+
+def computation(node: fx.Node, dims_of: DimsOf) -> Computation:
+    """What the call of `node` computes; ELEMENTWISE what has no other kind."""
+    function = str(node.meta["function"])
+    plain = function.replace("_", "").lower()
+    output = dims_of(node)
+    if function in _LINEAR | _ADDED | _PRODUCTS:
+        return _product(node, function, output, dims_of)
+    if function in _CONVOLUTIONS:
+        return _convolution(node, function, dims_of)
+    if function == "scaled_dot_product_attention":
+        return _attention(node, dims_of)
+    kind = OperatorKind.ELEMENTWISE
+    if plain in _NORMS:
+        kind = OperatorKind.NORM
+    elif plain == "embedding":
+        kind = OperatorKind.EMBEDDING
+    elif plain.endswith(("crossentropy", "crossentropyloss")):
+        kind, output = OperatorKind.CROSS_ENTROPY, dims_of(argument(node, 0, "input"))
+    return Computation(kind=kind, dims=output)
+
+
+def argument(node: fx.Node, place: int, name: str, default: Any = None) -> Any:
+    """An argument of a call, by its place or name."""
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+
+
+def _product(node: fx.Node, function: str, output: Dims, dims_of: DimsOf) -> Computation:
+    first = 1 if function in _ADDED else 0
+    if function == "__rmatmul__":
+        first = 1
+    left = dims_of(argument(node, first, "mat1" if first else "input"))
+    contracted = Dim("contracted", left[-1].size)
+    return Computation(kind=OperatorKind.MATMUL, dims=(*_rows(output), contracted), contracted="contracted", products=1)
+
+
+def _rows(output: Dims) -> Dims:
+    """The dims of an output of a product; one of vectors alone has rows or features of 1."""
+    *rows, features = output or (Dim("features", 1),)
+    return (*(rows or [Dim("dim0", 1)]), Dim("features", features.size) if features.name != "batch" else features)
+
+
+def _convolution(node: fx.Node, function: str, dims_of: DimsOf) -> Computation:
+    """Every output element is a sum over the input channels of its group and the window; transposed, every input element is spread."""
+    weight = dims_of(argument(node, 1, "weight"))
+    side = dims_of(argument(node, 0, "input")) if "transpose" in function else dims_of(node)
+    spatial = len(weight) - 2
+    *batch, channels = side[: len(side) - spatial]
+    contracted = Dim("contracted", math.prod(dim.size for dim in weight[1:]))
+    rows = (*batch, *side[len(side) - spatial :])
+    return Computation(
+        kind=OperatorKind.MATMUL, dims=(*rows, Dim("features", channels.size), contracted), contracted="contracted", products=1)
+
+
+def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
+    query, keys = dims_of(argument(node, 0, "query")), dims_of(argument(node, 1, "key"))
+    *outer, sequence, head_dim = query
+    *batch, heads = outer if len(outer) > 1 else (*outer, Dim("heads", 1))
+    dropout_p = argument(node, 4, "dropout_p", 0.0)
+    sizes = (
+        Dim("batch", math.prod(dim.size for dim in batch)), Dim("heads", heads.size), Dim("sequence", sequence.size),
+        Dim("keys", keys[-2].size), Dim("head_dim", head_dim.size))
+    return Computation(
+        kind=OperatorKind.ATTENTION, dims=sizes, products=2, causal=bool(argument(node, 5, "is_causal", False)), dropped=dropout_p > 0)
+
+
+def masks(node: fx.Node) -> bool:
+    """Whether it is dropout, of which a fused kernel keeps one byte an element."""
+    return "dropout" in str(node.meta["function"]) and isinstance(node.meta["val"], Tensor)

@@ -1,0 +1,97 @@
+"""One forward pass of a module as the list of torch calls that it makes, recorded on fake tensors: no memory, no arithmetic.
+
+Every call of torch with a tensor that depends on the batch or on a parameter becomes a node of a torch.fx graph, at the level at which
+the module calls torch (functional.linear, Tensor.view, ...), so that calling them again runs with autograd as the module does.
+What depends on neither is computed at once, for real: a *constant*. A torch.autograd.Function is one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from profiles.errors import ConfigError
+from profiles.spec import Precision
+from profiles.tracing.lines import Paths
+from profiles.tracing.program import BUFFER, PARAMETER, Program
+from profiles.tracing.recorder import APPLY, Recorder
+from profiles.tracing.source import Workload
+
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+
+
+def record(workload: Workload, micro_batch_size: int, precision: Precision = Precision.FP32, *, plain_dropout: bool = False) -> Program:
+    """The calls of one micro-batch with parameters and float inputs in `precision`.
+
+    plain_dropout: attention that drops out is no fused kernel (on a CPU)
+    Raises ConfigError with the line of the user's code: what it does depends on the values of tensors, it uses a tensor that no
+    call of torch made, its loss is not a scalar.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(fake, Paths(workload.module), plain_dropout=plain_dropout)
+    with torch.random.fork_rng(devices=[]):
+        batch = {key: fake.from_tensor(_cast(value, precision)) for key, value in workload.batch(micro_batch_size).items()}
+    for key, value in batch.items():
+        recorder.enter(value, recorder.graph.placeholder(key))
+    state = _fake_parameters(workload.module, fake, precision)
+    recorder.attributes |= {id(value): (name, PARAMETER) for name, value in state.items()}
+    recorder.attributes |= {id(value): (name, BUFFER) for name, value in workload.module.named_buffers()}
+    with ExitStack() as stack:
+        for context in (recorder.paths, _functions_as_calls(recorder), recorder):
+            stack.enter_context(context)
+        loss = torch.func.functional_call(_Run(workload), {f"module.{name}": value for name, value in state.items()}, (batch,))
+    return _finished(workload, micro_batch_size, recorder, loss)
+
+
+def _cast(value: Tensor, precision: Precision) -> Tensor:
+    return value.to(DTYPES[precision]) if value.is_floating_point() else value
+
+
+def _fake_parameters(module: nn.Module, fake: FakeTensorMode, precision: Precision) -> dict[str, Tensor]:
+    with fake:
+        return {name: nn.Parameter(torch.empty(p.shape, dtype=DTYPES[precision]), p.requires_grad) for name, p in module.named_parameters()}
+
+
+def _finished(workload: Workload, micro_batch_size: int, recorder: Recorder, loss: Any) -> Program:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or id(loss) not in recorder.nodes:
+        found = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ConfigError(f"module: the loss of {workload.name} is {found}, it must be a scalar tensor that depends on the batch",
+                          hint="let the function return (module, batch, loss)")
+    recorder.graph.output(recorder.nodes[id(loss)])
+    _drop_unused(recorder.graph)
+    return Program(workload=workload, micro_batch_size=micro_batch_size, graph=recorder.graph, constants=recorder.constants)
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    """Leave out what nothing reads, but for calls that write or draw."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op in ("call_function", "get_attr") and not node.meta.get("written") and not node.meta.get("random"):
+            graph.erase_node(node)
+
+
+@contextmanager
+def _functions_as_calls(recorder: Recorder) -> Iterator[None]:
+    """torch.autograd.Function.apply goes past __torch_function__: here it is handed to the recorder."""
+    noted = classmethod(lambda kind, *args, **kwargs: recorder.function(kind, args, kwargs))
+    torch.autograd.Function.apply = noted  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = APPLY  # type: ignore[method-assign]
+
+
+class _Run(nn.Module):
+    """The module with its loss, so that both have the recorded parameters."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__()
+        self.module = workload.module
+        self.loss_of = workload.loss_of
+
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return self.loss_of(self.module, batch)

@@ -1,0 +1,213 @@
+"""A user's module without memory for its parameters, its batches and its loss: what a trace runs, and the executor after it.
+
+A Hugging Face model is the class that its config.json names in `architectures`. A function package.module:function returns a module
+(token ids in, logits out), (module, batch) or (module, batch, loss): see `Workload`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from profiles.errors import ConfigError
+from profiles.module import ModuleSource
+from profiles.stack import AttentionKernel
+from profiles.tracing.batches import IDS, TARGETS, drawn_batch, next_token_batch, next_token_loss
+from profiles.tracing.deferred import Deferred
+
+ATTENTION = {AttentionKernel.FLASH: "sdpa", AttentionKernel.UNFUSED: "eager"}  # transformers' names
+RUN_ONLY = ("model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "architectures", "_attn_implementation")
+TOKENS, SAMPLES = "tokens", "samples"
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is trained: `loss_of(module, batch)` is the scalar mean loss.
+
+    module: its parameters are on meta; buffers have their values
+    batch: size -> tensors by name, each with the batch as its first dim, drawn with torch's global generator
+    loss_of: also of the module with other parameters in place, as inside torch.func.functional_call
+    unit: what the batch counts: sequences of `seq_length` tokens, or samples (then seq_length is 1)
+    """
+
+    name: str
+    source: ModuleSource
+    module: nn.Module
+    batch: Callable[[int], Batch]
+    loss_of: Callable[[nn.Module, Batch], Any]
+    unit: str
+    seq_length: int
+
+
+def open_workload(
+    source: ModuleSource, *, seq_length: int, attention: AttentionKernel = AttentionKernel.FLASH, deferred: Deferred | None = None,
+) -> Workload:
+    """The module of `source` in training mode, for sequences of `seq_length` tokens where it reads tokens.
+
+    deferred: writes down what gives the parameters their values, for who makes some of them later; parameters that it finds to be
+        small, or that were made elsewhere, have their values
+
+    Raises ConfigError: no such function, one that returns something else, transformers is missing or knows no such model.
+    """
+    if source.huggingface is not None:
+        return _hugging_face(source, source.huggingface, seq_length, attention, deferred or parameters_on_meta())
+    with deferred or parameters_on_meta():
+        made = function_of(source.factory or "")()
+    return _of_factory(source, made, seq_length, keeps_values=deferred is not None)
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have their buffers, and no memory for parameters (as accelerate's init_empty_weights)."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is there already is shared, and stays one
+            parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32, device="meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def function_of(factory: str) -> Callable[[], object]:
+    """The function that package.module:function names. Raises ConfigError."""
+    package, _, name = factory.partition(":")
+    try:
+        module = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name and not f"{package}.".startswith(f"{error.name}."):
+            raise  # the package is there, and misses something itself
+        raise ConfigError(f"module: there is no {error.name} to import for {factory}",
+                          hint="run from the folder that holds it, or put that folder on PYTHONPATH") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        found = f"has no {name}" if function is None else f"has {name}, which is not callable"
+        raise ConfigError(f"module: {package} {found}", hint="name a function without arguments: --module package.module:function")
+    made: Callable[[], object] = function
+    return made
+
+
+def _of_factory(source: ModuleSource, made: object, seq_length: int, *, keeps_values: bool = False) -> Workload:
+    parts = made if isinstance(made, tuple) else (made,)
+    module, *others = parts
+    if not isinstance(module, nn.Module) or len(others) > 2 or not all(callable(other) for other in others):
+        found = f"({', '.join(type(part).__name__ for part in parts)})" if isinstance(made, tuple) else type(made).__name__
+        raise ConfigError(f"module: {source.factory} returned {found}, it must return a torch.nn.Module",
+                          hint="return module, (module, batch) or (module, batch, loss)")
+    if not keeps_values:
+        _check_parameters(module, source)
+    name = type(module).__name__
+    module.train()
+    if not others:
+        return Workload(
+            name=name, source=source, module=module, batch=next_token_batch(module, seq_length), loss_of=_next_token, unit=TOKENS,
+            seq_length=seq_length)
+    loss_of = _with_loss(module, others[1]) if len(others) > 1 else _own_loss
+    return Workload(
+        name=name, source=source, module=module, batch=_checked(others[0], source), loss_of=loss_of, unit=SAMPLES, seq_length=1)
+
+
+def _check_parameters(module: nn.Module, source: ModuleSource) -> None:
+    for name, parameter in module.named_parameters():
+        if not parameter.is_meta:
+            raise ConfigError(f"module: parameter {name} of {source.factory} was made before the call, it must be made in it",
+                              hint="make the module inside of the function")
+
+
+def _checked(batch: Callable[[int], Any], source: ModuleSource) -> Callable[[int], Batch]:
+    def made(size: int) -> Batch:
+        found = batch(size)
+        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise ConfigError(f"module: batch({size}) of {source.factory} gave {type(found).__name__}, it must give a dict of tensors")
+        for key, value in found.items():
+            if value.ndim == 0 or value.shape[0] != size:
+                raise ConfigError(
+                    f"module: {key} in batch({size}) of {source.factory} is {list(value.shape)}, its first dim must be {size}")
+        return dict(found)
+    return made
+
+
+def _next_token(module: nn.Module, batch: Batch) -> Any:
+    output = module(batch[IDS])
+    return next_token_loss(getattr(output, "logits", output), batch[TARGETS])
+
+
+def _own_loss(module: nn.Module, batch: Batch) -> Any:
+    output = module(**batch)
+    return getattr(output, "loss", output)
+
+
+def _with_loss(module: nn.Module, loss: Callable[[Any, Batch], Any]) -> Callable[[nn.Module, Batch], Any]:
+    """What the module's forward pass does not take, as targets, is for the loss alone."""
+    taken = inspect.signature(module.forward).parameters
+    every = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken.values())
+
+    def loss_of(module: nn.Module, batch: Batch) -> Any:
+        return loss(module(**{key: value for key, value in batch.items() if every or key in taken}), batch)
+    return loss_of
+
+
+def _hugging_face(
+    source: ModuleSource, values: Mapping[str, Any], seq_length: int, attention: AttentionKernel, making: AbstractContextManager[Any],
+) -> Workload:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"module: it is a Hugging Face model, and transformers is not installed ({error})",
+                          hint="pip install transformers") from None
+    try:
+        config = transformers.AutoConfig.for_model(
+            str(values.get("model_type")), **{key: values[key] for key in values if key not in RUN_ONLY})
+        _settle(config)
+        with making:
+            module = _model_class(transformers, values)._from_config(config, attn_implementation=ATTENTION[attention])
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"module: transformers cannot make the model: {error}",
+                          hint="check the config.json, and the version of transformers") from None
+    batch, unit = drawn_batch(module, config, seq_length)
+    return Workload(
+        name=_name(values, config), source=source, module=module.train(), batch=batch, loss_of=_own_loss, unit=unit,
+        seq_length=seq_length if unit == TOKENS else 1)
+
+
+def _settle(config: Any) -> None:
+    """What a training run needs beside the file: no cache, and the token that a decoder starts from."""
+    config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or getattr(config, "bos_token_id", None) or 0
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = config.decoder_start_token_id
+
+
+def _model_class(transformers: Any, values: Mapping[str, Any]) -> Any:
+    """The first class in `architectures`, else the family's causal language model."""
+    named = (values.get("architectures") or [None])[0]
+    if named is None:
+        known = transformers.AutoModelForCausalLM._model_mapping
+        config = type(transformers.AutoConfig.for_model(values.get("model_type")))
+        if config not in known:
+            raise ConfigError(f"module: transformers has no causal language model of {values.get('model_type')}",
+                              hint="name the class in architectures, as \"architectures\": [\"BertForMaskedLM\"]")
+        return known[config]
+    found = getattr(transformers, named, None)
+    if found is None:
+        raise ConfigError(f"module: transformers has no {named}, which architectures names", hint="check the version of transformers")
+    return found
+
+
+def _name(values: Mapping[str, Any], config: Any) -> str:
+    return str(values.get("_name_or_path") or "").rstrip("/").rpartition("/")[2] or str(config.model_type)

@@ -1,0 +1,21 @@
+"""A module's source -> TracedModel, by two recordings."""
+
+from __future__ import annotations
+
+from profiles.module import ModuleSource
+from profiles.spec import Precision
+from profiles.stack import AttentionKernel
+from profiles.traced import TracedModel
+from profiles.tracing.describe import describe
+from profiles.tracing.record import record
+from profiles.tracing.source import open_workload
+
+
+def trace(
+    source: ModuleSource, *, seq_length: int, precision: Precision = Precision.BF16, attention: AttentionKernel = AttentionKernel.FLASH,
+    plain_dropout: bool = False,
+) -> TracedModel:
+    """The operators of `source`, for sequences of `seq_length` tokens where it reads tokens. Raises ConfigError."""
+    workload = open_workload(source, seq_length=seq_length, attention=attention)
+    first, second = (record(workload, size, precision) for size in (2, 4))
+    return describe(first, second, plain_dropout=plain_dropout)
