@@ -49,7 +49,11 @@ class Values:
 
     def __init__(self, model: TracedModel, units: Sequence[object]) -> None:
         self.model, self.units = model, units
-        self.by_name, self.constants = _values_of(model)
+        self.by_name, self.constants, self._roots = _values_of(model)
+
+    def root(self, name: str) -> str:
+        """The name of the memory that a tensor is in: its own, or that of what it is a view of, or is written into."""
+        return self._roots.get(name, name)
 
     @cached_property
     def handed_on(self) -> frozenset[str]:
@@ -100,8 +104,8 @@ class Values:
         return tuple(count > 0 for count in accumulate(changes))
 
 
-def _values_of(model: TracedModel) -> tuple[dict[str, Value], frozenset[str]]:
-    """The values by name, and the names of constants and of the batch."""
+def _values_of(model: TracedModel) -> tuple[dict[str, Value], frozenset[str], dict[str, str]]:
+    """The values by name, the names of constants and of the batch, and whose memory views are in."""
     constants = {tensor.name for tensor in model.inputs}
     values: dict[str, Value] = {}
     root: dict[str, str] = {}
@@ -124,4 +128,4 @@ def _values_of(model: TracedModel) -> tuple[dict[str, Value], frozenset[str]]:
             if tensor.name not in values:
                 root.pop(tensor.name, None)
                 values[tensor.name] = Value(tensor=tensor, maker=place)
-    return values, frozenset(constants)
+    return values, frozenset(constants), root
