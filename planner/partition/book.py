@@ -97,12 +97,21 @@ class ShardBook(LayerBook[ShardKey]):
         return self._once(("shared", elements, holders, mesh), make)
 
 
+def link(here: int, there: int, frame: Frame, book: ShardBook) -> tuple[bool, int]:
+    """Whether two pipeline ranks are on different nodes, and how many transfers leave a node at once."""
+    gpus_per_node, stride = book.machine.cluster.gpus_per_node, frame.mesh.stride(Axis.PP)
+    return here * stride // gpus_per_node != there * stride // gpus_per_node, min(stride, gpus_per_node)
+
+
+def exposed(frame: Frame, book: ShardBook) -> float:
+    """The share of transfers that delays a stage: all of it, unless the stack hides those of the interleaved schedule."""
+    hidden = frame.virtual_stages > 1 and book.training.stack.overlap_transfers
+    return contention(book.machine) if hidden else 1.0
+
+
 def transfer_between(here: int, there: int, shard: int, frame: Frame, book: ShardBook) -> Seconds:
     """What is handed on to the stage that begins with `shard`, from one pipeline rank to another; nothing from a rank to itself."""
     if here == there:
         return ZERO
-    gpus_per_node, stride = book.machine.cluster.gpus_per_node, frame.mesh.stride(Axis.PP)
-    crosses = here * stride // gpus_per_node != there * stride // gpus_per_node
-    sent = book.sent(shard, frame.micro_batch_size, crosses_nodes=crosses, sharing=min(stride, gpus_per_node))
-    hidden = frame.virtual_stages > 1 and book.training.stack.overlap_transfers
-    return sent.scaled(contention(book.machine)) if hidden else sent
+    crosses, sharing = link(here, there, frame, book)
+    return book.sent(shard, frame.micro_batch_size, crosses_nodes=crosses, sharing=sharing).scaled(exposed(frame, book))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -70,11 +71,24 @@ class ShardClasses:
 
     def key(self, shard: int, first: int) -> ShardKey:
         """Of a shard in a stage that begins with shard `first`: without the parameters that an earlier shard of the stage holds."""
-        elsewhere = {name for name, _, shards in self.sharded.shared if any(first <= other < shard for other in shards)}
-        if not elsewhere:
-            return ShardKey(self.of[shard])
-        numbers = (number for number, name in enumerate(self.names[shard].parameters) if name in elsewhere)
-        return ShardKey(self.of[shard], tuple(numbers))
+        return self._keys[shard][bisect_left(self.changes[shard], first)]
+
+    @cached_property
+    def changes(self) -> tuple[tuple[int, ...], ...]:
+        """By shard, the last first shards of stages before each of which it holds its parameters alike: ascending, the last is itself."""
+        return tuple(tuple(sorted({before for _, before in self._before(shard)} | {shard})) for shard in range(len(self.of)))
+
+    @cached_property
+    def _keys(self) -> tuple[tuple[ShardKey, ...], ...]:
+        return tuple(
+            tuple(ShardKey(self.of[shard], tuple(number for number, before in self._before(shard) if before >= change and change < shard))
+                  for change in self.changes[shard])
+            for shard in range(len(self.of)))
+
+    def _before(self, shard: int) -> list[tuple[int, int]]:
+        """The shared parameters of a shard by number, and the last shard before it that holds each."""
+        holders = {name: [other for other in shards if other < shard] for name, _, shards in self.sharded.shared if shard in shards}
+        return [(number, max(holders[name])) for number, name in enumerate(self.names[shard].parameters) if holders.get(name)]
 
 
 def _numbered(sharded: Sharded, shard: Shard) -> tuple[tuple[TracedOperator, ...], Names]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from costmodels.occupancy import usable_bytes
 from costmodels.schedules import AHEAD, LAST_KEEPS_ALL
 from costmodels.strategy import Frame
-from planner.partition.book import transfer_between
+from planner.partition.book import exposed, link
 from planner.partition.flow import Array
 from planner.partition.labels import LabelTable
 from planner.partition.price import held_stashes
@@ -73,15 +73,18 @@ class StageTable:
         self.base_s[np.arange(tables.size)[:, None] >= np.arange(tables.size + 1)[None, :]] = np.inf
 
     def _received_s(self) -> Array:
-        frame, book, size = self.frame, self.tables.book, self.tables.size
-        before, behind = np.zeros((size, 1)), np.zeros((1, size + 1))
-        if self.stage > 0:
-            sender = frame.rank_of(self.stage - 1)
-            before[1:, 0] = [transfer_between(sender, self.rank, shard, frame, book).value_s for shard in range(1, size)]
-        if self.stage < frame.num_virtual_stages - 1:
-            receiver = frame.rank_of(self.stage + 1)
-            behind[0, 1:size] = [transfer_between(receiver, self.rank, shard, frame, book).value_s for shard in range(1, size)]
-        return np.asarray(before + behind)
+        """Seconds for the inputs, by first shard, and for the gradients of outputs, by end."""
+        last = self.frame.num_virtual_stages - 1
+        before = self._from(self.frame.rank_of(self.stage - 1)) if self.stage > 0 else np.zeros(self.tables.size + 1)
+        behind = self._from(self.frame.rank_of(self.stage + 1)) if self.stage < last else np.zeros(self.tables.size + 1)
+        return np.asarray(before[: self.tables.size, None] + behind[None, :])
+
+    def _from(self, other: int) -> Array:
+        frame, book = self.frame, self.tables.book
+        if other == self.rank:
+            return np.zeros(self.tables.size + 1)
+        crosses, sharing = link(other, self.rank, frame, book)
+        return exposed(frame, book) * self.tables.received(frame.micro_batch_size, crosses_nodes=crosses, sharing=sharing)
 
     @property
     def least_s(self) -> Array:

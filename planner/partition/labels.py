@@ -81,14 +81,9 @@ class LabelTable:
 def _unbeaten(added_s: Array, kept: Array, most: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """The labels that no other beats or equals in all three, by seconds."""
     order = np.lexsort((most, kept, added_s))
-    rows: list[int] = []
-    best = np.empty((len(order), 2))
-    for row in order:
-        point = kept[row], most[row]
-        if not (best[: len(rows)] <= point).all(axis=1).any():
-            best[len(rows)] = point
-            rows.append(int(row))
-    found = np.array(rows)
+    held, peak = kept[order], most[order]
+    beats = np.triu((held[:, None] <= held[None, :]) & (peak[:, None] <= peak[None, :]), 1)  # those before take no longer
+    found = order[~beats.any(axis=0)]
     if len(found) <= MOST_LABELS:
         return found
     spread = np.unique(np.linspace(0, len(found) - 1, MOST_LABELS).round().astype(np.int64))

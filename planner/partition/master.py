@@ -80,7 +80,8 @@ class Bounds:
         pace = np.maximum(np.maximum(before, behind), self.time_s[stage])
         walk = self.walk[0][stage][:-1, None] + self.walk_s[stage] + self.walk[1][stage + 1][None, :]
         pace = np.maximum(pace, walk / self.frame.mesh.pp)
-        return np.asarray((m - share) * pace + share * walk + self.tail_s[stage])
+        paced = (m - share) * pace if m > share else 0.0  # not 0 times infinity
+        return np.asarray(paced + share * walk + self.tail_s[stage])
 
 
 def _from_both_ends(values: Sequence[Array], joined: Any) -> tuple[list[Array], list[Array]]:

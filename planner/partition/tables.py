@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from costmodels.book import LayerStates
+from costmodels.layer import DataParallelTime
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from planner.partition.book import ONE, ShardBook
+from planner.partition.classes import ShardKey
 from planner.partition.flow import Array
 
 
@@ -67,6 +70,7 @@ class Tables:
         self.size = book.num_shards
         self._passes: dict[int, Passes] = {}
         self._held: dict[tuple[int, Mesh, int], Held] = {}
+        self._received: dict[tuple[int, bool, int], Array] = {}
 
     def passes(self, micro_batch_size: int) -> Passes:
         """Of one micro-batch size."""
@@ -112,35 +116,42 @@ class Tables:
         return total
 
     def _make_held(self, b: int, mesh: Mesh, zero: int) -> Held:
-        book, training = self.book, self.book.training
+        book = self.book
         shared_s, shares = self._shared(mesh)
 
-        def summed(of: Callable[[int, int], float]) -> Array:
-            return sums(self._by_start(of))
+        def data(key: ShardKey) -> DataParallelTime:
+            return book.data_parallel(key, b, mesh, ONE, zero)
 
-        def data(shard: int, first: int) -> tuple[float, float]:
-            found = book.data_parallel(book.classes.key(shard, first), b, mesh, ONE, zero)
-            return found.per_micro_batch_s, found.per_step_s
+        def states(key: ShardKey) -> LayerStates:
+            return book.states(key, mesh, ONE, zero)
 
-        def states(shard: int, first: int) -> tuple[float, float, float]:
-            found = book.states(book.classes.key(shard, first), mesh, ONE, zero)
-            return float(found.states.total), float(found.zero_buffer), found.step_copies / (1 + training.stack.allocator_share)
-
+        spare = 1 + book.training.stack.allocator_share
         return Held(
-            per_micro_batch_s=summed(lambda shard, first: data(shard, first)[0]),
-            tail_s=summed(lambda shard, first: data(shard, first)[1]) + shared_s, states=summed(lambda k, i: states(k, i)[0]),
-            buffers=_largest(self._by_start(lambda k, i: states(k, i)[1])), step_copies=summed(lambda k, i: states(k, i)[2]), shares=shares)
+            per_micro_batch_s=sums(self._by_start(lambda key: data(key).per_micro_batch_s)),
+            tail_s=sums(self._by_start(lambda key: data(key).per_step_s)) + shared_s,
+            states=sums(self._by_start(lambda key: states(key).states.total)),
+            buffers=_largest(self._by_start(lambda key: states(key).zero_buffer)),
+            step_copies=sums(self._by_start(lambda key: states(key).step_copies)) / spare, shares=shares)
 
-    def _by_start(self, of: Callable[[int, int], float]) -> Array:
-        """[first, shard] -> of(shard, first), asked only where the first shard of a stage makes a difference."""
-        sharing = {shard for _, _, shards in self.book.sharded.shared for shard in shards}
-        made = np.zeros((self.size, self.size))
+    def _by_start(self, of: Callable[[ShardKey], float]) -> Array:
+        """[first, shard] -> what `of` says of the shard in a stage that begins with `first`."""
+        made, classes = np.zeros((self.size, self.size)), self.book.classes
         for shard in range(self.size):
-            if shard in sharing:
-                made[: shard + 1, shard] = [of(shard, first) for first in range(shard + 1)]
-            else:
-                made[: shard + 1, shard] = of(shard, shard)
+            begin = 0
+            for change in classes.changes[shard]:
+                made[begin: change + 1, shard] = of(classes.key(shard, change))
+                begin = change + 1
         return made
+
+    def received(self, micro_batch_size: int, *, crosses_nodes: bool, sharing: int) -> Array:
+        """By shard, the seconds in which a stage that begins with it gets its values; nothing at either end of the model."""
+        key = micro_batch_size, crosses_nodes, sharing
+        if key not in self._received:
+            sent = (
+                self.book.sent(shard, micro_batch_size, crosses_nodes=crosses_nodes, sharing=sharing).value_s
+                for shard in range(1, self.size))
+            self._received[key] = np.array([0.0, *sent, 0.0])
+        return self._received[key]
 
     def _shared(self, mesh: Mesh) -> tuple[Array, Array]:
         """Seconds a step for the sums of gradients of parameters that other stages hold as well, and whether there are any."""
