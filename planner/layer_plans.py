@@ -148,7 +148,7 @@ class Catalogue:
 
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
         for level in self.levels:
-            yield self._preset(level, b, sharding)
+            yield self.preset(level, b, sharding)
         divides = self.free and sharding.tp > 1
         if not divides and not self.by_operator:
             return
@@ -188,7 +188,8 @@ class Catalogue:
             recompute=again, sharding=divided, layout=layout, time_s=picked.launched_s, saved_bytes=saved,
             ideal_saved_bytes=ideal_saved_bytes(block, sharding.tp, again), workspace_bytes=workspace)
 
-    def _preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
+    def preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
+        """Megatron's way to divide a block, at a level of recompute."""
         size = self.book.activations(LayerKind.BLOCK, b, sharding, level)
         return LayerOption(
             recompute=self.book.recompute_operators(LayerKind.BLOCK, level), sharding=sharding, layout=self._layouts[0],

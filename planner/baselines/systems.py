@@ -29,8 +29,8 @@ from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.strategy import Frame, Strategy
-from planner.baselines.optimum import Leanest, Optimum, fastest, leanest
 from planner.baselines.merak import merak_strategies
+from planner.baselines.optimum import Leanest, Optimum, fastest, leanest
 from planner.baselines.partitions import Partition, blocks_of_stages
 from planner.baselines.space import any_stages, data_parallel_frames, megatron_frames, megatron_meshes, plain_frames, staged, strategies
 from profiles.errors import unknown_name_error
