@@ -227,7 +227,7 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
 
 
 def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: PriceBook) -> StageCost:
-    forward_s = backward_s = recompute_s = weight_s = stash_bytes = waiting_bytes = 0.0
+    forward_s = backward_s = recompute_s = weight_s = stash_bytes = waiting_bytes = remade_bytes = 0.0
     for choice in chunk:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
@@ -241,12 +241,14 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
             weight_s += min(own_s, time.backward_s) + data.backward.value_s
             backward_s += book.split_s(choice.kind)
             waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
+        if frame.recomputes_ahead:
+            remade_bytes += book.remade_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
     receive_forward, receive_backward = receive_times(stage, frame, book)
     if frame.mesh.pp > 1 and (added := layouts_of(book.machine, book.training.stack)):
         forward_s, backward_s = forward_s + added.action_s, backward_s + added.action_s
     return StageCost(
         forward_s=forward_s, backward_s=backward_s, recompute_s=recompute_s, weight_s=weight_s,
-        stash_bytes=stash_bytes, waiting_bytes=waiting_bytes,
+        stash_bytes=stash_bytes, waiting_bytes=waiting_bytes, remade_bytes=remade_bytes,
         receive_forward_s=receive_forward.value_s, receive_backward_s=receive_backward.value_s)
 
 

@@ -16,7 +16,7 @@ from planner.runs import NO_PLACE, RankRecord, Span
 Key = tuple[str, int]  # the work, and the stage, or the pipeline rank of what is of a whole rank
 RECEIVE = "receive_"
 TIED = "tied"
-_PASS = {"I": "B", "W": "B"}  # what counts as part of which pass
+_PASS = {"I": "B", "W": "B", "R": "B"}  # what counts as part of which pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +84,10 @@ def measured_parts_s(steps: Iterable[Sequence[RankRecord]]) -> dict[Key, float]:
     """The measured seconds of the same parts: the mean over a step's micro-batches, of which the median over replicas and steps.
 
     The mean, since a gather of parameters once a step is in the first forward pass. All spans of a pass of a micro-batch are
-    its parts: a backward pass in two, or the loss after the last stage's forward. A reduction holds the wait for slower
-    replicas, as the step does; of a tied embedding's the least over the ranks, since the other end of the pipeline waits in it
-    for this one's bubble. A receive is what an action waited after its rank was free and its other end was done, which needs
-    the ranks' clocks to agree.
+    its parts: a backward pass in two, its recompute ahead of it, or the loss after the last stage's forward. A reduction holds
+    the wait for slower replicas, as the step does; of a tied embedding's the least over the ranks, since the other end of the
+    pipeline waits in it for this one's bubble. A receive is what an action waited after its rank was free and its other end was
+    done, which needs the ranks' clocks to agree.
     """
     found: dict[Key, list[float]] = defaultdict(list)
     for ranks in steps:

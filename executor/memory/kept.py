@@ -7,9 +7,11 @@ as soon as the backward pass of an operator is over, so nothing is made twice in
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from executor.memory.ahead import Ahead
 from executor.tensors import local, memory_of
 
 Make = Callable[..., tuple[Tensor, ...]]
@@ -33,10 +36,19 @@ class _Recipe:
 
     def tensor(self, index: int) -> Tensor:
         """This rank's part of what `make` gives at `index`."""
+        self.run()
+        return self._made[index]
+
+    def run(self) -> None:
         if not self._made:
             self._made = tuple(local(tensor) for tensor in self._make(*(again(kept) for kept in self._inputs)))
             self._inputs = ()
-        return self._made[index]
+
+
+def _run_if_kept(recipe: weakref.ref[_Recipe]) -> None:
+    found = recipe()
+    if found is not None:
+        found.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +61,6 @@ class _Again:
     stride: tuple[int, ...]
     offset: int
     wrapped: Callable[[Tensor], Tensor]
-
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +90,7 @@ class Recipes:
     def __init__(self, *, on_host: bool = False) -> None:
         self.on_host = on_host
         self._parameters: set[int] = set()
+        self.ahead = Ahead()
         self._made: dict[int, tuple[StorageWeakRef, _Recipe, int]] = {}
         self._watching = False
 
@@ -102,10 +113,15 @@ class Recipes:
         """Whether a recipe that is made now can be of use: inside a watched forward pass, with gradients."""
         return self._watching and torch.is_grad_enabled()
 
-    def remember(self, outputs: tuple[Tensor, ...], make: Make, *inputs: Tensor) -> None:
-        """`make(*inputs)`, without gradients, gives `outputs` once more. Of no effect where recipes are not `active`."""
+    def remember(self, outputs: tuple[Tensor, ...], make: Make, *inputs: Tensor, ahead: bool = True) -> None:
+        """`make(*inputs)`, without gradients, gives `outputs` once more. Of no effect where recipes are not `active`.
+
+        ahead: whether a recompute ahead of the gradient makes them
+        """
         if self.active:
             recipe = _Recipe(torch.no_grad()(make), tuple(self.keep(tensor) for tensor in inputs))
+            if ahead:
+                self.ahead.add(partial(_run_if_kept, weakref.ref(recipe)))
             for index, output in enumerate(outputs):
                 self._enter(output, recipe, index)
 
@@ -120,14 +136,14 @@ class Recipes:
         """
         if not self.active:
             return forward(*inputs)
-        make = partial(_run_again, forward, [tensor.requires_grad for tensor in inputs], _random_states(inputs) if random else None)
+        wanted = [tensor.requires_grad for tensor in inputs]
+        make = partial(_run_again, forward, wanted, _random_states(inputs) if random else None, output_too)
         recipe = _Recipe(make, tuple(self.keep(tensor) for tensor in inputs))
-        num_saved = 0
+        self.ahead.add(partial(_run_if_kept, weakref.ref(recipe)))
+        indices = count(int(output_too))
 
         def keep(tensor: Tensor) -> _Again:
-            nonlocal num_saved
-            num_saved += 1
-            return _view(recipe, num_saved, tensor)  # 0 is the output
+            return _view(recipe, next(indices), tensor)
 
         with saved_tensors_hooks(keep, again):
             output = forward(*inputs)
@@ -179,8 +195,10 @@ def _wrapping(tensor: Tensor) -> Callable[[Any], Tensor]:
 _States = dict[torch.device, Tensor]
 
 
-def _run_again(forward: Callable[..., Tensor], requires_grad: list[bool], states: _States | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The output of `forward(*inputs)`, and what its backward pass needs in the order in which it is saved."""
+def _run_again(
+    forward: Callable[..., Tensor], requires_grad: list[bool], states: _States | None, output_too: bool, *inputs: Tensor,
+) -> tuple[Tensor, ...]:
+    """The output of `forward(*inputs)` if it is wanted, and what its backward pass needs in the order in which it is saved."""
     saved: list[Tensor] = []
     leaves = [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(inputs, requires_grad, strict=True)]
     devices = [device for device in states or {} if device.type != "cpu"]
@@ -188,7 +206,7 @@ def _run_again(forward: Callable[..., Tensor], requires_grad: list[bool], states
         _set_random_states(states or {})
         with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None):
             output = forward(*leaves)
-    return output.detach(), *saved
+    return (output.detach(), *saved) if output_too else tuple(saved)
 
 
 def _random_states(inputs: tuple[Tensor, ...]) -> _States:

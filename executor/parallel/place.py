@@ -116,7 +116,8 @@ def _part(tensor: DTensor, mesh: DeviceMesh, wanted: Over, gradients: Over, reci
     part = _moved(tensor, mesh, wanted, gradients)
     if recipes.active and had != wanted and (wanted == (Replicate(),) or recipes.knows(tensor)):
         recipes.remember(
-            (part,), lambda again: (_moved(DTensor.from_local(local(again), mesh, had, run_check=False), mesh, wanted, gradients),), tensor)
+            (part,), lambda again: (_moved(DTensor.from_local(local(again), mesh, had, run_check=False), mesh, wanted, gradients),), tensor,
+            ahead=False)
     return part
 
 
