@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
+from costmodels.moments import Moment, moments
 from costmodels.occupancy import occupied_bytes, peaks, sent_bytes, stashes, usable_bytes
 from costmodels.passes import plain_and_ramp
 from costmodels.recompute import Recompute
@@ -121,6 +122,7 @@ class Fixed:
     states: float
     ideal_states: float
     held: float
+    saved: float  # of one micro-batch, by embedding and head
     ideal_held: float
     embedding_workspace: float
     head_workspace: float
@@ -134,12 +136,15 @@ class Fixed:
 class _PerBlock:
     """What one block on each option of the catalogue costs at one ZeRO stage, by option; `waiting`: its weight gradient that waits.
 
-    recompute_s and longer_s, by how much the backward is longer than the forward, are zero where no schedule asks for them
+    Zero where no recompute runs ahead: recompute_s; longer_s, by how much the backward is longer than the forward; whole_saved
+    and whole_workspace, what is kept and temporary without recompute
     """
 
     time_s: Array
     recompute_s: Array
     longer_s: Array
+    whole_saved: Array
+    whole_workspace: Array
     tail_s: Array
     states: Array
     ideal_states: Array
@@ -166,7 +171,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     time_s = rank_receives(rank, frame, book).value_s
     tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
     table = book.shared_table_bytes(mesh, sharding)
-    states = ideal = ideal_held = used_up = waiting = 0.0
+    states = ideal = ideal_held = saved = used_up = waiting = 0.0
     held_bytes = sent_bytes(rank, frame, book) + table
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
@@ -177,6 +182,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
         states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
+        saved += kept.saved
         held_bytes += stashes(kind, rank, frame) * kept.saved
         ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
@@ -184,7 +190,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         waiting += book.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and frame.splits_backward)
     workspaces[LayerKind.EMBEDDING] += book.table_workspace_bytes(mesh, sharding)
     return Fixed(
-        time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, ideal_held=ideal_held, zero_buffer=buffer,
+        time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, saved=saved, ideal_held=ideal_held, zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
         step_copies=step_copies, waiting=waiting)
 
@@ -197,10 +203,13 @@ def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: 
     waiting = [
         book.waiting_bytes(LayerKind.BLOCK, frame.micro_batch_size, sharding) if frame.splits_backward else 0.0 for sharding in shardings]
     timed = [book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, o.sharding, o.recompute) for o in options if frame.recomputes_ahead]
+    whole = [book.activations(LayerKind.BLOCK, frame.micro_batch_size, o.sharding) for o in options if frame.recomputes_ahead]
     nothing = [0.0] * len(options)
     return _PerBlock(
         recompute_s=np.array([time.recompute_s for time in timed] or nothing),
         longer_s=np.array([time.backward_s - time.forward_s for time in timed] or nothing),
+        whole_saved=np.array([float(size.saved) for size in whole] or nothing),
+        whole_workspace=np.array([float(size.workspace) for size in whole] or nothing),
         time_s=column_of(options, "time_s") + column_of(data, "per_micro_batch_s")[own], tail_s=column_of(data, "per_step_s")[own],
         states=np.array([float(layer.states.total) for layer in held])[own],
         ideal_states=np.array([sum(layer.ideal) for layer in held])[own],
@@ -232,15 +241,16 @@ class RankColumns:
         self._per_block = table.per_block(frame, rank)
         self._stashes = stashes(LayerKind.BLOCK, rank, frame)
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
+        self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self._stashes),)
 
     def _priced(self, mixes: Mixes, zero: int) -> _Priced:
         fixed, block = self._fixed[zero], self._per_block[zero]
         counts = mixes.counts
-        temporaries = self._temporaries(mixes.workspace_bytes, mixes.saved_bytes, mixes.chunk_counts @ block.waiting, fixed)
+        running = self._running(mixes, fixed, block)
         buffers = np.maximum(widest(counts, block.zero_buffer), fixed.zero_buffer)
         held = fixed.states + counts @ block.states + self._stashes * mixes.saved_bytes + fixed.held
         ideal = fixed.ideal_states + counts @ block.ideal_states + self._stashes * mixes.ideal_saved_bytes + fixed.ideal_held
-        allocated = held + temporaries + buffers
+        allocated = held + running + buffers
         reserved = (fixed.step_copies + counts @ block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
         time_s = counts @ block.time_s + fixed.time_s
         plain_s, ramp_s = self._plain_and_ramp(time_s, counts @ block.recompute_s, counts @ block.longer_s)
@@ -250,6 +260,19 @@ class RankColumns:
 
     def _plain_and_ramp(self, time_s: Array, recompute_s: Array, longer_s: Array) -> tuple[Array, Array]:
         return plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, time_s, recompute_s, longer_s)
+
+    def _running(self, mixes: Mixes, fixed: Fixed, block: _PerBlock) -> Array:
+        """What the fullest moment holds beyond states and the most stashes (costmodels/moments.py)."""
+        saved, whole = mixes.saved_bytes, mixes.chunk_counts @ block.whole_saved
+        inside = self._temporaries(mixes.workspace_bytes, saved, mixes.chunk_counts @ block.waiting, fixed)
+        if not self.frame.recomputes_ahead:
+            return inside
+        alone = self._temporaries(widest(mixes.counts, block.whole_workspace), whole, np.zeros_like(saved), fixed)
+        levels = [
+            (one.stashes - self._stashes) * (saved + fixed.saved) + one.remade * (whole - saved) + (alone if one.alone else inside)
+            for one in self._moments]
+        found: Array = np.max(levels, axis=0)
+        return found
 
     def _temporaries(self, workspace: Array, saved: Array, waiting: Array, fixed: Fixed) -> Array:
         """The largest of a layer, and with a split backward what weight gradients that wait hold (costmodels/occupancy.py)."""
@@ -320,23 +343,28 @@ class RankColumns:
         return plain_s + fixed_s, plain_s + fixed_s
 
     def _relaxed(self, num_blocks: int, zero: int, pairs: Pairs, usable: float) -> tuple[float, bool]:
-        """The least seconds of the blocks over all pairs of options, and whether any pair fits."""
+        """The least seconds of the blocks over all pairs of options, and whether any pair fits: at each moment by itself.
+
+        A program over two limits at once would take three options; the larger of two optima over one is below it.
+        """
         fixed, block = self._fixed[zero], self._per_block[zero]
-        saved = num_blocks / self.frame.virtual_stages * pairs.saved_bytes
+        chunk = num_blocks / self.frame.virtual_stages
+        saved, whole = chunk * pairs.saved_bytes, chunk * block.whole_saved[pairs.index]
         spare = (fixed.step_copies + num_blocks * block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
-        own = self._stashes * saved + num_blocks * block.states[pairs.index] + spare[pairs.index]
-        waiting = num_blocks / self.frame.virtual_stages * block.waiting[pairs.index].min(axis=0)
-        temporaries = self._temporaries(pairs.workspace_bytes, saved.max(axis=0), waiting, fixed)
+        always = num_blocks * block.states[pairs.index] + spare[pairs.index]
         buffers = np.maximum(block.zero_buffer[pairs.index].max(axis=0), fixed.zero_buffer)
-        room = usable - (fixed.states + fixed.held + temporaries + buffers)
-        fast, lean = own
+        room = usable - (fixed.states + fixed.held + buffers)
         first_s, second_s = num_blocks * block.time_s[pairs.index]
-        over = np.maximum(0.0, fast - room)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.where(over > 0, over / (fast - lean), 0.0)
-        fits = (over == 0) | ((lean <= room) & (share <= 1.0))
-        times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
-        return float(times.min()), bool(fits.any())
+        found = []
+        for one in self._moments:
+            workspace = block.whole_workspace[pairs.index].max(axis=0) if one.alone else pairs.workspace_bytes
+            waiting = chunk * block.waiting[pairs.index].min(axis=0)
+            temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), waiting, fixed)
+            own = one.stashes * saved + one.remade * (whole - saved) + always
+            share, fits = _least_share(own, room - temporaries - (one.stashes - self._stashes) * fixed.saved)
+            times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
+            found.append((float(times.min()), bool(fits.any())))
+        return max(time_s for time_s, _ in found), all(fits for _, fits in found)
 
     def smallest(self, num_blocks: int) -> Column:
         """The mix and ZeRO stage with the lowest peak memory, whatever its time.
@@ -346,6 +374,15 @@ class RankColumns:
         pure = pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
         priced = (self._priced(pure, zero) for zero in self.stages)
         return min((self._column(p, int(p.allocated.argmin())) for p in priced), key=lambda column: column.memory_bytes)
+
+
+def _least_share(own: Array, room: Array) -> tuple[Array, Array]:
+    """Of two options that need `own[0]` and `own[1]` bytes, the least share of the second with which both fit, and where they can."""
+    first, second = own
+    over = np.maximum(0.0, first - room)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(over > 0, over / (first - second), 0.0)
+    return share, (over == 0) | ((second <= room) & (share <= 1.0))
 
 
 def _unbeaten_rows(values: Array) -> list[int]:
