@@ -77,7 +77,7 @@ def _always_recomputed_s(frame: Frame, table: MixTable) -> float:
     catalogue, b = table.catalogue, frame.micro_batch_size
     if not frame.recomputes_ahead or (frame.mesh.tp > 1 and catalogue.free):  # those bounds are without recompute
         return 0.0
-    return max(table.book.layer_time(LayerKind.BLOCK, b, frame.sharding, level).recompute_s for level in catalogue.levels)
+    return min(table.book.layer_time(LayerKind.BLOCK, b, frame.sharding, level).recompute_s for level in catalogue.levels)
 
 
 def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
