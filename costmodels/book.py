@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from costmodels.collectives import Collective, collective_time, point_to_point_time
+from costmodels.halved import HalvedOperators, halved_workspace_bytes, price_halves
 from costmodels.layer import (
     ENDLESS,
     DataParallelTime,
@@ -23,6 +24,7 @@ from costmodels.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_tim
 from costmodels.pace import layouts_of
 from costmodels.recompute import Again, Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
+from costmodels.sub_pipeline import HALVES
 from profiles.hardware import CPU
 from profiles.measured import Machine
 from profiles.model import LayerKind, ModelGraph
@@ -121,11 +123,24 @@ class PriceBook:
         """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
         return recompute_operators(self.kept_graph(1).layer_class(kind), level) if kind is LayerKind.BLOCK else ()
 
-    def _operators(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> LayerOperators:
-        def make() -> LayerOperators:
-            return price_operators(self.graph(micro_batch_size).layer_class(kind), sharding, self.machine, self.training)
+    def _operators(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> LayerOperators | HalvedOperators:
+        def make() -> LayerOperators | HalvedOperators:
+            layer = self.graph(micro_batch_size).layer_class(kind)
+            if kind is LayerKind.BLOCK and sharding.overlap:
+                half = self.graph(micro_batch_size // HALVES).block
+                return price_halves(half, layer, sharding, self.machine, self.training)
+            return price_operators(layer, sharding, self.machine, self.training)
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
+        """What the blocks of a stage pay forward and backward beside `layer_time`: the ends of a row of halves, at level 3 alone."""
+
+        def make() -> tuple[Seconds, Seconds]:
+            operators = self._operators(LayerKind.BLOCK, micro_batch_size, sharding)
+            return operators.edges() if isinstance(operators, HalvedOperators) else (ZERO, ZERO)
+
+        return self._once(("edges", micro_batch_size, sharding), make)
 
     def layer_time(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> LayerTime:
         """One micro-batch through one layer of `kind`, without data-parallel communication."""
@@ -155,6 +170,8 @@ class PriceBook:
             layer, again = self.kept_graph(micro_batch_size).layer_class(kind), self.recompute_operators(kind, level)
             stack = self.training.stack
             saved, workspace = saved_bytes(layer, sharding, again, stack), workspace_bytes(layer, sharding, again, stack)
+            if kind is LayerKind.BLOCK and sharding.overlap:
+                workspace = halved_workspace_bytes(self.kept_graph(micro_batch_size // HALVES).block, layer, sharding, again, stack)
             if self.offloads_activations(kind):
                 return ActivationBytes(saved=0, ideal_saved=0.0, workspace=workspace + saved, host=saved)
             return ActivationBytes(saved=saved, ideal_saved=ideal_saved_bytes(layer, sharding.tp, again), workspace=workspace)

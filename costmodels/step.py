@@ -187,6 +187,12 @@ def rank_receives(rank: int, frame: Frame, book: PriceBook) -> Seconds:
     return forward + transfer_time(rank, frame, book).scaled(chunks - (rank == pp - 1))
 
 
+def rank_edges(frame: Frame, book: PriceBook) -> Seconds:
+    """What the chunks of a rank, each of which has blocks, pay for a micro-batch where halves go from block to block."""
+    forward, backward = book.row_edges(frame.micro_batch_size, frame.sharding)
+    return (forward + backward).scaled(frame.virtual_stages)
+
+
 def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
     """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed."""
     frame, ranks = strategy.frame, range(strategy.frame.mesh.pp)
@@ -243,6 +249,9 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
             waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
         if frame.recomputes_ahead:
             remade_bytes += book.remade_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+    if any(choice.kind is LayerKind.BLOCK for choice in chunk):
+        edges = book.row_edges(frame.micro_batch_size, frame.sharding)
+        forward_s, backward_s = forward_s + edges[0].value_s, backward_s + edges[1].value_s
     receive_forward, receive_backward = receive_times(stage, frame, book)
     if frame.mesh.pp > 1 and (added := layouts_of(book.machine, book.training.stack)):
         forward_s, backward_s = forward_s + added.action_s, backward_s + added.action_s
@@ -288,6 +297,7 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
         per_micro_batch += data.forward + data.backward + moved + moved
         per_step += data.step
         optimizer += data.optimizer
+    tp_comm += rank_edges(frame, book)
     transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches
     return RankTime(
         compute=compute.scaled(m), recompute=recompute.scaled(m), tp_comm=tp_comm.scaled(m), pp_comm=transfers.scaled(m),

@@ -12,6 +12,8 @@ from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, SPLIT, Schedule, actions
 from costmodels.sharding import Sharding
 from profiles.model import LayerKind
 
+TP_OVERLAP_LEVELS = (0, 1, 2, 3)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
@@ -29,6 +31,7 @@ class Frame:
 
     sequence_parallel: between layers, activations are divided by token over the tensor-parallel ranks
     actions: of a custom schedule the lists, one CSV line per pipeline rank (costmodels/actions.py)
+    tp_overlap: level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3 (EQUATIONS P, last paragraph)
     """
 
     mesh: Mesh
@@ -38,10 +41,11 @@ class Frame:
     num_micro_batches: int
     sequence_parallel: bool
     actions: tuple[str, ...] = ()
+    tp_overlap: int = 0
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding(self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep)
+        return Sharding(self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep, overlap=self.tp_overlap)
 
     def sharding_of(self, choice: LayerChoice) -> Sharding:
         """How a layer of this frame is divided."""

@@ -23,6 +23,7 @@ from costmodels.mesh import Axis
 from costmodels.redistribution import Move, moves
 from costmodels.sharding import PARTIAL, Place, Sharding
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from costmodels.sub_pipeline import HALVES
 from profiles.model import LayerClass, LayerKind, Operator, OperatorKind, Tensor
 
 MESSAGE = "point_to_point"  # a kind beside those of `Collective`
@@ -88,8 +89,10 @@ def _gradient_bytes(elements: int, book: PriceBook) -> int:
 def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook) -> None:
     layer, sharding = book.graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
     if sharding.tp > 1:
-        for move in layer_moves(layer, sharding, book.recompute_operators(choice.kind, choice.recompute)):
-            tally.add(Axis.TP, move.collective, move.num_bytes, frame.num_micro_batches)
+        parts = HALVES if sharding.overlap and choice.kind is LayerKind.BLOCK else 1
+        sending = book.graph(frame.micro_batch_size // parts).layer_class(choice.kind)
+        for move in layer_moves(sending, sharding, book.recompute_operators(choice.kind, choice.recompute)):
+            tally.add(Axis.TP, move.collective, move.num_bytes, parts * frame.num_micro_batches)
         for num_bytes in _summed_inside(layer, sharding, book.shards(frame.mesh) if choice.zero else 1):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
     _add_data_parallel(tally, choice, layer, frame, book)

@@ -8,7 +8,7 @@ from costmodels.occupancy import stashes, usable_bytes
 from costmodels.passes import hidden_passes
 from costmodels.recompute import Recompute
 from costmodels.schedules import LAST_KEEPS_ALL
-from costmodels.step import bubble_share, rank_receives
+from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
 from planner.columns import MixTable, block_counts, end_kinds, fixed_price
 from profiles.model import LayerKind
@@ -36,7 +36,7 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
     """Every layer on its fastest way to run, memory unlimited.
 
     The pace is at least the fullest rank's blocks and at least the mean over the ranks; the tail at least what the
-    blocks of the fullest rank cost once a step. Embedding, head and transfers are in the sum.
+    blocks of the fullest rank cost once a step. Embedding, head, transfers and the ends of rows of halves are in the sum.
     """
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
     stages, share = table.zero_stages(frame), bubble_share(frame, book)
@@ -46,8 +46,9 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
         + min(book.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in stages)
         for kind in ENDS)
     transfers_s = sum(rank_receives(rank, frame, book).value_s for rank in range(mesh.pp))
+    edges_s = mesh.pp * rank_edges(frame, book).value_s
     fullest = -(-book.model.num_layers // mesh.pp)
-    total_s = book.model.num_layers * block_s + ends_s + transfers_s
+    total_s = book.model.num_layers * block_s + ends_s + transfers_s + edges_s
     pace_s = max(total_s / mesh.pp, fullest * block_s)
     step_s = (frame.num_micro_batches - share) * pace_s + share * total_s + fullest * block_tail_s
     return TimeBound(step_s, block_s, share * total_s)
@@ -63,7 +64,7 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
     hidden_s = _always_recomputed_s(frame, table)
     for layout, fastest_s in catalogue.fastest_s(b, frame.sharding).items():
         for zero in table.zero_stages(frame):
-            if frame.mesh.tp == 1 or not catalogue.free:
+            if not catalogue.divides(frame.sharding):
                 data = book.data_parallel(LayerKind.BLOCK, b, mesh, frame.sharding, zero)
             else:
                 data = book.hidden_data_parallel(LayerKind.BLOCK, mesh, catalogue.with_layout(layout, frame.sharding), zero)
@@ -75,7 +76,7 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
 def _always_recomputed_s(frame: Frame, table: MixTable) -> float:
     """What pins make every block recompute and a schedule with recompute ahead may hide, or not do on its last stage."""
     catalogue, b = table.catalogue, frame.micro_batch_size
-    if not frame.recomputes_ahead or (frame.mesh.tp > 1 and catalogue.free):  # those bounds are without recompute
+    if not frame.recomputes_ahead or catalogue.divides(frame.sharding):  # those bounds are without recompute
         return 0.0
     return min(table.book.layer_time(LayerKind.BLOCK, b, frame.sharding, level).recompute_s for level in catalogue.levels)
 

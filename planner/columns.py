@@ -21,7 +21,7 @@ from costmodels.passes import plain_and_ramp
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
-from costmodels.step import rank_receives
+from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.fronts import front
 from planner.layer_plans import LayerOption, catalogue_of
@@ -168,7 +168,7 @@ def tied_ends(frame: Frame) -> tuple[int, ...]:
 def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     """What `rank` pays for embedding, head and transfers."""
     b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
-    time_s = rank_receives(rank, frame, book).value_s
+    time_s = rank_receives(rank, frame, book).value_s + rank_edges(frame, book).value_s
     tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
     table = book.shared_table_bytes(mesh, sharding)
     states = ideal = ideal_held = saved = used_up = waiting = 0.0

@@ -153,7 +153,8 @@ def question_of(options: Options) -> Question:
 def constraints(options: Options) -> Constraints:
     """The pinned and the forbidden choices."""
     sequence_parallel = options["sequence_parallel"]
-    alike = ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages", "zero", "zero_ranks", "tp_across_nodes", "megatron_sharding")
+    alike = ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages", "zero", "zero_ranks", "tp_overlap", "tp_across_nodes",
+             "megatron_sharding")
     asked = Constraints(
         **{name: options[name] for name in alike},
         schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),
@@ -218,7 +219,7 @@ def frame(question: Question, options: Options) -> Frame:
     return Frame(
         mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=options["ep"]), schedule=schedule, virtual_stages=virtual_stages,
         micro_batch_size=micro_batch_size, num_micro_batches=max(1, question.training.global_batch_size // (micro_batch_size * dp)),
-        sequence_parallel=options["sequence_parallel"], actions=actions)
+        sequence_parallel=options["sequence_parallel"], actions=actions, tp_overlap=options["tp_overlap"])
 
 
 def layout_book(question: Question, options: Options) -> tuple[Frame, PriceBook]:

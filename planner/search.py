@@ -23,10 +23,11 @@ from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_b
 from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
 from planner.faults import GaveUp, Unanswered, can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
+from planner.levels import paying
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints, OnProgress, Progress, SearchOptions
 from planner.solver import Unsolved
-from planner.space import Space, enumerate_space
+from planner.space import Pruned, Space, describe, enumerate_space
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from profiles.errors import ConfigError, InfeasibleError, SolverError
@@ -87,10 +88,12 @@ class Prices:
     """
 
     def __init__(self, model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> None:
-        self.space = enumerate_space(model, cluster, training, pins)
-        if not self.space.frames:
-            raise _no_frame_error(self.space, cluster)
+        space = enumerate_space(model, cluster, training, pins)
+        if not space.frames:
+            raise _no_frame_error(space, cluster)
         self.book = PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
+        frames, beaten = paying(space.frames, self.book)
+        self.space = Space(frames, (*space.pruned, *(Pruned(describe(frame), reason) for frame, reason in beaten)))
         self.table = MixTable(self.book, pins.resolved())
         self._bounds: dict[Frame, TimeBound] = {}
         self._raised: dict[Frame, tuple[float, float]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from costmodels.mesh import Mesh
@@ -11,6 +11,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
 from planner.columns import shorter_ends
+from planner.levels import illegal_full_recompute, illegal_overlap
 from planner.request import Constraints
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
@@ -43,7 +44,8 @@ def describe(frame: Frame) -> str:
     """A candidate in one line: `pp 4 x dp 16 x tp 1, 1f1b, micro-batch 4 x 16`."""
     schedule = f"{frame.schedule}" + (f" x {frame.virtual_stages} virtual stages" if frame.virtual_stages > 1 else "")
     sequence = ", sequence parallel" if frame.sequence_parallel else ""
-    return f"{frame.mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}"
+    overlap = f", sub-pipelined at level {frame.tp_overlap}" if frame.tp_overlap else ""
+    return f"{frame.mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}{overlap}"
 
 
 def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool) -> str | None:
@@ -82,7 +84,7 @@ def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str
         return f"{model.num_layers} layers, or two more, are not a multiple of pp {mesh.pp} x {frame.virtual_stages} virtual stages"
     if frame.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
         return f"sequence parallelism needs tp > 1 that divides the sequence of {training.seq_length}, tp is {mesh.tp}"
-    return None
+    return illegal_overlap(frame, model)
 
 
 def _allowed(pinned: Collection[object] | None, value: object) -> bool:
@@ -163,7 +165,20 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
                     mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
                     num_micro_batches=num_micro_batches, sequence_parallel=sequence_parallel)
                 reason = _excluded(frame, pins) or illegal_frame(frame, model, training)
-                yield Pruned(describe(frame), reason) if reason else frame
+                yield from (Pruned(describe(frame), reason),) if reason else _levels(frame, model, training, pins)
+
+
+def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[Frame | Pruned]:
+    """The frame at each level of sub-pipelining that is pinned, else at those that the stack runs."""
+    asked = range(training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
+    for level in asked if frame.mesh.tp > 1 else (0,):
+        found, ban = replace(frame, tp_overlap=level), pins.ban(tp_overlap=level) if frame.mesh.tp > 1 else None
+        reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
+        if pins.resolved().recompute == (Recompute.FULL,):
+            reason = reason or illegal_full_recompute(level, model)
+        yield Pruned(describe(found), reason) if reason else found
+        if reason and not ban:
+            return  # what rules out one level rules out those above
 
 
 def _excluded(frame: Frame, pins: Constraints) -> str | None:
