@@ -12,9 +12,10 @@ from itertools import chain
 from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule, legal
-from costmodels.strategy import Frame, Strategy
+from costmodels.strategy import TP_OVERLAP_LEVELS, Frame, Strategy
 from planner.baselines.space import counted_ends, equal_blocks, megatron_frames, megatron_meshes, strategies
 from planner.baselines.stage_aware import Room, every_knob, stage_aware
+from planner.levels import illegal_full_recompute, illegal_overlap
 
 ZEROS = (0, 1)
 
@@ -39,11 +40,27 @@ def last_keeps_all(frames: Iterable[Frame], num_layers: int) -> Iterator[Strateg
         yield stage_aware(frame, blocks, (*blocks[:-1], 0), zero)
 
 
+def overlapped(frames: Iterable[Frame], book: PriceBook) -> Iterator[Frame]:
+    """The same at every level of sub-pipelined tensor parallelism that they can run at."""
+    for frame in frames:
+        levels = (replace(frame, tp_overlap=level) for level in TP_OVERLAP_LEVELS[1:])
+        yield from (found for found in levels if not illegal_overlap(found, book.model))
+
+
 def least_recompute(frames: Iterable[Frame], book: PriceBook, limit_bytes: float) -> Iterator[Strategy]:
     """Every frame with the least of the knob that fits; where nothing fits, all of it: the leanest."""
     for frame, blocks, zero in _equal(frames, book.model.num_layers):
         counts = Room(frame, blocks, zero, book, limit_bytes).least_knob() or every_knob(blocks, frame)[-1]
-        yield stage_aware(frame, blocks, counts, zero)
+        if not any(counts) or not illegal_full_recompute(frame.tp_overlap, book.model):
+            yield stage_aware(frame, blocks, counts, zero)
+
+
+def without_pipeline(frames: Iterable[Frame], book: PriceBook) -> Iterator[Strategy]:
+    """The frames that have no stages: every block recomputed, or none."""
+    for frame in frames:
+        levels = (Recompute.NONE,) if illegal_full_recompute(frame.tp_overlap, book.model) else (Recompute.NONE, Recompute.FULL)
+        if frame.mesh.pp == 1:
+            yield from strategies((frame,), book.model.num_layers, ZEROS, levels)
 
 
 def _equal(frames: Iterable[Frame], num_layers: int) -> Iterator[tuple[Frame, tuple[int, ...], int]]:
@@ -54,7 +71,7 @@ def _equal(frames: Iterable[Frame], num_layers: int) -> Iterator[tuple[Frame, tu
 
 
 def merak_strategies(book: PriceBook, limit_bytes: float) -> tuple[Strategy, ...]:
-    """The whole runtime: its schedule with the knob, 1F1B with the knob where there are too few micro-batches, and no pipeline."""
-    frames = tuple(one_chunk_frames(book))
-    alone = strategies((frame for frame in frames if frame.mesh.pp == 1), book.model.num_layers, ZEROS, (Recompute.NONE, Recompute.FULL))
-    return (*alone, *least_recompute((*frames, *shifted(frames)), book, limit_bytes))
+    """The whole runtime: its schedule and 1F1B with the knob, or no pipeline; tensor parallelism sub-pipelined or not."""
+    plain = tuple(one_chunk_frames(book))
+    frames = (*plain, *overlapped(plain, book))
+    return (*without_pipeline(frames, book), *least_recompute((*frames, *shifted(frames)), book, limit_bytes))

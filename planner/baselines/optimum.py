@@ -52,7 +52,7 @@ def fits(strategy: Strategy, book: PriceBook, limit_bytes: float) -> bool:
 
 def _bound_s(strategy: Strategy, book: PriceBook) -> float:
     costs = step_costs(strategy, book)
-    return least_step_s(strategy.frame.num_micro_batches, costs.stages, costs.tail_s)
+    return least_step_s(strategy.frame.num_micro_batches, costs.stages, costs.tail_s, ahead=strategy.frame.recomputes_ahead)
 
 
 def fastest(candidates: Iterable[Strategy], book: PriceBook, limit_bytes: float) -> Optimum | None:

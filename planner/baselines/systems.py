@@ -160,8 +160,8 @@ _SYSTEMS: dict[str, tuple[str, _Make]] = {
         "DeepSpeed's 3D parallelism with Megatron's layers: tp in the node, 1F1B on stages cut uniform, by parameters or by type, "
         "ZeRO 1 with a pipeline, whole layers recomputed or nothing, no sequence parallelism, any micro-batch", _deepspeed),
     "merak": (
-        "Merak's runtime on equal stages: shifted critical path, and recompute of whole layers by its one knob, the least that fits; "
-        "tp in the node, distributed optimizer, any micro-batch", _merak),
+        "Merak's runtime on equal stages: shifted critical path or 1F1B, recompute of whole layers by its one knob, the least that "
+        "fits, sub-pipelined tp in the node, distributed optimizer, any micro-batch", _merak),
     "zero-1": ("data parallelism with ZeRO 1, the fastest micro-batch and recompute", _data_parallel(1)),
     "zero-2": ("data parallelism with ZeRO 2, the fastest micro-batch and recompute", _data_parallel(2)),
     "zero-3": ("data parallelism with ZeRO 3, the fastest micro-batch and recompute", _data_parallel(3)),
