@@ -114,7 +114,9 @@ def simulate(
     return replay(orders, num_micro_batches, costs, tail_s, keep_events, placement)
 
 
-def least_step_s(num_micro_batches: int, costs: Sequence[Sequence[StageCost]], tail_s: Sequence[float]) -> float:
+def least_step_s(
+    num_micro_batches: int, costs: Sequence[Sequence[StageCost]], tail_s: Sequence[float], *, ahead: bool = False,
+) -> float:
     """A lower bound of the simulated step of GPipe, 1F1B and interleaved 1F1B, exact for equal ranks:
 
         max over q <= r of   sum_{i<r} f_i + M t_r + sum_{q<=i<r} b_i + tail_q
@@ -122,11 +124,13 @@ def least_step_s(num_micro_batches: int, costs: Sequence[Sequence[StageCost]], t
     t_r all that rank r does for one micro-batch, f_i and b_i the forward and the backward of the first chunk of rank i, each
     with what it receives. The first forward of rank r comes after those of all ranks before it, and its last action, a backward
     of its first chunk, before those of the ranks from r - 1 down to q; between the two it does M t_r of work. [derived]
+    ahead: recompute may run ahead of the gradient, outside of the chain, and hide the receive of the gradient
     """
     forward_s = [row[0].receive_forward_s + row[0].forward_s for row in costs]
-    backward_s = [row[0].receive_backward_s + row[0].recompute_s + row[0].backward_s for row in costs]
+    backward_s = [row[0].receive_backward_s + row[0].backward_s + (0.0 if ahead else row[0].recompute_s) for row in costs]
     work_s = [num_micro_batches * sum(
-        c.receive_forward_s + c.forward_s + c.receive_backward_s + c.recompute_s + c.backward_s for c in row) for row in costs]
+        c.receive_forward_s + c.forward_s + c.receive_backward_s + c.recompute_s + c.backward_s - (c.hidden_s if ahead else 0.0)
+        for c in row) for row in costs]
     before_s, after_s = [0.0, *accumulate(forward_s)], [0.0, *accumulate(backward_s)]
     latest_s = least_s = 0.0
     for rank in reversed(range(len(costs))):
