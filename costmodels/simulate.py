@@ -124,7 +124,8 @@ def least_step_s(
     t_r all that rank r does for one micro-batch, f_i and b_i the forward and the backward of the first chunk of rank i, each
     with what it receives. The first forward of rank r comes after those of all ranks before it, and its last action, a backward
     of its first chunk, before those of the ranks from r - 1 down to q; between the two it does M t_r of work. [derived]
-    ahead: recompute may run ahead of the gradient, outside of the chain, and hide the receive of the gradient
+
+    ahead: for schedules that recompute ahead of the gradient, a bound alone: no recompute is in b_i, and what it hides not in t_r
     """
     forward_s = [row[0].receive_forward_s + row[0].forward_s for row in costs]
     backward_s = [row[0].receive_backward_s + row[0].backward_s + (0.0 if ahead else row[0].recompute_s) for row in costs]

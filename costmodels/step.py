@@ -25,9 +25,10 @@ from costmodels.occupancy import RankMemory, rank_layers, rank_memory
 from costmodels.pace import layouts_of
 from costmodels.passes import Ahead, hidden_passes, plain_and_ramp
 from costmodels.redundancy import RedundantBytes, rank_redundancy
-from costmodels.schedules import Schedule
+from costmodels.schedules import LAST_KEEPS_ALL, Schedule
 from costmodels.simulate import SimulatedStep, StageCost, replay
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import TrainingSpec
@@ -195,8 +196,13 @@ def rank_edges(frame: Frame, book: PriceBook) -> Seconds:
 
 
 def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
-    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed."""
+    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed.
+
+    Raises ConfigError where the last stage recomputes under a schedule that has no time for it.
+    """
     frame, ranks = strategy.frame, range(strategy.frame.mesh.pp)
+    if frame.schedule in LAST_KEEPS_ALL and any(book.recompute_operators(choice.kind, choice.recompute) for choice in strategy.stages[-1]):
+        raise ConfigError(f"{frame.schedule}: its last stage recomputes nothing, here it does", hint="use early-recompute")
     stages = tuple(
         tuple(_stage_cost(strategy.stages[stage], stage, frame, book) for stage in frame.stages_of(rank)) for rank in ranks)
     tails = [_tail(strategy, rank, book) for rank in ranks]
@@ -217,8 +223,11 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     frame = strategy.frame
     ranks = range(frame.mesh.pp)
     memory = tuple(rank_memory(strategy, rank, book) for rank in ranks)
-    times = [_rank_time(strategy, rank, book) for rank in ranks]
     costs = step_costs(strategy, book)
+    simulated = simulated_step(strategy, costs)
+    times = [_rank_time(strategy, rank, book) for rank in ranks]
+    if frame.recomputes_ahead:
+        times = [_less_hidden(time, line.transfer_s) for time, line in zip(times, simulated.ranks, strict=True)]
     micro_batch_s = [
         sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs.stages]
     share = bubble_share(frame, book)
@@ -226,7 +235,7 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
         closed_form_s=closed_form_s(
             micro_batch_s, costs.tail_s, frame.num_micro_batches, share, _ahead(frame, micro_batch_s, costs.stages)),
         bubble_share=share,
-        simulated=simulated_step(strategy, costs),
+        simulated=simulated,
         ranks=tuple(times),
         memory=memory,
         redundant=tuple(rank_redundancy(strategy, rank, held, book) for rank, held in enumerate(memory)),
@@ -303,6 +312,12 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
     return RankTime(
         compute=compute.scaled(m), recompute=recompute.scaled(m), tp_comm=tp_comm.scaled(m), pp_comm=transfers.scaled(m),
         dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer)
+
+
+def _less_hidden(time: RankTime, transfer_s: float) -> RankTime:
+    """The same with the seconds of transfers that the step has: without those under a recompute ahead of a gradient."""
+    whole_s = time.pp_comm.value_s
+    return replace(time, pp_comm=time.pp_comm.scaled(transfer_s / whole_s)) if whole_s else time
 
 
 def model_flops_utilization(step_s: float, num_ranks: int, book: PriceBook) -> float:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, pairwise
 from random import Random
 
@@ -12,7 +13,7 @@ import pytest
 
 from costmodels.actions import Action, Work, check, orders_of
 from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, Schedule, actions, csv_rows, in_flight, legal, recomputed_step_s
-from costmodels.simulate import StageCost, replay, simulate
+from costmodels.simulate import StageCost, least_step_s, replay, simulate
 from profiles.errors import ConfigError
 
 ONE_F_ONE_B, EARLY, LAST, SCP = Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP
@@ -167,6 +168,45 @@ def test_a_gradient_is_received_while_its_recompute_runs():
         return replay(orders_of(("0F0,0R0,0B0", "1F0,1B0")), 1, two(recompute_s)).step_s
 
     assert [end_s(r) for r in (0.0, 0.5, 1.0, 5.0, 6.0)] == [8.0, 8.0, 8.0, 8.0, 9.0]
+
+
+def by_definition_s(orders: Sequence[Sequence[Action]], costs: list[list[StageCost]]) -> float:
+    """The step of lists of one chunk a rank: when each action can begin, asked of the actions before it."""
+    place = {(rank, action): n for rank, order in enumerate(orders) for n, action in enumerate(order)}
+
+    @cache
+    def end_s(rank: int, n: int) -> float:
+        if n < 0:
+            return 0.0
+        action, cost, free_s = orders[rank][n], costs[rank][0], end_s(rank, n - 1)
+        if action.work is Work.RECOMPUTE:
+            return free_s + cost.recompute_s
+        other = rank - 1 if action.work is Work.FORWARD else rank + 1
+        sent_s = end_s(other, place[other, action]) if 0 <= other < len(orders) else 0.0
+        if action.work is Work.FORWARD:
+            return max(free_s, sent_s) + cost.receive_forward_s + cost.forward_s
+        ahead = place.get((rank, replace(action, work=Work.RECOMPUTE)))
+        if ahead is None:
+            return max(free_s, sent_s) + cost.receive_backward_s + cost.recompute_s + cost.backward_s
+        return max(free_s, max(end_s(rank, ahead - 1), sent_s) + cost.receive_backward_s) + cost.backward_s
+
+    return max(end_s(rank, len(order) - 1) for rank, order in enumerate(orders))
+
+
+@pytest.mark.parametrize("schedule", [ONE_F_ONE_B, *sorted(AHEAD)])
+def test_unequal_stages_take_what_the_definition_says_and_no_less_than_the_bound(schedule):
+    draw = Random(3)
+    for _ in range(60):
+        p = draw.randint(2, 5)
+        m = draw.randint(max(4, p), 9)
+        costs = [[StageCost(
+            forward_s=draw.randint(0, 9), backward_s=draw.randint(0, 9), recompute_s=draw.randint(0, 9), stash_bytes=1.0,
+            receive_forward_s=draw.randint(0, 4), receive_backward_s=draw.randint(0, 4))] for _ in range(p)]
+        step = simulate(schedule, m, costs)
+
+        assert step.step_s == by_definition_s([actions(schedule, rank, p, m) for rank in range(p)], costs)
+        assert all(rank.busy_s + rank.transfer_s + rank.bubble_s == step.step_s for rank in step.ranks)
+        assert least_step_s(m, costs, [0.0] * p, ahead=schedule in AHEAD) <= step.step_s
 
 
 def test_a_recompute_waits_for_no_other_stage():
