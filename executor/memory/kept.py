@@ -8,7 +8,8 @@ as soon as the backward pass of an operator is over, so nothing is made twice in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -23,32 +24,34 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from executor.memory.ahead import Ahead
 from executor.tensors import local, memory_of
 
-Make = Callable[..., tuple[Tensor, ...]]
+Make = Callable[..., Iterable[Any]]  # tensors, or what was kept of them
 
 
 class _Recipe:
-    """`make(*inputs)`, run once, when one of its tensors is asked for first."""
+    """`make(*inputs)`, run once, when one of its tensors is asked for first, or ahead of that.
 
-    def __init__(self, make: Make, inputs: tuple[Kept, ...]) -> None:
+    once: each of them is asked for once, and let go then
+    """
+
+    def __init__(self, make: Make, inputs: tuple[Kept, ...], *, once: bool = False) -> None:
         self._make = make
         self._inputs = inputs
-        self._made: tuple[Tensor, ...] = ()
+        self._once = once
+        self._made: list[Kept | None] = []
 
     def tensor(self, index: int) -> Tensor:
         """This rank's part of what `make` gives at `index`."""
         self.run()
-        return self._made[index]
+        made = self._made[index]
+        assert made is not None, "asked for twice"
+        if self._once:
+            self._made[index] = None
+        return local(again(made))
 
     def run(self) -> None:
         if not self._made:
-            self._made = tuple(local(tensor) for tensor in self._make(*(again(kept) for kept in self._inputs)))
+            self._made = [made if isinstance(made, _Again) else local(made) for made in self._make(*map(again, self._inputs))]
             self._inputs = ()
-
-
-def _run_if_kept(recipe: weakref.ref[_Recipe]) -> None:
-    found = recipe()
-    if found is not None:
-        found.run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class Recipes:
         self.on_host = on_host
         self._parameters: set[int] = set()
         self.ahead = Ahead()
+        self._runs_ahead = False
         self._made: dict[int, tuple[StorageWeakRef, _Recipe, int]] = {}
         self._watching = False
 
@@ -121,7 +125,7 @@ class Recipes:
         if self.active:
             recipe = _Recipe(torch.no_grad()(make), tuple(self.keep(tensor) for tensor in inputs))
             if ahead:
-                self.ahead.add(partial(_run_if_kept, weakref.ref(recipe)))
+                self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
             for index, output in enumerate(outputs):
                 self._enter(output, recipe, index)
 
@@ -139,7 +143,7 @@ class Recipes:
         wanted = [tensor.requires_grad for tensor in inputs]
         make = partial(_run_again, forward, wanted, _random_states(inputs) if random else None, output_too)
         recipe = _Recipe(make, tuple(self.keep(tensor) for tensor in inputs))
-        self.ahead.add(partial(_run_if_kept, weakref.ref(recipe)))
+        self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
         indices = count(int(output_too))
 
         def keep(tensor: Tensor) -> _Again:
@@ -150,6 +154,57 @@ class Recipes:
         if output_too:
             self._enter(output, recipe, 0)
         return output
+
+    def checkpoint(self, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`forward(*inputs)` of the whole layer, which keeps nothing but its inputs.
+
+        As torch's checkpoint; but run ahead it keeps of a gathered input what a layer without recompute does.
+        """
+        if not self.active:
+            return forward(*inputs)
+        wanted, states, num_saved = [tensor.requires_grad for tensor in inputs], _random_states(inputs), 0
+        recipe = _Recipe(
+            lambda *again: self._all_saved(forward, wanted, states, num_saved, *again), tuple(map(self.keep, inputs)), once=True)
+        self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
+
+        def keep(tensor: Tensor) -> _Again:
+            nonlocal num_saved
+            num_saved += 1
+            return _view(recipe, num_saved - 1, tensor)
+
+        self._watching = False
+        with saved_tensors_hooks(keep, again):
+            return forward(*inputs)
+
+    def _all_saved(
+        self, forward: Callable[..., Tensor], requires_grad: Sequence[bool], states: _States, number: int, *inputs: Tensor,
+    ) -> list[Kept]:
+        """The `number` tensors that `forward(*inputs)` saves, in order; it ends with the last of them."""
+        saved: list[Kept] = []
+
+        def keep(tensor: Tensor) -> None:
+            saved.append(self._again(tensor) or tensor.detach())
+            if len(saved) == number:
+                raise _AllSavedError
+
+        self._watching, on_host, self.on_host = self._runs_ahead, self.on_host, False
+        try:
+            with suppress(_AllSavedError), _as_before(inputs, requires_grad, states) as leaves, saved_tensors_hooks(keep, lambda _: None):
+                forward(*leaves)
+        finally:
+            self._watching, self.on_host = False, on_host
+            self._made.clear()
+        return saved
+
+    def _run_ahead(self, reference: weakref.ref[_Recipe]) -> None:
+        """Run a recipe, if something still needs it."""
+        recipe = reference()
+        self._runs_ahead = True
+        try:
+            if recipe is not None:
+                recipe.run()
+        finally:
+            self._runs_ahead = False
 
     def keep(self, tensor: Tensor) -> Kept:
         """What to keep of `tensor`: itself, here or on the host, or the recipe of the tensor it is a view of."""
@@ -195,18 +250,28 @@ def _wrapping(tensor: Tensor) -> Callable[[Any], Tensor]:
 _States = dict[torch.device, Tensor]
 
 
+class _AllSavedError(Exception):
+    """What is run again has saved all that is needed of it."""
+
+
 def _run_again(
-    forward: Callable[..., Tensor], requires_grad: list[bool], states: _States | None, output_too: bool, *inputs: Tensor,
+    forward: Callable[..., Tensor], requires_grad: Sequence[bool], states: _States | None, output_too: bool, *inputs: Tensor,
 ) -> tuple[Tensor, ...]:
     """The output of `forward(*inputs)` if it is wanted, and what its backward pass needs in the order in which it is saved."""
     saved: list[Tensor] = []
-    leaves = [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(inputs, requires_grad, strict=True)]
+    hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None)
+    with _as_before(inputs, requires_grad, states) as leaves, hooks:
+        output = forward(*leaves)
+    return (output.detach(), *saved) if output_too else tuple(saved)
+
+
+@contextmanager
+def _as_before(inputs: Sequence[Tensor], requires_grad: Sequence[bool], states: _States | None) -> Iterator[list[Tensor]]:
+    """Around a forward pass that is run again: with gradients, from leaves, and with the random numbers that it had."""
     devices = [device for device in states or {} if device.type != "cpu"]
     with torch.random.fork_rng(devices, enabled=states is not None), torch.enable_grad():
         _set_random_states(states or {})
-        with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None):
-            output = forward(*leaves)
-    return (output.detach(), *saved) if output_too else tuple(saved)
+        yield [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(inputs, requires_grad, strict=True)]
 
 
 def _random_states(inputs: tuple[Tensor, ...]) -> _States:

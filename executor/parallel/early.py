@@ -35,7 +35,7 @@ class Early:
         """R: all that was not kept is there when this returns."""
         group = self._done[micro_batch] = GraphExecGroup()
         for units, reruns in self._waiting.pop(micro_batch):
-            with group, gathered(units):
+            with group, gathered(units if reruns else ()):
                 for rerun in reruns:
                     rerun()
 
