@@ -18,6 +18,14 @@ from planner.module_plan import ModulePlan
 from profiles.tracing.record import PARAMETER, Program
 
 
+_BATCH = "batch."
+
+
+def argument_names(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch under names that no argument of the pipeline's runtime has."""
+    return {f"{_BATCH}{key}": value for key, value in batch.items()}
+
+
 class TracedBody(nn.Module):
     """The shards of one stage in order. `forward` takes what the stage before hands on and the batch by key; it gives what the next
     stage needs, or the loss."""
@@ -55,7 +63,8 @@ class TracedStage(nn.Module):
         self._shards = tuple(shards)  # not submodules a second time
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Any:
-        out = self.body(*received, **batch)
+        """`batch` as `argument_names` has it."""
+        out = self.body(*received, **{key.removeprefix(_BATCH): value for key, value in batch.items()})
         return out if self.body.cut.sends else out[0]
 
     @property
