@@ -17,7 +17,6 @@ from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
 from profiles.tracing.record import PARAMETER, Program
 
-
 _BATCH = "batch."
 
 
