@@ -106,10 +106,12 @@ def write(plan: ModulePlan, path: Path) -> None:
 
 def read(path: Path) -> Plan | ModulePlan:
     """The plan in a file, of either kind. Raises ConfigError as `planner.plan.read`."""
-    body = described.load(path)
-    if isinstance(body, dict) and "shards" in body:
-        return from_document(body, str(path))
-    return described.from_document(body, str(path))
+    return from_any(described.load(path), str(path))
+
+
+def from_any(body: Any, where: str) -> Plan | ModulePlan:
+    """The plan of either kind in a document. Raises ConfigError with `where`."""
+    return from_document(body, where) if isinstance(body, dict) and "shards" in body else described.from_document(body, where)
 
 
 def from_document(body: Any, where: str) -> ModulePlan:

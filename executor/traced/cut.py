@@ -10,7 +10,7 @@ Only values with gradients travel: the gradient of each comes back the same way.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -236,13 +236,10 @@ def check_recompute(shard: ShardCut, plan: ShardPlan) -> None:
                               hint="take it out of recompute")
 
 
-def writes_buffers(shard: ShardCut) -> bool:
-    """Whether it counts in buffers, as batch norms do."""
-    return any(written.op == "get_attr" and written.meta["origin"] == BUFFER for node in shard.calls for written in _written(node))
-
-
-def _written(node: fx.Node) -> Iterable[fx.Node]:
-    return node.meta.get("written", ())
+def written_buffers(shard: ShardCut) -> Nodes:
+    """The buffers that it writes into, as batch norms do."""
+    found = (node for call in shard.calls for node in call.meta.get("written", ()) if node.op == "get_attr")
+    return tuple(dict.fromkeys(node for node in found if node.meta["origin"] == BUFFER))
 
 
 def _where(node: fx.Node) -> str:

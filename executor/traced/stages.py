@@ -80,6 +80,10 @@ class TracedStage(nn.Module):
         """The parameters by the names that they have in the user's module, each once."""
         yield from dict(pair for shard in self._shards for pair in shard.named()).items()
 
+    def counted(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that its calls write into."""
+        return (pair for shard in self._shards for pair in shard.counted())
+
 
 def build_stage(plan: ModulePlan, index: int, cut: StageCut, program: Program, opened: Opened, ranks: Ranks) -> TracedStage:
     """Stage `index` of the plan, with the values of its parameters and no others. Raises ConfigError."""
