@@ -1,8 +1,9 @@
-"""A model that was watched instead of described: every operator that a user's module ran, in order, from its inputs to its loss.
+"""A model that was watched instead of described: every operator that a user's module ran, in order, from inputs to loss.
 
-`profiles/tracing/` makes it of any module without the memory of its weights; the partitioner (planner/partition/) cuts it into shards. Sizes
-are those of one micro-batch; the operators are those of a built-in description (profiles/model.py), so that prices and search treat
-both alike.
+`profiles/tracing/` makes it of any module without the memory of its weights; the partitioner (planner/partition/) cuts it into
+shards. Sizes are those of one micro-batch; the operators are those of a built-in description (profiles/model.py), so that prices and
+search treat both alike. Tensors that share memory, as a view and what it views, have one name: that of the first; the first input of a
+view or of an operator in place is what it views or writes.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class TracedOperator:
         """What it is without names: two that are alike cost the same."""
         of = self.operator
         return (
-            _function(of.name), of.kind, of.dims, *(tuple((t.dims, t.element_bytes) for t in kept) for kept in (of.inputs, of.outputs, of.saved)),
-            tuple(p.shape for p in of.parameters), of.flops_forward, of.flops_backward, of.causal, of.dropped, self.in_place, self.view,
-            self.constant, self.gradient)
+            _function(of.name), of.kind, of.dims, *(_shapes(tensors) for tensors in (of.inputs, of.outputs, of.saved)),
+            tuple(parameter.shape for parameter in of.parameters), of.flops_forward, of.flops_backward, of.causal, of.dropped,
+            self.in_place, self.view, self.constant, self.gradient)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,10 @@ class TracedModel:
 
 def _function(name: str) -> str:
     return name.rpartition(".")[2].rstrip("0123456789").rstrip("_")
+
+
+def _shapes(tensors: tuple[Tensor, ...]) -> Hashable:
+    return tuple((tensor.dims, tensor.element_bytes) for tensor in tensors)
 
 
 _Share = tuple[int, int]

@@ -11,7 +11,8 @@ from planner.plan import PLAN_VERSION
 from profiles.errors import ConfigError
 from profiles.module import ModuleSource
 from profiles.spec import Precision
-from profiles.tracing.record import Program, record
+from profiles.tracing.program import Program
+from profiles.tracing.record import record
 from profiles.tracing.source import open_workload
 from tests.executor_plans import make_plan
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from planner.module_plan import ModulePlan, ShardPlan
 from profiles.errors import ConfigError
-from profiles.tracing.record import BUFFER, PARAMETER, Program
+from profiles.tracing.program import BUFFER, PARAMETER, Program
 
 Nodes = tuple[fx.Node, ...]
 

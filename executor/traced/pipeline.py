@@ -23,7 +23,7 @@ from executor.traced.shared import Shared, build_shared, check_shared, shared_na
 from executor.traced.stages import TracedStage, argument_names, build_stage
 from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
-from profiles.tracing.record import Program
+from profiles.tracing.program import Program
 
 Batch = Mapping[str, Tensor]
 

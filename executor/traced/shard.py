@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from executor.traced.cut import ShardCut, written_buffers
-from profiles.tracing.record import CONSTANT, PARAMETER
+from profiles.tracing.program import CONSTANT, PARAMETER
 
 OF = "of"  # the submodule that holds parameters and buffers
 

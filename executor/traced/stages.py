@@ -15,7 +15,7 @@ from executor.traced.cut import ShardCut, StageCut, check_recompute
 from executor.traced.shard import Shard
 from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
-from profiles.tracing.record import PARAMETER, Program
+from profiles.tracing.program import PARAMETER, Program
 
 _BATCH = "batch."
 

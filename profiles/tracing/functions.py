@@ -106,6 +106,32 @@ def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
         kind=OperatorKind.ATTENTION, dims=sizes, products=2, causal=bool(argument(node, 5, "is_causal", False)), dropped=dropout_p > 0)
 
 
-def masks(node: fx.Node) -> bool:
-    """Whether it is dropout, of which a fused kernel keeps one byte an element."""
-    return "dropout" in str(node.meta["function"]) and isinstance(node.meta["val"], Tensor)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedKernel:
+    """What a kernel of GPUs keeps where that of a CPU, which was recorded, keeps something else.
+
+    kept: the nodes whose values it keeps; rows: fp32 numbers for every row, where `normalized` dims make a row; mask: a byte an element
+    """
+
+    kept: tuple[fx.Node, ...] = ()
+    rows: int = 0
+    normalized: int = 1
+    mask: bool = False
+
+
+_STATISTICS = {"layer_norm": 2, "rms_norm": 1}  # mean and reciprocal deviation, or that alone
+
+
+def fused_kernel(node: fx.Node) -> FusedKernel | None:
+    """The kernel of GPUs for a call that keeps something; None where it keeps what was recorded.
+
+    Attention keeps queries, keys, values, an additive mask, its output and one number a row (Dao 2023, arXiv 2307.08691, algorithm 1).
+    """
+    function = str(node.meta["function"])
+    if function == "scaled_dot_product_attention":
+        given = (argument(node, place, name) for place, name in enumerate(("query", "key", "value", "attn_mask")))
+        return FusedKernel(kept=(*(each for each in given if isinstance(each, fx.Node)), node), rows=1)
+    if function in _STATISTICS:
+        return FusedKernel(
+            kept=(argument(node, 0, "input"),), rows=_STATISTICS[function], normalized=len(argument(node, 1, "normalized_shape")))
+    return FusedKernel(mask=True) if "dropout" in function and isinstance(node.meta["val"], Tensor) else None

@@ -76,7 +76,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32, device="meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -97,7 +97,8 @@ def function_of(factory: str) -> Callable[[], object]:
     if not callable(function):
         found = f"has no {name}" if function is None else f"has {name}, which is not callable"
         raise ConfigError(f"module: {package} {found}", hint="name a function without arguments: --module package.module:function")
-    return function
+    made: Callable[[], object] = function
+    return made
 
 
 def _of_factory(source: ModuleSource, made: object, seq_length: int, *, keeps_values: bool = False) -> Workload:
@@ -134,7 +135,8 @@ def _checked(batch: Callable[[int], Any], source: ModuleSource) -> Callable[[int
             raise ConfigError(f"module: batch({size}) of {source.factory} gave {type(found).__name__}, it must give a dict of tensors")
         for key, value in found.items():
             if value.ndim == 0 or value.shape[0] != size:
-                raise ConfigError(f"module: {key} in batch({size}) of {source.factory} is {list(value.shape)}, its first dim must be {size}")
+                raise ConfigError(
+                    f"module: {key} in batch({size}) of {source.factory} is {list(value.shape)}, its first dim must be {size}")
         return dict(found)
     return made
 
@@ -169,7 +171,7 @@ def _hugging_face(
                           hint="pip install transformers") from None
     try:
         config = transformers.AutoConfig.for_model(
-            values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY})
+            str(values.get("model_type")), **{key: values[key] for key in values if key not in RUN_ONLY})
         _settle(config)
         with making:
             module = _model_class(transformers, values)._from_config(config, attn_implementation=ATTENTION[attention])
@@ -197,7 +199,7 @@ def _model_class(transformers: Any, values: Mapping[str, Any]) -> Any:
     if named is None:
         known = transformers.AutoModelForCausalLM._model_mapping
         config = type(transformers.AutoConfig.for_model(values.get("model_type")))
-        if config not in known.keys():
+        if config not in known:
             raise ConfigError(f"module: transformers has no causal language model of {values.get('model_type')}",
                               hint="name the class in architectures, as \"architectures\": [\"BertForMaskedLM\"]")
         return known[config]
