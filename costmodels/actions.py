@@ -1,7 +1,8 @@
 """What a pipeline rank does, one action after the other, and the text of it: torch.distributed.pipelining's compute-only CSV.
 
     0F3     forward of virtual stage 0 and micro-batch 3
-    0B3     its backward (with its recompute): gradients of the input and of the weights
+    0B3     its backward (with its recompute, unless 0R3 was before): gradients of the input and of the weights
+    0R3     its recompute ahead of the gradient, so that the rank does not wait for that idly
     0I3     the gradient of its input alone, which the stage before waits for
     0W3     the gradients of its weights, some time after 0I3 on the same rank
 
@@ -17,8 +18,9 @@ from enum import StrEnum
 
 from profiles.errors import ConfigError
 
-_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
-_CSV = "one line per pipeline rank like 0F0,0F1,0B0,0B1: virtual stage, F, B, I or W, micro-batch"
+_TEXT = re.compile(r"(\d+)([FBIWR])(\d+)")
+_CSV = "one line per pipeline rank like 0F0,0F1,0B0,0B1: virtual stage, F, B, I, W or R, micro-batch"
+_PASSES = "F B, F R B or F I W"
 _CORRECT = "correct that line of the schedule"
 
 
@@ -27,11 +29,12 @@ class Work(StrEnum):
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
     WEIGHT_GRADIENT = "W"
+    RECOMPUTE = "R"
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One pass of one micro-batch through the rank's local model chunk `chunk`; a backward has its recompute with it."""
+    """One pass of one micro-batch through the rank's local model chunk `chunk`; a backward has its recompute in it unless R was before."""
 
     work: Work
     chunk: int
@@ -76,7 +79,8 @@ def check(rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_ba
     """Raises ConfigError unless the CSV lines are a step that every rank can finish.
 
     Every virtual stage is on one rank, `virtual_stages` on each; every micro-batch passes through every stage once forward and
-    once backward, the backward whole (B) or in two parts (I, later W); and no rank waits for another that waits for it.
+    once backward, the backward whole (B), after its recompute (R, later B) or in two parts (I, later W); and no rank waits for
+    another that waits for it.
     """
     if len(rows) != num_ranks:
         raise ConfigError(f"pipeline.actions: {len(rows)} lines for {num_ranks} pipeline ranks", hint=f"give {_CSV}")
@@ -111,16 +115,16 @@ def _check_rank(actions: Sequence[tuple[int, Work, int]], rank: int, num_micro_b
         if micro_batch >= num_micro_batches:
             raise ConfigError(f"{where} is of micro-batch {micro_batch}, there are {num_micro_batches}", hint=_CORRECT)
         before = done.get((stage, micro_batch), "")
-        if before + work not in ("F", "FB", "FI", "FIW"):
+        if before + work not in ("F", "FB", "FR", "FRB", "FI", "FIW"):
             raise ConfigError(
-                f"{where} comes after {before or 'nothing'} of that stage and micro-batch; it must be F B or F I W", hint=_CORRECT)
+                f"{where} comes after {before or 'nothing'} of that stage and micro-batch; it must be {_PASSES}", hint=_CORRECT)
         done[stage, micro_batch] = before + work
     for stage in sorted({stage for stage, _, _ in actions}):
         for micro_batch in range(num_micro_batches):
             had = done.get((stage, micro_batch), "")
-            if had not in ("FB", "FIW"):
+            if had not in ("FB", "FRB", "FIW"):
                 raise ConfigError(
-                    f"pipeline.actions, rank {rank}: stage {stage} and micro-batch {micro_batch} have {had or 'nothing'}, not F B or F I W",
+                    f"pipeline.actions, rank {rank}: stage {stage} and micro-batch {micro_batch} have {had or 'nothing'}, not {_PASSES}",
                     hint=_CORRECT)
 
 
@@ -142,8 +146,8 @@ def _check_ends(parsed: Sequence[Sequence[tuple[int, Work, int]]], num_stages: i
 
 
 def _passed(work: Work) -> str:
-    """What is over for the neighbours: a forward, or the gradient of the input."""
-    return {Work.FORWARD: "F", Work.WEIGHT_GRADIENT: "W"}.get(work, "I")
+    """What is over for the neighbours: a forward, or the gradient of the input; they do not ask for the others."""
+    return {Work.BACKWARD: "I"}.get(work, work.value)
 
 
 def _arrived(action: tuple[int, Work, int], over: set[tuple[str, int, int]], num_stages: int) -> bool:
@@ -151,6 +155,6 @@ def _arrived(action: tuple[int, Work, int], over: set[tuple[str, int, int]], num
     stage, work, micro_batch = action
     if work is Work.FORWARD:
         return stage == 0 or ("F", stage - 1, micro_batch) in over
-    if work is Work.WEIGHT_GRADIENT:
+    if work in (Work.WEIGHT_GRADIENT, Work.RECOMPUTE):
         return True
     return stage == num_stages - 1 or ("I", stage + 1, micro_batch) in over

@@ -12,8 +12,9 @@ the remaining backwards. The schedules differ only in the two orders and in the 
 P pipeline ranks, M micro-batches per step, v virtual stages (model chunks) per rank. Chunk c of rank r is virtual
 stage c P + r of the P v stages that a micro-batch walks through.
 
-Two schedules have another shape: ZBV splits the backward and folds the stages into a V (costmodels/zero_bubble.py), and a
-custom one is whatever lists a plan carries (costmodels/actions.py).
+Early recompute, last-no-recompute and the shifted critical path are 1F1B with recompute ahead of the gradient, the last with one
+forward more on one stage (costmodels/merak.py). Two schedules have another shape: ZBV splits the backward and folds the stages into
+a V (costmodels/zero_bubble.py), and a custom one is whatever lists a plan carries (costmodels/actions.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from costmodels.actions import Action, Work, row
+from costmodels.merak import SHIFTED_FEWEST, SHIFTED_STASHES, early_list, last_list, shifted_list
 from costmodels.zero_bubble import most_stashes, stage_of, zbv_lists
 from profiles.errors import ConfigError
 
@@ -31,11 +33,16 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"
+    EARLY_RECOMPUTE = "early-recompute"
+    LAST_NO_RECOMPUTE = "last-no-recompute"
+    SCP = "scp"
     ZBV = "zbv"
     CUSTOM = "custom"
 
 
 SPLIT = frozenset({Schedule.ZBV})  # their lists split backwards; a custom one may
+AHEAD = frozenset({Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP})  # theirs recompute ahead; a custom one may
+LAST_KEEPS_ALL = frozenset({Schedule.LAST_NO_RECOMPUTE, Schedule.SCP})  # of whose last stage nothing may be recomputed
 
 
 def rank_of(schedule: Schedule, stage: int, num_ranks: int) -> int:
@@ -67,9 +74,9 @@ def actions(
 ) -> tuple[Action, ...]:
     """The actions of pipeline rank `rank` in the order it runs them; those of a custom schedule are in its plan.
 
-    Each (chunk, micro-batch) occurs once as a forward and once as a backward, whole or in two parts. Backwards run oldest
-    micro-batch first, also in GPipe, as in torch.distributed.pipelining (the GPipe paper draws them newest first; the step is
-    as long).
+    Each (chunk, micro-batch) occurs once as a forward and once as a backward, whole or in two parts, or after its recompute.
+    Backwards run oldest micro-batch first, also in GPipe, as in torch.distributed.pipelining (the GPipe paper draws them newest
+    first; the step is as long).
     Raises ConfigError when the schedule is not `legal` for these counts.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
@@ -80,14 +87,20 @@ def actions(
     warm_up = _warm_up(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
     steady = len(forwards) - warm_up
     in_turn = (action for pair in zip(forwards[warm_up:], backwards[:steady], strict=True) for action in pair)
-    return (*forwards[:warm_up], *in_turn, *backwards[steady:])
+    order = (*forwards[:warm_up], *in_turn, *backwards[steady:])
+    return _AHEAD_LISTS[schedule](order, rank, num_ranks) if schedule in AHEAD else order
+
+
+_AHEAD_LISTS = {Schedule.EARLY_RECOMPUTE: early_list, Schedule.LAST_NO_RECOMPUTE: last_list, Schedule.SCP: shifted_list}
 
 
 def legal(schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> str | None:
     """None when the schedule exists for these counts, else the reason why not, for people to read.
 
     Interleaved: P >= 2, v >= 2 and M a multiple of P (Narayanan et al. 2021, section 2.2). GPipe and 1F1B: v = 1. ZBV: P >= 2
-    and v = 2. What a custom schedule needs says `costmodels.actions.check`.
+    and v = 2. Early recompute, last-no-recompute, SCP: v = 1 and P >= 2, since one rank waits for nobody and is 1F1B. SCP also
+    M >= max(4, P), Merak's own rule and that of its closed form (EQUATIONS P): stage P - 2 has three forwards before its first
+    backward, and the pipeline must fill. What a custom schedule needs says `costmodels.actions.check`.
     """
     if min(num_ranks, num_micro_batches, virtual_stages) < 1:
         return (
@@ -101,13 +114,25 @@ def legal(schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_st
             return "zbv needs at least 2 pipeline ranks, found 1"
         return None if virtual_stages == 2 else f"zbv has 2 virtual stages per rank, found {virtual_stages}"
     if schedule is not Schedule.INTERLEAVED:
-        return None if virtual_stages == 1 else f"{schedule} has 1 virtual stage per rank, found {virtual_stages}"
+        if virtual_stages != 1:
+            return f"{schedule} has 1 virtual stage per rank, found {virtual_stages}"
+        return _no_recompute_ahead(schedule, num_ranks, num_micro_batches) if schedule in AHEAD else None
     if num_ranks < 2:
         return "interleaved needs at least 2 pipeline ranks, found 1"
     if virtual_stages < 2:
         return "interleaved needs at least 2 virtual stages per rank, found 1"
     if num_micro_batches % num_ranks:
         return f"interleaved needs micro-batches in multiples of the {num_ranks} pipeline ranks, found {num_micro_batches}"
+    return None
+
+
+def _no_recompute_ahead(schedule: Schedule, num_ranks: int, num_micro_batches: int) -> str | None:
+    """`legal` of Merak's schedules on one virtual stage a rank."""
+    if num_ranks < 2:
+        return f"{schedule} needs at least 2 pipeline ranks, found 1"
+    fewest = max(SHIFTED_FEWEST, num_ranks)
+    if schedule is Schedule.SCP and num_micro_batches < fewest:
+        return f"{schedule} on {num_ranks} pipeline ranks needs at least {fewest} micro-batches, found {num_micro_batches}"
     return None
 
 
@@ -119,12 +144,15 @@ def in_flight(
         min(M v, warm-up + 1):   GPipe M;   1F1B min(M, P - rank);   interleaved min(M v, 2 (P - rank - 1) + (v - 1) P + 1)
 
     A steady-state forward comes before the backward of its turn, hence the + 1 (EQUATIONS M4; the count of `actions`).
-    Interleaved counts chunk-stashes, each about 1/v of the rank's layers; so does ZBV (`most_stashes`). Not for a custom one.
+    Interleaved counts chunk-stashes, each about 1/v of the rank's layers; so does ZBV (`most_stashes`). Early recompute,
+    last-no-recompute and SCP hold what 1F1B does, but stage P - 2 of SCP holds 3. Not for a custom one.
     Raises ConfigError when the schedule is not `legal` for these counts.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
     if schedule is Schedule.ZBV:
         return most_stashes(rank, num_ranks, num_micro_batches)
+    if schedule is Schedule.SCP and rank == num_ranks - 2:
+        return SHIFTED_STASHES
     warm_up = _warm_up(schedule, rank, num_ranks, num_micro_batches, virtual_stages)
     return min(num_micro_batches * virtual_stages, warm_up + 1)
 
@@ -150,9 +178,8 @@ def _warm_up(schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: i
     after = num_ranks - rank - 1
     wanted = {
         Schedule.GPIPE: num_micro_batches,
-        Schedule.ONE_F_ONE_B: after,
         Schedule.INTERLEAVED: 2 * after + (virtual_stages - 1) * num_ranks,
-    }[schedule]
+    }.get(schedule, after)
     return min(wanted, num_micro_batches * virtual_stages)
 
 

@@ -13,7 +13,10 @@ comes later on its rank and waits for nothing. On the first stage, whose input h
 backward, as in torch. A stash stays until the weight gradient is over: autograd holds the graph of the micro-batch, and
 from the input gradient on also the gradients of the outputs of operators with weights.
 
-Leaves out: sends that block the sender, links shared by several transfers, recompute ahead of the gradient.
+A recompute ahead of the gradient (R) waits for nothing but its turn in the list; the backward after it is the backward alone, and
+what it made is held until that is over.
+
+Leaves out: sends that block the sender, links shared by several transfers.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class StageCost:
     weight_s        of backward_s, what computes the gradients of weights
     stash_bytes     what the forward keeps for the backward, held from the forward's start to the backward's end
     waiting_bytes   what a weight gradient that waits holds besides
+    remade_bytes    what a recompute ahead of the gradient holds besides, until the backward
     """
 
     forward_s: float
@@ -47,6 +51,7 @@ class StageCost:
     stash_bytes: float
     weight_s: float = 0.0
     waiting_bytes: float = 0.0
+    remade_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +167,7 @@ def _slots(
     """The actions as slots (position + 1) M + micro-batch, so that `slot - M` is always the one it waits for, and their seconds.
 
     Position: virtual stage k for a forward, 2 K - 1 - k for a backward. Slots below M stand for "nothing to wait for"; each
-    weight gradient has a row of its own for that, and behind it the row in which it ends.
+    weight gradient, or recompute ahead, has a row of its own for that, and behind it the row in which it ends.
     """
     first: dict[tuple[Work, int], _Slot] = {}
     for chunk, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
@@ -173,11 +178,20 @@ def _slots(
         first[Work.BACKWARD, chunk] = at, received + backward_s
         first[Work.INPUT_GRADIENT, chunk] = at, received + backward_s - apart_s
         first[Work.WEIGHT_GRADIENT, chunk] = 2 * (num_stages + stage + 1) * num_micro_batches, apart_s
+        first[Work.RECOMPUTE, chunk] = 2 * (num_stages + stage + 1) * num_micro_batches, cost.recompute_s
     slots = []
     for action in order:
         start, duration_s = first[action.work, action.chunk]
         slots.append((start + action.micro_batch, duration_s))
-    return slots
+    alone_s = {
+        first[Work.BACKWARD, chunk][0] + micro_batch: costs[chunk].receive_backward_s + costs[chunk].backward_s
+        for chunk, micro_batch in _ahead(order)}
+    return [(slot, alone_s.get(slot, duration_s)) for slot, duration_s in slots] if alone_s else slots
+
+
+def _ahead(order: Sequence[Action]) -> list[tuple[int, int]]:
+    """The (chunk, micro-batch) that a rank recomputes ahead of the gradient."""
+    return [(action.chunk, action.micro_batch) for action in order if action.work is Work.RECOMPUTE]
 
 
 def _sweep(slots: Sequence[Sequence[_Slot]], num_stages: int, num_micro_batches: int) -> list[float]:
@@ -238,24 +252,34 @@ def _timeline(
     busy_s = num_micro_batches * sum(cost.forward_s + cost.recompute_s + cost.backward_s for cost in costs)
     transfer_s = num_micro_batches * sum(cost.receive_forward_s + cost.receive_backward_s for cost in costs)
     change = [_STASHES[action.work] for action in order]
-    held = {(work, chunk): _bytes(work, cost) for work in Work for chunk, cost in enumerate(costs)}
-    held_bytes = accumulate([held[action.work, action.chunk] for action in order])
     return RankTimeline(
         busy_s=busy_s,
         transfer_s=transfer_s,
         tail_s=tail_s,
         bubble_s=max(0.0, step_s - busy_s - transfer_s - tail_s),
         finish_s=finish_s,
-        peak_stash_bytes=max(held_bytes),
+        peak_stash_bytes=max(accumulate(_held_bytes(order, costs))),
         in_flight=max(accumulate(change)),
         events=events,
     )
 
 
-_STASHES = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.INPUT_GRADIENT: 0, Work.WEIGHT_GRADIENT: -1}
+_STASHES = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.INPUT_GRADIENT: 0, Work.WEIGHT_GRADIENT: -1, Work.RECOMPUTE: 0}
+
+
+def _held_bytes(order: Sequence[Action], costs: Sequence[StageCost]) -> list[float]:
+    """What each action adds to what the rank holds."""
+    held = {(work, chunk): _bytes(work, cost) for work in Work for chunk, cost in enumerate(costs)}
+    added = [held[action.work, action.chunk] for action in order]
+    ahead = set(_ahead(order))
+    for place, action in enumerate(order) if ahead else ():
+        if action.work is Work.BACKWARD and (action.chunk, action.micro_batch) in ahead:
+            added[place] -= costs[action.chunk].remade_bytes
+    return added
 
 
 def _bytes(work: Work, cost: StageCost) -> float:
-    """What an action adds to what the rank holds."""
-    waiting = {Work.INPUT_GRADIENT: cost.waiting_bytes, Work.WEIGHT_GRADIENT: -cost.waiting_bytes}
-    return _STASHES[work] * cost.stash_bytes + waiting.get(work, 0.0)
+    """What an action adds to what the rank holds; a backward after a recompute ahead frees what that made as well."""
+    besides = {
+        Work.INPUT_GRADIENT: cost.waiting_bytes, Work.WEIGHT_GRADIENT: -cost.waiting_bytes, Work.RECOMPUTE: cost.remade_bytes}
+    return _STASHES[work] * cost.stash_bytes + besides.get(work, 0.0)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
-from costmodels.book import PriceBook
+from costmodels.book import LayerBook, PriceBook
 from costmodels.collectives import Collective, collective_time
 from costmodels.layer import contention
 from costmodels.mesh import Axis, place_axis
@@ -116,11 +117,11 @@ def _replayed_share(frame: Frame, forward: float, weight: float) -> float:
     stage = StageCost(
         forward_s=forward * share, backward_s=(1 - forward) * share, recompute_s=0.0, receive_forward_s=0.0, receive_backward_s=0.0,
         stash_bytes=0.0, weight_s=weight * share)
-    step_s = _replayed(frame, ((stage,) * frame.virtual_stages,) * pp, (0.0,) * pp).step_s
+    step_s = replayed(frame, ((stage,) * frame.virtual_stages,) * pp, (0.0,) * pp).step_s
     return max(0.0, step_s - num_micro_batches) / max(1, pp - 1)
 
 
-def _replayed(
+def replayed(
     frame: Frame, stages: tuple[tuple[StageCost, ...], ...], tail_s: tuple[float, ...], *, keep_events: bool = False,
 ) -> SimulatedStep:
     """The step of the frame's lists. Raises ConfigError when its schedule is not legal."""
@@ -181,7 +182,7 @@ def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
 
 def simulated_step(strategy: Strategy, costs: StepCosts, *, keep_events: bool = False) -> SimulatedStep:
     """The schedule of `strategy` replayed with the costs of its stages."""
-    return _replayed(strategy.frame, costs.stages, costs.tail_s, keep_events=keep_events)
+    return replayed(strategy.frame, costs.stages, costs.tail_s, keep_events=keep_events)
 
 
 def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
@@ -237,10 +238,10 @@ def _tail(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Seconds, Seco
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
         reduced += data.step
         updated += data.optimizer
-    return reduced, _tied(frame, rank, book), updated + _norm_and_loss(frame, book)
+    return reduced, _tied(frame, rank, book), updated + norm_and_loss(frame, book)
 
 
-def _norm_and_loss(frame: Frame, book: PriceBook) -> Seconds:
+def norm_and_loss(frame: Frame, book: LayerBook[Any]) -> Seconds:
     """The sums over all ranks of the gradients' norm and of the loss, where the machine's own profile has what so small messages take."""
     if layouts_of(book.machine, book.training.stack) is None:
         return ZERO

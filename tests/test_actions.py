@@ -35,7 +35,7 @@ def test_every_list_that_the_planner_makes_is_accepted(schedule, p, m):
     pytest.param((GOOD[0], GOOD[1] + ",0F0"), "virtual stage 0 is on rank 0 and on rank 1", id="two-homes"),
     pytest.param(("0F0,0F1,0B0,0B1", "2F0,2B0,2F1,2B1"), "virtual stage 2, there are 2", id="no-such-stage"),
     pytest.param((GOOD[0], "1F0,1B0"), "stage 1 and micro-batch 1 have nothing", id="micro-batch-missing"),
-    pytest.param((GOOD[0], "1F0,1B0,1F1,1I1"), "micro-batch 1 have FI, not F B or F I W", id="weight-gradient-missing"),
+    pytest.param((GOOD[0], "1F0,1B0,1F1,1I1"), "micro-batch 1 have FI, not F B, F R B or F I W", id="weight-gradient-missing"),
     pytest.param((GOOD[0], "1F0,1B0,1B0,1F1,1B1"), "1B0 comes after FB", id="twice"),
     pytest.param((GOOD[0], "1F0,1B0,1F1,1W1,1I1"), "1W1 comes after F of", id="weight-gradient-first"),
     pytest.param((GOOD[0], "1B0,1F0,1F1,1B1"), "1B0 comes after nothing", id="backward-first"),

@@ -16,7 +16,8 @@ from profiles.transformer import build_graph
 
 _SCHEDULES = {
     Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "interleaved 1F1B", Schedule.ZBV: "zero-bubble V",
-    Schedule.CUSTOM: "own schedule"}
+    Schedule.EARLY_RECOMPUTE: "1F1B with early recompute", Schedule.LAST_NO_RECOMPUTE: "1F1B with early recompute, none on the last stage",
+    Schedule.SCP: "shifted critical path", Schedule.CUSTOM: "own schedule"}
 FASTEST = "fastest"  # of all: what a search finds that is asked for nothing else
 
 

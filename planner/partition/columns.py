@@ -1,0 +1,156 @@
+"""Columns of the master: for a virtual stage, every range of shards that it may hold, with the best ways to run it within memory.
+
+A stage that has its rank alone (one virtual stage a rank) needs one column a ZeRO stage, the fastest that fits its device. Where
+several share a rank, each has a few points of its front of time and memory, and the master adds up what they hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodels.occupancy import usable_bytes
+from costmodels.schedules import AHEAD, LAST_KEEPS_ALL
+from costmodels.strategy import Frame
+from planner.partition.book import exposed, link
+from planner.partition.flow import Array
+from planner.partition.labels import LabelTable
+from planner.partition.price import held_stashes
+from planner.partition.tables import Held, Passes, Tables
+
+Rows = npt.NDArray[np.int64]
+POINTS = 4  # of the front of a range that shares its rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardColumn:
+    """One way to run one virtual stage: shards [first, end) at ZeRO stage `zero`, `again` those that run again.
+
+    time_s of one micro-batch; walk_s what of it a micro-batch waits for on its way; tail_s after the last micro-batch
+    fixed_bytes, kept_bytes    whatever is in flight, and of each micro-batch that is
+    peak_bytes                 temporaries, of which a rank has the largest of its stages
+    shares                     whether another stage holds one of its parameters
+    """
+
+    first: int
+    end: int
+    zero: int
+    again: tuple[int, ...]
+    time_s: float
+    walk_s: float
+    tail_s: float
+    fixed_bytes: float
+    kept_bytes: float
+    peak_bytes: float
+    shares: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allowed:
+    """What pins leave of a stage: ZeRO stages, and whether a shard may run once (0) or again (1)."""
+
+    zeros: tuple[int, ...]
+    levels: tuple[int, ...]
+
+
+class StageTable:
+    """Everything about one virtual stage of a frame, by range [first, end): least seconds first, columns when they are asked for."""
+
+    def __init__(self, stage: int, frame: Frame, tables: Tables, allowed: Allowed, labels: LabelTable, limit_bytes: float) -> None:
+        self.stage, self.frame, self.tables, self.labels = stage, frame, tables, labels
+        self.rank, self.zeros = frame.rank_of(stage), allowed.zeros
+        self.usable_bytes = usable_bytes(limit_bytes, frame.mesh, tables.book)
+        self.passes: Passes = tables.passes(frame.micro_batch_size)
+        self.held: dict[int, Held] = {zero: tables.held(frame.micro_batch_size, frame.mesh, zero) for zero in allowed.zeros}
+        self.alone, self.ahead = frame.virtual_stages == 1, frame.schedule in AHEAD
+        self.stashes = max(held[frame.stages_of(self.rank).index(stage)] for held in held_stashes(frame, self.rank))
+        last = stage == frame.num_virtual_stages - 1
+        self.levels = (0,) if last and frame.schedule in LAST_KEEPS_ALL else allowed.levels
+        self.sent = frame.num_micro_batches * self.passes.sent * tables.book.training.stack.keeps_sent
+        self.base_s = self.passes.time_s + self.passes.constants_s + self._received_s()
+        self.base_s[np.arange(tables.size)[:, None] >= np.arange(tables.size + 1)[None, :]] = np.inf
+
+    def _received_s(self) -> Array:
+        """Seconds for the inputs, by first shard, and for the gradients of outputs, by end."""
+        last = self.frame.num_virtual_stages - 1
+        before = self._from(self.frame.rank_of(self.stage - 1)) if self.stage > 0 else np.zeros(self.tables.size + 1)
+        behind = self._from(self.frame.rank_of(self.stage + 1)) if self.stage < last else np.zeros(self.tables.size + 1)
+        return np.asarray(before[: self.tables.size, None] + behind[None, :])
+
+    def _from(self, other: int) -> Array:
+        frame, book = self.frame, self.tables.book
+        if other == self.rank:
+            return np.zeros(self.tables.size + 1)
+        crosses, sharing = link(other, self.rank, frame, book)
+        return exposed(frame, book) * self.tables.received(frame.micro_batch_size, crosses_nodes=crosses, sharing=sharing)
+
+    @property
+    def least_s(self) -> Array:
+        """Seconds of a micro-batch at least."""
+        again_s = 0.0 if 0 in self.levels else self.passes.again_s
+        return np.asarray(self.base_s + again_s + np.minimum.reduce([held.per_micro_batch_s for held in self.held.values()]))
+
+    @property
+    def least_tail_s(self) -> Array:
+        """Seconds after the last micro-batch at least."""
+        return np.asarray(np.minimum.reduce([held.tail_s for held in self.held.values()]))
+
+    def least_bytes(self) -> Array:
+        """What tensors of a range fill at least, whatever runs again, temporaries left out."""
+        kept = np.minimum.reduce([self.passes.saved[level] for level in self.levels])
+        states = np.minimum.reduce([held.states + held.step_copies + held.buffers for held in self.held.values()])
+        return np.asarray(states + self.stashes * (kept + self.passes.besides) + self.sent)
+
+    def columns(self, first: int, end: int) -> list[ShardColumn]:
+        """The columns of one range that fit the device by themselves."""
+        found = [column for zero in self.zeros for column in self._of_zero(first, end, zero)]
+        return [column for index, column in enumerate(found) if not any(_beats(other, column) for other in found[:index])
+                and not any(_beats(other, column) and not _beats(column, other) for other in found[index + 1:])]
+
+    def _of_zero(self, first: int, end: int, zero: int) -> list[ShardColumn]:
+        held, at, passes = self.held[zero], (first, end), self.passes
+        fixed = float(held.states[at] + held.step_copies[at] + held.buffers[at] + self.sent[at])
+        room = self.usable_bytes - fixed - self.stashes * float(passes.besides[at])
+        once = self.stashes * passes.saved[0][at] + passes.temporaries[at]
+        if self.alone and 0 in self.levels and once <= room:
+            return [self._column(first, end, zero, fixed, 0.0, float(passes.saved[0][at]), float(passes.temporaries[at]), ())]
+        if self.levels == (0,) and once > room:
+            return []
+        labels = self.labels.of_range(first, end) if self.levels != (0,) else None
+        if labels is None:
+            return [self._column(first, end, zero, fixed, 0.0, float(passes.saved[0][at]), float(passes.temporaries[at]), ())]
+        peak = np.where(
+            self.ahead & (labels.added_s > 0), passes.saved[0][at] - labels.kept + passes.temporaries[at], labels.temporaries)
+        fits = np.flatnonzero(self.stashes * labels.kept + peak <= room)
+        return [
+            self._column(
+                first, end, zero, fixed, float(labels.added_s[row]), float(labels.kept[row]), float(peak[row]),
+                self.labels.again(first, end, int(row)))
+            for row in (fits[:1] if self.alone else _spread(fits))]
+
+    def _column(
+        self, first: int, end: int, zero: int, fixed: float, added_s: float, kept: float, peak: float, again: tuple[int, ...],
+    ) -> ShardColumn:
+        held, at = self.held[zero], (first, end)
+        walk_s = float(self.base_s[at] + held.per_micro_batch_s[at])
+        return ShardColumn(
+            first=first, end=end, zero=zero, again=again, time_s=walk_s + added_s, walk_s=walk_s + added_s * (not self.ahead),
+            tail_s=float(held.tail_s[at]), fixed_bytes=fixed, kept_bytes=kept + float(self.passes.besides[at]), peak_bytes=peak,
+            shares=bool(held.shares[at]))
+
+
+def _beats(one: ShardColumn, other: ShardColumn) -> bool:
+    """Whether a column is at least as good as another of the same range, which it can stand for."""
+    if one.shares and (one.zero > 0) != (other.zero > 0):
+        return False
+    ours, theirs = ((c.time_s, c.walk_s, c.tail_s, c.fixed_bytes, c.kept_bytes, c.peak_bytes) for c in (one, other))
+    return all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+
+def _spread(rows: Rows) -> Rows:
+    """POINTS of the rows, the first and the last with them."""
+    if len(rows) <= POINTS:
+        return rows
+    return np.asarray(rows[np.unique(np.linspace(0, len(rows) - 1, POINTS).round().astype(np.int64))])
