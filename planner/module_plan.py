@@ -7,11 +7,20 @@ run of operators in the order in which the module ran them; the executor traces 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from costmodels.mesh import Mesh
-from planner.plan import Pipeline, Prediction, SearchRecord
+from planner import plan as described
+from planner.plan import Pipeline, Plan, Prediction, SearchRecord
+from profiles.catalog import cluster_document
+from profiles.errors import ConfigError
+from profiles.files import write_text
 from profiles.hardware import Cluster
 from profiles.module import ModuleSource
+from profiles.schema import document, parse
 from profiles.spec import TrainingSpec
 
 _FORBID = {"extra": "forbid"}
@@ -76,3 +85,40 @@ class ModulePlan:
     stages: tuple[ShardStage, ...]
     predicted: Prediction
     search: SearchRecord
+
+
+def to_document(plan: ModulePlan) -> dict[str, Any]:
+    """The plan as plain dicts, lists, strings and numbers: what the file holds."""
+    body: dict[str, Any] = document(plan)
+    body["cluster"] = cluster_document(plan.cluster)
+    return body
+
+
+def to_yaml(plan: ModulePlan) -> str:
+    """The plan as YAML; the same plan always gives the same text."""
+    return yaml.safe_dump(to_document(plan), sort_keys=False, default_flow_style=None, width=120)
+
+
+def write(plan: ModulePlan, path: Path) -> None:
+    """Write the plan atomically. Raises ConfigError."""
+    write_text(to_yaml(plan), path, hint="choose another file with --output")
+
+
+def read(path: Path) -> Plan | ModulePlan:
+    """The plan in a file, of either kind. Raises ConfigError as `planner.plan.read`."""
+    return from_any(described.load(path), str(path))
+
+
+def from_any(body: Any, where: str) -> Plan | ModulePlan:
+    """The plan of either kind in a document. Raises ConfigError with `where`."""
+    return from_document(body, where) if isinstance(body, dict) and "shards" in body else described.from_document(body, where)
+
+
+def from_document(body: Any, where: str) -> ModulePlan:
+    """The plan of what `to_document` gives. Raises ConfigError with `where`."""
+    plan = parse(ModulePlan, described.checked_document(body, where), where)
+    outside = [index for index, stage in enumerate(plan.stages) if not 0 <= stage.rank < plan.mesh.pp]
+    if outside:
+        raise ConfigError(f"{where}: stages.{outside[0]}: rank is {plan.stages[outside[0]].rank}, the mesh has pp {plan.mesh.pp}",
+                          hint="make the plan again")
+    return plan

@@ -85,7 +85,8 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any]) -> list[list[An
     """By plan, what `train` gives on every rank."""
     world = plans[0].mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_rank, args=(world, list(plans), train, folder), nprocs=world, start_method="fork", join=False, daemon=True)
+        context = mp.start_processes(
+            _rank, args=(world, list(plans), train, folder), nprocs=world, start_method="fork", join=False, daemon=True)
         try:
             while not context.join():
                 pass

@@ -20,7 +20,7 @@ from executor.parallel.runtime import After, PipelineStep, Span, build_runtime, 
 from executor.parallel.stages import Ranks
 from executor.traced.cut import StageCut, cut
 from executor.traced.shared import Shared, build_shared, check_shared, shared_names
-from executor.traced.stages import TracedStage, build_stage
+from executor.traced.stages import TracedStage, argument_names, build_stage
 from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
 from profiles.tracing.program import Program
@@ -99,7 +99,7 @@ def _loop(stage: TracedStage, plan: ModulePlan, after_backward: After, span: Spa
     losses = []
     for index in range(plan.pipeline.num_micro_batches):
         with span("F", 0, index):
-            loss = stage(**{key: parts[index] for key, parts in split.items()}) / _share(plan)
+            loss = stage(**argument_names({key: parts[index] for key, parts in split.items()})) / _share(plan)
         with span("B", 0, index):
             loss.backward()
         after_backward()
@@ -112,7 +112,7 @@ def _scheduled(schedule: _PipelineScheduleRuntime, stages: Sequence[TracedStage]
     ends = any(stage.ends_model for stage in stages)
     device = next(iter(batch.values())).device
     no_targets = torch.empty(plan.pipeline.num_micro_batches, device=device)  # a part for each loss: it is made inside of the module
-    schedule.step(target=no_targets if ends else None, losses=losses, return_outputs=False, **batch)
+    schedule.step(target=no_targets if ends else None, losses=losses, return_outputs=False, **argument_names(batch))
     return torch.stack(losses).sum().detach() if ends else torch.zeros((), device=device)
 
 
