@@ -69,7 +69,8 @@ class _Describer:
         return alias and not node.meta["written"] and not node.meta["random"]
 
     def _operator(self, node: fx.Node, found: Computation, outputs: tuple[fx.Node, ...]) -> Operator:
-        parameters = dict.fromkeys(root for each in node.all_input_nodes if (root := self._parameter(each)) is not None)
+        read = () if found.kind is OperatorKind.VIEW else node.all_input_nodes  # who computes with the view has the parameter
+        parameters = dict.fromkeys(root for each in read if (root := self._parameter(each)) is not None)
         gradient = any(out.meta["val"].requires_grad for out in outputs)
         operands = sum(each.meta["val"].requires_grad for each in node.all_input_nodes[:2]) if found.products == 1 else 2
         return Operator(
