@@ -178,6 +178,11 @@ class PriceBook:
 
         return self._once(("activations", kind, micro_batch_size, sharding, level), make)
 
+    def remade_bytes(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again) -> int:
+        """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch: what it would keep without, less that."""
+        whole, kept = (self.activations(kind, micro_batch_size, sharding, again) for again in (Recompute.NONE, level))
+        return max(0, whole.saved + whole.host - kept.saved - kept.host)
+
     def data_parallel(self, kind: LayerKind, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
         """Gradient reduction, gathers and the optimizer step of one layer of `kind` at ZeRO stage `zero`."""
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from costmodels.actions import Action, orders_of, placement_of
 from costmodels.mesh import Mesh
 from costmodels.recompute import Again
-from costmodels.schedules import SPLIT, Schedule, actions, rank_of, stages_of
+from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, SPLIT, Schedule, actions, rank_of, stages_of
 from costmodels.sharding import Sharding
 from profiles.model import LayerKind
 
@@ -59,6 +59,15 @@ class Frame:
     def splits_backward(self) -> bool:
         """Whether weight gradients may run apart from input gradients."""
         return self.schedule in SPLIT or any("W" in row for row in self.actions)
+
+    @property
+    def recomputes_ahead(self) -> bool:
+        """Whether recompute may run before the gradient is there that it is for."""
+        return self.schedule in AHEAD or any("R" in row for row in self.actions)
+
+    def keeps_all(self, rank: int) -> bool:
+        """Whether nothing may be recomputed on a pipeline rank."""
+        return self.splits_backward or (self.schedule in LAST_KEEPS_ALL and rank == self.mesh.pp - 1)
 
     @property
     def equal_ranks(self) -> bool:
