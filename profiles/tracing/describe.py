@@ -58,6 +58,10 @@ class _Describer:
         outputs = tuple(_outputs(node))
         view = self._is_view(node, outputs)
         found = Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0])) if view else computation(node, self._dims)
+        if found.products and sum(dim.name == BATCH for dim in found.dims) > 1:
+            raise ConfigError(
+                f"module: {node.meta['line']} multiplies samples by samples ({node.meta['name']}), its FLOPs are not in proportion to them",
+                hint="let the module treat the samples of a batch one by one")
         writes_buffer = any(each.op == "get_attr" for each in node.meta["written"])
         return TracedOperator(
             operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], view=view,
