@@ -6,6 +6,7 @@ several share a rank, each has a few points of its front of time and memory, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +69,7 @@ class StageTable:
         self.stashes = max(held[frame.stages_of(self.rank).index(stage)] for held in held_stashes(frame, self.rank))
         last = stage == frame.num_virtual_stages - 1
         self.levels = (0,) if last and frame.schedule in LAST_KEEPS_ALL else allowed.levels
+        self.once = LabelTable(self.passes.by_shard, (0,))
         self.sent = frame.num_micro_batches * self.passes.sent * tables.book.training.stack.keeps_sent
         self.base_s = self.passes.time_s + self.passes.constants_s + self._received_s()
         self.base_s[np.arange(tables.size)[:, None] >= np.arange(tables.size + 1)[None, :]] = np.inf
@@ -109,36 +111,53 @@ class StageTable:
         return [column for index, column in enumerate(found) if not any(_beats(other, column) for other in found[:index])
                 and not any(_beats(other, column) and not _beats(column, other) for other in found[index + 1:])]
 
+    def leanest(self, first: int, end: int) -> ShardColumn:
+        """The column of a range that holds least, whether it fits or not."""
+        found = (self._of_rows(first, end, zero, _least) for zero in self.zeros)
+        columns = [column for columns in found for column in columns]
+        return min(columns, key=lambda column: column.fixed_bytes + self.stashes * column.kept_bytes + column.peak_bytes)
+
     def _of_zero(self, first: int, end: int, zero: int) -> list[ShardColumn]:
-        held, at, passes = self.held[zero], (first, end), self.passes
-        fixed = float(held.states[at] + held.step_copies[at] + held.buffers[at] + self.sent[at])
-        room = self.usable_bytes - fixed - self.stashes * float(passes.besides[at])
-        once = self.stashes * passes.saved[0][at] + passes.temporaries[at]
-        if self.alone and 0 in self.levels and once <= room:
-            return [self._column(first, end, zero, fixed, 0.0, float(passes.saved[0][at]), float(passes.temporaries[at]), ())]
-        if self.levels == (0,) and once > room:
+        """Those that fit: the fastest where the stage has its rank alone, else some of the front."""
+        at, passes = (first, end), self.passes
+        room = self.usable_bytes - self._fixed_bytes(first, end, zero) - self.stashes * float(passes.besides[at])
+        once = float(self.stashes * passes.saved[0][at] + passes.temporaries[at])
+        if once <= room and 0 in self.levels and (self.alone or self.levels == (0,)):
+            return [self._column(first, end, zero, 0.0, float(passes.saved[0][at]), float(passes.temporaries[at]), ())]
+        if self.levels == (0,):
             return []
-        labels = self.labels.of_range(first, end) if self.levels != (0,) else None
-        if labels is None:
-            return [self._column(first, end, zero, fixed, 0.0, float(passes.saved[0][at]), float(passes.temporaries[at]), ())]
-        peak = np.where(
-            self.ahead & (labels.added_s > 0), passes.saved[0][at] - labels.kept + passes.temporaries[at], labels.temporaries)
-        fits = np.flatnonzero(self.stashes * labels.kept + peak <= room)
+
+        def chosen(needs: Array) -> Rows:
+            fits = np.flatnonzero(needs <= room)
+            return fits[:1] if self.alone else _spread(fits)
+
+        return self._of_rows(first, end, zero, chosen)
+
+    def _of_rows(self, first: int, end: int, zero: int, chosen: Callable[[Array], Rows]) -> list[ShardColumn]:
+        """Columns of the labels that `chosen` picks by the bytes that each needs besides the fixed ones."""
+        passes, at = self.passes, (first, end)
+        labels = (self.labels if self.levels == self.labels.levels else self.once).of_range(first, end)
+        ahead = passes.saved[0][at] - labels.kept + passes.temporaries[at]  # all that runs again is there at once
+        peak = np.where(self.ahead & (labels.added_s > 0), ahead, labels.temporaries)
         return [
             self._column(
-                first, end, zero, fixed, float(labels.added_s[row]), float(labels.kept[row]), float(peak[row]),
-                self.labels.again(first, end, int(row)))
-            for row in (fits[:1] if self.alone else _spread(fits))]
+                first, end, zero, float(labels.added_s[row]), float(labels.kept[row]), float(peak[row]),
+                self.labels.again(first, end, int(row)) if labels.added_s[row] else ())
+            for row in chosen(self.stashes * labels.kept + peak)]
+
+    def _fixed_bytes(self, first: int, end: int, zero: int) -> float:
+        held, at = self.held[zero], (first, end)
+        return float(held.states[at] + held.step_copies[at] + held.buffers[at] + self.sent[at])
 
     def _column(
-        self, first: int, end: int, zero: int, fixed: float, added_s: float, kept: float, peak: float, again: tuple[int, ...],
+        self, first: int, end: int, zero: int, added_s: float, kept: float, peak: float, again: tuple[int, ...],
     ) -> ShardColumn:
         held, at = self.held[zero], (first, end)
         walk_s = float(self.base_s[at] + held.per_micro_batch_s[at])
         return ShardColumn(
             first=first, end=end, zero=zero, again=again, time_s=walk_s + added_s, walk_s=walk_s + added_s * (not self.ahead),
-            tail_s=float(held.tail_s[at]), fixed_bytes=fixed, kept_bytes=kept + float(self.passes.besides[at]), peak_bytes=peak,
-            shares=bool(held.shares[at]))
+            tail_s=float(held.tail_s[at]), fixed_bytes=self._fixed_bytes(first, end, zero),
+            kept_bytes=kept + float(self.passes.besides[at]), peak_bytes=peak, shares=bool(held.shares[at]))
 
 
 def _beats(one: ShardColumn, other: ShardColumn) -> bool:
@@ -147,6 +166,10 @@ def _beats(one: ShardColumn, other: ShardColumn) -> bool:
         return False
     ours, theirs = ((c.time_s, c.walk_s, c.tail_s, c.fixed_bytes, c.kept_bytes, c.peak_bytes) for c in (one, other))
     return all(a <= b for a, b in zip(ours, theirs, strict=True))
+
+
+def _least(needs: Array) -> Rows:
+    return np.array([int(needs.argmin())])
 
 
 def _spread(rows: Rows) -> Rows:
