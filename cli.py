@@ -203,10 +203,10 @@ def _noticing_ctrl_c() -> Iterator[list[int]]:
 def _explain(question: Question, pins: Constraints, *, to_stderr: bool) -> None:
     from planner.report.explain import print_pruned
     from planner.report.text import console
-    from planner.space import enumerate_space
+    from planner.search import Prices
 
-    space = enumerate_space(question.model, question.cluster, question.training, pins)
-    print_pruned(space, console(sys.stderr if to_stderr else sys.stdout))
+    prices = Prices(question.model, question.cluster, question.training, pins)
+    print_pruned(prices.space, console(sys.stderr if to_stderr else sys.stdout))
 
 
 def _deliver(plan: Plan, context: Context, output: Path | None, *, as_json: bool) -> None:
@@ -338,6 +338,8 @@ _MEASURED = "Measured steps"
 @option(_LAYOUT, "--offload", type=List(click.Choice(OFFLOAD)), metavar="WHAT,..", help="To the host: states, activations.")
 @option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
 @option(_LAYOUT, "--sequence-parallel", is_flag=True, help="Split norms and dropouts along the sequence.")
+@option(_LAYOUT, "--tp-overlap", type=click.IntRange(0, 3), default=0, show_default=True,
+        help="All-reduces of one half of a micro-batch under the other: 1 in a product, 2 in a block, 3 in a stage.")
 @option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), help="Also write the plan file; - for stdout.")
 @as_json
 def estimate(**options: Any) -> None:

@@ -50,6 +50,8 @@ searching = together(
            help="Neighbours that hold one copy of sharded states, where N divides dp. [default: all]"),
     option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
     option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
+    option(PINS, "--tp-overlap", type=List(click.IntRange(0, 3)), metavar="0..3,..",
+           help="Levels of sub-pipelined tensor parallelism, where tp > 1. [default: those that the stack runs]"),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
     option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
     option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",

@@ -151,7 +151,8 @@ def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter, progres
         progress.moves += 1
         return recorder.span(work, stage, micro_batch)
 
-    pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=after_backward, span=span)
+    pipeline = build_pipeline(
+        plan, ranks, seed=options.seed, after_backward=after_backward, span=span, after_recompute=meter.recomputed)
     if options.compile:
         compile_blocks(pipeline.stages)
     meter.watch(pipeline.stages, pipeline.parameters)

@@ -27,8 +27,9 @@ _FORBID = {"extra": "forbid"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One piece of work of a rank: F, B, I, W of a micro-batch (forward, backward, its input's and its weights' part), or data,
-    reduce, tied, optimizer of the step (stage and micro-batch -1). A forward that ends in the loss may have two spans."""
+    """One piece of work of a rank: F, R, B, I, W of a micro-batch (forward, recompute ahead of the backward, backward, its input's and
+    its weights' part), or data, reduce, tied, optimizer of the step (stage and micro-batch -1). A forward that ends in the loss may
+    have two spans."""
 
     __pydantic_config__ = _FORBID
 
@@ -98,7 +99,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Seconds of one kind of work: F, B, receive_F or receive_B of a stage and one micro-batch (the mean over a step's, of which
+    """Seconds of one kind of work: F, B (with R), receive_F or receive_B of a stage and one micro-batch (the mean over a step's, of which
     the median over replicas and recorded steps); data, reduce or optimizer of a pipeline rank, `stage`, and one step; tied: the
     reduction of a tied embedding's two gradients, the least over the ranks, since the others wait in it."""
 

@@ -81,3 +81,24 @@ def llama() -> Made:
 
 def neox() -> Made:
     return Decoder(NEOX), _batch
+
+
+LONG = 1024  # tokens of the large ones
+LARGE_GPT = replace(
+    GPT, name="gpt-large", num_layers=1, hidden_size=4096, num_heads=32, num_kv_heads=32, head_dim=128, ffn_hidden_size=16384,
+    max_seq_length=LONG)
+LARGE_LLAMA = replace(
+    LLAMA, name="llama-large", num_layers=1, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn_hidden_size=14336,
+    max_seq_length=LONG)
+
+
+def _long_batch(size: int) -> dict[str, Tensor]:
+    return {key: torch.randint(VOCAB, (size, LONG)) for key in ("ids", "targets")}
+
+
+def gpt_large() -> Made:
+    return Decoder(LARGE_GPT), _long_batch
+
+
+def llama_large() -> Made:
+    return Decoder(LARGE_LLAMA), _long_batch

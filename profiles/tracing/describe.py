@@ -61,8 +61,7 @@ class _Describer:
         writes_buffer = any(each.op == "get_attr" for each in node.meta["written"])
         return TracedOperator(
             operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], view=view,
-            in_place=bool(node.meta["written"]) and not writes_buffer, constant=not node.meta["depends"] and not writes_buffer,
-            gradient=_has_gradient(outputs))
+            in_place=bool(node.meta["written"]) and not writes_buffer, constant=not node.meta["depends"] and not writes_buffer)
 
     def _is_view(self, node: fx.Node, outputs: tuple[fx.Node, ...]) -> bool:
         given = {memory_of(each.meta["val"]) for each in node.meta["aliases"]}
@@ -71,12 +70,13 @@ class _Describer:
 
     def _operator(self, node: fx.Node, found: Computation, outputs: tuple[fx.Node, ...]) -> Operator:
         parameters = dict.fromkeys(root for each in node.all_input_nodes if (root := self._parameter(each)) is not None)
+        gradient = any(out.meta["val"].requires_grad for out in outputs)
         operands = sum(each.meta["val"].requires_grad for each in node.all_input_nodes[:2]) if found.products == 1 else 2
         return Operator(
             name=node.meta["name"], kind=found.kind, dims=found.dims, inputs=self._inputs_of(node),
             outputs=tuple(self._tensor(each) for each in outputs), contracted=found.contracted,
             parameters=tuple(_described(each) for each in parameters), saved=tuple(self._saved(node, found)), flops_forward=found.flops,
-            flops_backward=found.flops * operands if _has_gradient(outputs) else 0, causal=found.causal, dropped=found.dropped)
+            flops_backward=found.flops * operands if gradient else 0, causal=found.causal, dropped=found.dropped, gradient=gradient)
 
     def _inputs_of(self, node: fx.Node) -> tuple[model.Tensor, ...]:
         """The activations that a call reads, those first whose memory it writes or gives again."""
@@ -126,8 +126,9 @@ class _Describer:
 
     def _tensor(self, node: fx.Node) -> model.Tensor:
         """What a node gives, under the name of its memory."""
-        first = self.first[memory_of(node.meta["val"])]
-        return model.Tensor(name=str(first.meta.get("name", first.name)), dims=self._dims(node), element_bytes=node.meta["val"].element_size())
+        value = node.meta["val"]
+        first = self.first[memory_of(value)]
+        return model.Tensor(name=str(first.meta.get("name", first.name)), dims=self._dims(node), element_bytes=value.element_size())
 
     def _dims(self, node: Any) -> tuple[Dim, ...]:
         value = node.meta["val"]
@@ -155,10 +156,6 @@ def _outputs(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
         if "name" in user.meta and user.meta["name"].startswith(f"{node.meta['name']}["):
             yield from _outputs(user)
-
-
-def _has_gradient(outputs: tuple[fx.Node, ...]) -> bool:
-    return any(out.meta["val"].requires_grad for out in outputs)
 
 
 def _described(node: fx.Node) -> Parameter:

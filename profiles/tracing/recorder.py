@@ -183,7 +183,7 @@ class Recorder(TorchFunctionMode):
         before = [self.node(tensor) for tensor in inputs]
         owners = {memory_of(tensor): node for tensor, node in zip(reversed(inputs), reversed(before), strict=True)}
         node = self.graph.create_node("call_function", func, *arguments)
-        random = name in _RANDOM or bool(kwargs.get("dropout_p"))
+        random = _draws(name, args, kwargs)
         node.meta |= self._where(name) | {
             "val": out, "written": tuple(dict.fromkeys(self.node(tensor) for tensor in written)), "saved": saved, "random": random,
             "aliases": tuple(dict.fromkeys(owners[m] for tensor in tensors_of(out) if (m := memory_of(tensor)) in owners)),
@@ -272,6 +272,14 @@ def _fused_attention(
     gradient: without those it runs, and shapes and layouts are those of GPUs."""
     mask = attn_mask.detach() if attn_mask is not None else None
     return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
+
+
+def _draws(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws random numbers. One that drops nothing out does not."""
+    if "dropout" in name:
+        probability, training = (*args[1:], kwargs.get("p", 0.5))[0], (*args[2:], kwargs.get("training", kwargs.get("train", True)))[0]
+        return bool(probability and training)
+    return name in _RANDOM or (bool((*args[4:], kwargs.get("dropout_p"))[0]) and name == "scaled_dot_product_attention")
 
 
 def _without_masks(index: Any) -> Any:

@@ -18,5 +18,5 @@ def trace(
     """The operators of `source`, for sequences of `seq_length` tokens where it reads tokens; `on_cpu`: they keep what kernels of a CPU
     keep, else those of a GPU. Raises ConfigError."""
     workload = open_workload(source, seq_length=seq_length, attention=attention)
-    first, second = (record(workload, size, precision, on_cpu=on_cpu) for size in (2, 4))
+    first, second = (record(workload, size, precision, on_cpu=on_cpu) for size in (2, 3))
     return describe(first, second, on_cpu=on_cpu)
