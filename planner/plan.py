@@ -362,7 +362,12 @@ def to_document(plan: Plan) -> dict[str, Any]:
 
 def to_yaml(plan: Plan) -> str:
     """The plan as YAML; the same plan always gives the same text."""
-    return yaml.safe_dump(to_document(plan), sort_keys=False, default_flow_style=None, width=120)
+    return dumped(to_document(plan))
+
+
+def dumped(body: Mapping[str, Any]) -> str:
+    """The YAML of a plan's document."""
+    return str(yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=120))
 
 
 def write(plan: Plan, path: Path) -> None:
@@ -372,19 +377,30 @@ def write(plan: Plan, path: Path) -> None:
 
 def read(path: Path) -> Plan:
     """The plan in a file. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
+    return from_document(load(path), str(path))
+
+
+def load(path: Path) -> Any:
+    """What a YAML file holds. Raises ConfigError: not readable, not YAML."""
     try:
-        body: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="make a plan with: plan --model NAME --gpus N") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         place = f"{path}:{line + 1}" if line is not None else str(path)
         raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}", hint="make the plan again") from None
-    return from_document(body, str(path))
 
 
 def from_document(body: Any, where: str) -> Plan:
     """The plan of what `to_document` gives. Raises ConfigError with `where`, as `read` does."""
+    plan = parse(Plan, checked(body, where), where)
+    _require_whole(plan, where)
+    return plan
+
+
+def checked(body: Any, where: str) -> dict[str, Any]:
+    """The document of a plan of this version, its cluster read. Raises ConfigError."""
     if not isinstance(body, dict):
         raise ConfigError(f"{where}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again")
     version = body.get("plan_version")
@@ -392,11 +408,8 @@ def from_document(body: Any, where: str) -> Plan:
     if version != PLAN_VERSION:
         raise ConfigError(
             f"{where}: plan_version is {found}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
-    if "cluster" in body:
-        body = {**body, "cluster": cluster_from_document(body["cluster"], f"{where}: cluster")}
-    plan = parse(Plan, body, where)
-    _require_whole(plan, where)
-    return plan
+    read_: dict[str, Any] = {"cluster": cluster_from_document(body["cluster"], f"{where}: cluster")} if "cluster" in body else {}
+    return body | read_
 
 
 def _require_whole(plan: Plan, where: str) -> None:
