@@ -15,7 +15,8 @@ BASELINES = "Baselines"
 WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
 
 asked = together(
-    option(WHAT, "--model", metavar="NAME|PATH", help="A name of `plan models`, a YAML of that form, or a Hugging Face config.json."),
+    option(WHAT, "--model", metavar="NAME|PATH|PKG.MOD:FUNC",
+           help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module."),
     option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
     option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
     option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of weights and activations. [default: bf16, or the profile's]"),
@@ -34,6 +35,11 @@ asked = together(
     option(WHERE, "--profile", metavar="FILE", help="A hardware profile of your own, of `plan profile` or `plan calibrate`."),
     option(WHERE, "--force-profile", is_flag=True, help="Take it also for another device, stack or precision, or beside other prices."),
 )
+tracing = together(
+    option(WHAT, "--trace", is_flag=True, help="Trace the model of a config.json, also where its family is described."),
+    option(PINS, "--stages", metavar="RULE|N,..", help="Of a traced module: uniform, parameters, ilp, or shards by stage. [default: ilp]"),
+    option(PINS, "--cross-skips", is_flag=True, help="Of a traced module: let skip connections cross stages."),
+)
 searching = together(
     option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),
     option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
@@ -50,6 +56,8 @@ searching = together(
            help="Neighbours that hold one copy of sharded states, where N divides dp. [default: all]"),
     option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
     option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
+    option(PINS, "--tp-overlap", type=List(click.IntRange(0, 3)), metavar="0..3,..",
+           help="Levels of sub-pipelined tensor parallelism, where tp > 1. [default: those that the stack runs]"),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
     option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
     option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",

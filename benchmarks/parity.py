@@ -4,13 +4,16 @@
     python benchmarks/parity.py --world 4 --model gpt  # a part of it
 
 A cell is the worst error of a first-step gradient, max |g - reference| / max(|reference| max, 1e-4). It ends in `!` where that is
-above 1e-5, where a loss of three AdamW steps is further than 1e-6 from the reference's, or where ranks disagree. On 8 ranks the
-ways that divide data also have tp 2, those that divide tensors dp 2. What the executor refuses is listed with the reason.
+above 1e-5, where a loss of three AdamW steps is further than 1e-6 from the reference's, where ranks disagree, or where a stage held
+more or fewer micro-batches than its action list says. On 8 ranks the ways that divide data also have tp 2, those that divide tensors
+dp 2, and more rows have pp 4. Early recompute, last-no-recompute and SCP recompute in full whatever the way, but on the last stage
+where the schedule forbids it. What the executor refuses is listed with the reason.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,10 +26,12 @@ import torch
 from rich.console import Console
 from torch.multiprocessing import ProcessRaisedException
 
+from costmodels.actions import Work, parse_row
 from costmodels.offload import Offload
-from costmodels.schedules import Schedule
+from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, Schedule
 from executor.check.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Outcome, gradient_errors, loss_errors, run_plans, run_reference
-from executor.rules.all import refusals
+from executor.layout import action_rows
+from executor.rules.all import nearest_legal, refusals
 from planner.plan import Plan
 from planner.report.text import print_table, say
 from tests.executor_plans import GPT, LLAMA, make_plan
@@ -37,6 +42,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": Schedule.ONE_F_ONE_B},
     "interleaved": {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2},
     "zbv": {"schedule": Schedule.ZBV, "virtual_stages": 2},
+    "early-recompute": {"schedule": Schedule.EARLY_RECOMPUTE, "recompute": "full"},
+    "last-no-recompute": {"schedule": Schedule.LAST_NO_RECOMPUTE, "recompute": "full"},
+    "scp": {"schedule": Schedule.SCP, "recompute": "full"},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2},
@@ -74,13 +82,19 @@ def cases(model: str, world: int) -> Iterator[Case]:
             continue
         more = {} if world == 4 else {"tp": 2} if "dp" in settings else {"dp": 2, "zero": (1,)}
         for schedule, how in SCHEDULES.items():
-            yield Case(schedule=schedule, way=way, plan=_altered(way, build(pp=2, **shared, **settings, **how, **more), model))
+            yield Case(schedule=schedule, way=way, plan=_altered(way, build(**{"pp": 2, **shared, **settings, **how, **more}), model))
+            if world == 8 and how["schedule"] in AHEAD:
+                plan = _altered(way, build(**{"pp": 4, **shared, **settings, **how}), model)
+                yield Case(schedule=f"{schedule}, pp 4", way=way, plan=plan)
     for schedule, how in SCHEDULES.items() if world == 2 else ():
-        yield Case(schedule=schedule, way="pp alone", plan=build(pp=2, **shared, **how))
+        yield Case(schedule=schedule, way="pp alone", plan=_altered("", build(pp=2, **shared, **how), model))
 
 
 def _altered(way: str, plan: Plan, model: str) -> Plan:
-    """`mixed` also recomputes differently by layer; `offload` keeps states on the host, and activations of own blocks."""
+    """`mixed` also recomputes differently by layer; `offload` keeps states on the host, and activations of own blocks.
+
+    Where the last stage must not recompute it does not.
+    """
     foreign = model.startswith("hf")
     change: dict[str, dict[str, Any]] = {}
     if way == "offload":
@@ -89,7 +103,8 @@ def _altered(way: str, plan: Plan, model: str) -> Plan:
     if way == "mixed" and not foreign:
         change = {"block-0": {"recompute": ("norm1", "activation", "norm2")}, "block-1": {"recompute": ("attention",)}}
     layer_plans = {name: replace(found, **change.get(name, {})) for name, found in plan.layer_plans.items()}
-    return replace(plan, layer_plans=layer_plans)
+    altered = replace(plan, layer_plans=layer_plans)
+    return nearest_legal(altered) or altered if plan.pipeline.schedule in LAST_KEEPS_ALL else altered
 
 
 def refused(plan: Plan) -> str | None:
@@ -97,10 +112,22 @@ def refused(plan: Plan) -> str | None:
     return next((f"{refusal.found}: {rule.why}" for rule, refusal in refusals(plan)), None)
 
 
-def judged(found: Outcome, expected: Outcome) -> tuple[float, bool]:
+def judged(plan: Plan, found: Outcome, expected: Outcome) -> tuple[float, bool]:
     """The worst gradient error, and whether all is well."""
     worst = max(gradient_errors(found, expected).values())
-    return worst, worst <= GRADIENT_TOLERANCE and max(loss_errors(found, expected)) <= LOSS_TOLERANCE and found.agree
+    trained = worst <= GRADIENT_TOLERANCE and max(loss_errors(found, expected)) <= LOSS_TOLERANCE
+    return worst, trained and found.agree and found.in_flight == listed_in_flight(plan)
+
+
+def listed_in_flight(plan: Plan) -> dict[int, int]:
+    """By stage, the most micro-batches between their forward pass and the end of their backward pass, as the action lists say."""
+    changes, most = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.WEIGHT_GRADIENT: -1}, dict[int, int]()
+    for rank, row in enumerate(action_rows(plan) if plan.mesh.pp > 1 else ()):
+        held = Counter[int]()
+        for stage, work, _ in parse_row(row, rank):
+            held[stage] += changes.get(work, 0)
+            most[stage] = max(most.get(stage, 0), held[stage])
+    return most
 
 
 def run(found: Sequence[Case], expected: Outcome) -> tuple[dict[tuple[str, str], str], int]:
@@ -111,7 +138,7 @@ def run(found: Sequence[Case], expected: Outcome) -> tuple[dict[tuple[str, str],
     except ProcessRaisedException:  # one of them failed: which, is found one by one
         outcomes = [_alone(case) for case in found]
     for case, outcome in zip(found, outcomes, strict=True):
-        worst, good = judged(outcome, expected) if outcome is not None else (float("nan"), False)
+        worst, good = judged(case.plan, outcome, expected) if outcome is not None else (float("nan"), False)
         cells[case.schedule, case.way] = "failed!" if outcome is None else f"{worst:.0e}{'' if good else '!'}"
         bad += not good
     return cells, bad

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from costmodels.collectives import Collective, collective_time, point_to_point_time
+from costmodels.halved import HalvedOperators, halved_workspace_bytes, price_halves
 from costmodels.layer import (
     ENDLESS,
     DataParallelTime,
@@ -24,6 +25,7 @@ from costmodels.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_tim
 from costmodels.pace import layouts_of
 from costmodels.recompute import Again, Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
+from costmodels.sub_pipeline import HALVES
 from profiles.hardware import CPU
 from profiles.measured import Machine
 from profiles.model import LayerClass, LayerKind, ModelGraph
@@ -114,8 +116,8 @@ class LayerBook(ABC, Generic[K]):
     def offloads_states(self) -> bool:
         return Offload.STATES in self.offload
 
-    def _operators(self, kind: K, micro_batch_size: int, sharding: Sharding) -> LayerOperators:
-        def make() -> LayerOperators:
+    def _operators(self, kind: K, micro_batch_size: int, sharding: Sharding) -> LayerOperators | HalvedOperators:
+        def make() -> LayerOperators | HalvedOperators:
             return price_operators(self.layer(kind, micro_batch_size), sharding, self.machine, self.training)
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
@@ -141,18 +143,26 @@ class LayerBook(ABC, Generic[K]):
 
         return self._once(("waiting", kind, micro_batch_size, sharding), make)
 
+    def _workspace_bytes(self, kind: K, layer: LayerClass, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]) -> int:
+        return workspace_bytes(layer, sharding, again, self.training.stack)
+
     def activations(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> ActivationBytes:
         """Saved and temporary bytes of one layer of `kind` for one micro-batch."""
 
         def make() -> ActivationBytes:
             layer, again = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level)
-            stack = self.training.stack
-            saved, workspace = saved_bytes(layer, sharding, again, stack), workspace_bytes(layer, sharding, again, stack)
+            saved = saved_bytes(layer, sharding, again, self.training.stack)
+            workspace = self._workspace_bytes(kind, layer, micro_batch_size, sharding, again)
             if self.offloads_activations(kind):
                 return ActivationBytes(saved=0, ideal_saved=0.0, workspace=workspace + saved, host=saved)
             return ActivationBytes(saved=saved, ideal_saved=ideal_saved_bytes(layer, sharding.tp, again), workspace=workspace)
 
         return self._once(("activations", kind, micro_batch_size, sharding, level), make)
+
+    def remade_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> int:
+        """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch: what it would keep without, less that."""
+        whole, kept = (self.activations(kind, micro_batch_size, sharding, again) for again in (Recompute.NONE, level))
+        return max(0, whole.saved + whole.host - kept.saved - kept.host)
 
     def data_parallel(self, kind: K, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
         """Gradient reduction, gathers and the optimizer step of one layer of `kind` at ZeRO stage `zero`."""
@@ -253,6 +263,34 @@ class PriceBook(LayerBook[LayerKind]):
     def recompute_operators(self, kind: LayerKind, level: Again) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
         return recompute_operators(self.kept_graph(1).layer_class(kind), level) if kind is LayerKind.BLOCK else ()
+
+    def _operators(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> LayerOperators | HalvedOperators:
+        """Those of blocks that run as two halves of the micro-batch are priced as such."""
+        if not (kind is LayerKind.BLOCK and sharding.overlap):
+            return super()._operators(kind, micro_batch_size, sharding)
+
+        def make() -> HalvedOperators:
+            half, whole = (self.layer(kind, size) for size in (micro_batch_size // HALVES, micro_batch_size))
+            return price_halves(half, whole, sharding, self.machine, self.training)
+
+        return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
+        """What the blocks of a stage pay forward and backward beside `layer_time`: the ends of a row of halves, at level 3 alone."""
+
+        def make() -> tuple[Seconds, Seconds]:
+            operators = self._operators(LayerKind.BLOCK, micro_batch_size, sharding)
+            return operators.edges() if isinstance(operators, HalvedOperators) else (ZERO, ZERO)
+
+        return self._once(("edges", micro_batch_size, sharding), make)
+
+    def _workspace_bytes(
+        self, kind: LayerKind, layer: LayerClass, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...],
+    ) -> int:
+        if not (kind is LayerKind.BLOCK and sharding.overlap):
+            return super()._workspace_bytes(kind, layer, micro_batch_size, sharding, again)
+        half = self.kept_layer(kind, micro_batch_size // HALVES)
+        return halved_workspace_bytes(half, layer, sharding, again, self.training.stack)
 
     def transfer(self, micro_batch_size: int, sharding: Sharding, *, crosses_nodes: bool, sharing: int) -> Seconds:
         """One micro-batch's boundary activation from one pipeline rank to another; `sharing` of them leave a node at once.

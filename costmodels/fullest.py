@@ -21,6 +21,8 @@ class Held:
     gathered   parameters, of this layer and the one that is gathered ahead
     reduced    whole gradients of one micro-batch: there at the end of the layer's backward pass, and as what is reduced until
                the next layer's are
+    remade     what a recompute ahead of the gradient adds to what is kept of the micro-batch
+    alone      temporary in a backward pass after that
     """
 
     saved: float
@@ -28,6 +30,8 @@ class Held:
     gradients: float
     gathered: float = 0.0
     reduced: float = 0.0
+    remade: float = 0.0
+    alone: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,7 @@ def fullest_bytes(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, He
 def _levels(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], throughout: Throughout) -> Iterator[float]:
     """What is held while each layer runs backward, through the rank's actions in their order, and while gradients are reduced."""
     chunks, level, made, reducing = strategy.chunks(rank), throughout.gathered, set[int](), 0.0
+    ahead = set[tuple[int, int]]()
     waits = {LayerKind.HEAD: throughout.shared_table, LayerKind.EMBEDDING: -throughout.shared_table}
     for action in strategy.frame.orders()[rank]:
         chunk = chunks[action.chunk]
@@ -61,11 +66,17 @@ def _levels(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], t
             level += sum(layers[choice].saved for choice in chunk) + throughout.sent * (chunk[-1].kind is not LayerKind.HEAD)
             yield level + reducing
             continue
+        if action.work is Work.RECOMPUTE:
+            level += sum(layers[choice].remade for choice in chunk)
+            ahead.add((action.chunk, action.micro_batch))
+            yield level + reducing + max(layers[choice].gathered for choice in chunk)
+            continue
+        after = (action.chunk, action.micro_batch) in ahead
         for choice in reversed(chunk):
             held, waiting = layers[choice], waits.get(choice.kind, 0.0)
-            yield level + held.gathered + max(held.workspace, held.reduced) + reducing
+            yield level + held.gathered + max(held.alone if after else held.workspace, held.reduced) + reducing
             reducing = held.reduced or reducing
-            level += waiting - held.saved + (0.0 if action.chunk in made else held.gradients)
+            level += waiting - held.saved - after * held.remade + (0.0 if action.chunk in made else held.gradients)
         level += throughout.sent * (chunk[0].kind is not LayerKind.EMBEDDING)
         made.add(action.chunk)
     yield level - throughout.gathered + throughout.reduced

@@ -214,7 +214,7 @@ class LayerOperators:
         collectives = sum(time.backward.value_s > 0 for time in self.tensor_parallel.values())
         return LayerTime(
             forward=forward, recompute=repeated,
-            backward=_launched(backward, tp_backward, (self.layer.gradient_launches + collectives) * self.host_backward_s),
+            backward=launched(backward, tp_backward, (self.layer.gradient_launches + collectives) * self.host_backward_s),
             tp_forward=tp_forward, tp_backward=tp_backward, tp_recompute=tp_repeated)
 
     @property
@@ -226,10 +226,11 @@ class LayerOperators:
         compute = _sum(self.compute[name].forward for name in names)
         communication = _sum(self.tensor_parallel[name].forward for name in names)
         collectives = sum(self.tensor_parallel[name].forward.value_s > 0 for name in names)
-        return _launched(compute, communication, (len(names) + collectives) * self.host_forward_s), communication
+        launches = sum(self.compute[name] is not FREE for name in names) + collectives
+        return launched(compute, communication, launches * self.host_forward_s), communication
 
 
-def _launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
+def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:
     """The compute, with what the device waits for the host where launching takes longer than running."""
     waits_s = host_s - compute.value_s - communication.value_s
     return compute + Seconds(waits_s, Kind.ANALYTIC) if waits_s > 0 else compute

@@ -12,6 +12,8 @@ from costmodels.book import ActivationBytes, LayerBook, LayerStates, PriceBook
 from costmodels.fullest import Held, Throughout, fullest_bytes
 from costmodels.memory import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
 from costmodels.mesh import Axis, Mesh
+from costmodels.moments import moments
+from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule, in_flight
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from profiles.model import LayerKind
@@ -116,7 +118,8 @@ def peaks(rank: int, frame: Frame) -> tuple[tuple[float, float], ...]:
 def _held(rows: tuple[str, ...], rank: int, stage: int | None = None) -> tuple[tuple[int, int], ...]:
     """Stashes, and weight gradients that wait, after each action of a rank; of one of its virtual stages, or of all."""
     works = [work for own, work, _ in parse_row(rows[rank], rank) if stage in (None, own)]
-    changes = {Work.FORWARD: (1, 0), Work.INPUT_GRADIENT: (0, 1), Work.WEIGHT_GRADIENT: (-1, -1), Work.BACKWARD: (-1, 0)}
+    changes = {
+        Work.FORWARD: (1, 0), Work.INPUT_GRADIENT: (0, 1), Work.WEIGHT_GRADIENT: (-1, -1), Work.BACKWARD: (-1, 0), Work.RECOMPUTE: (0, 0)}
     held, waiting = ([changes[work][index] for work in works] for index in (0, 1))
     return tuple(zip(accumulate(held), accumulate(waiting), strict=True))
 
@@ -142,9 +145,9 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     kept, table = {choice: _activations(choice, frame, book) for choice in layers}, book.shared_table_bytes(frame.mesh, frame.sharding)
     held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
-    activations = sent_bytes(rank, frame, book) + held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
-    temporaries = table + _workspace_bytes(strategy, rank, kept) + _waiting_bytes(strategy, rank, kept, book) + max(
-        layer.zero_buffer for layer in held)
+    between, running = _held_and_running(strategy, rank, kept, book)
+    activations = sent_bytes(rank, frame, book) + between
+    temporaries = table + running + _waiting_bytes(strategy, rank, kept, book) + max(layer.zero_buffer for layer in held)
     apart = _apart_bytes(strategy, rank, kept, book, states.gradients + activations + temporaries)
     spare = book.training.stack.allocator_share * (states.total + activations + temporaries - apart)
     return RankMemory(
@@ -153,12 +156,40 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
         host=sum(layer.host for layer in held) + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}))
 
 
-def _activations(choice: LayerChoice, frame: Frame, book: PriceBook) -> ActivationBytes:
-    """A layer's, with the sum of a shared table's gradients among the temporaries of the embedding, or its whole one before that."""
-    size = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+def _held_and_running(
+    strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook,
+) -> tuple[float, float]:
+    """The most bytes of activations between two actions, and what the fullest backward pass holds beyond them (costmodels/moments.py)."""
+    frame = strategy.frame
+    held = held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
+    inside = _workspace_bytes(strategy, rank, kept)
+    if not frame.recomputes_ahead:
+        return held, inside
+    chunks, most = strategy.chunks(rank), stashes(LayerKind.BLOCK, rank, frame)
+    stash = max(sum(kept[c].saved for c in chunk if frame.virtual_stages == 1 or c.kind is LayerKind.BLOCK) for chunk in chunks)
+    made = max(sum(_remade_bytes(choice, frame, book) for choice in chunk) for chunk in chunks)
+    alone = _workspace_bytes(strategy, rank, {choice: _activations(choice, frame, book, ahead=True) for choice in kept})
+    levels = [
+        (held + (moment.stashes - most) * stash + moment.remade * made, alone if moment.alone else inside)
+        for moment in moments(rank, frame)]
+    between = max(level for level, _ in levels)
+    return between, max(map(sum, levels)) - between
+
+
+def _activations(choice: LayerChoice, frame: Frame, book: PriceBook, *, ahead: bool = False) -> ActivationBytes:
+    """A layer's, with the sum of a shared table's gradients among the temporaries of the embedding, or its whole one before that.
+
+    ahead: after a recompute ahead of the gradient, when it holds all that it would keep without recompute
+    """
+    again = Recompute.NONE if ahead else choice.recompute
+    size = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), again)
     if choice.kind is not LayerKind.EMBEDDING:
         return size
     return replace(size, workspace=size.workspace + book.table_workspace_bytes(frame.mesh, frame.sharding))
+
+
+def _remade_bytes(choice: LayerChoice, frame: Frame, book: PriceBook) -> int:
+    return book.remade_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
 
 
 def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook, together: float) -> float:
@@ -173,6 +204,10 @@ def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, Activati
     held = {choice: book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in kept}
     table = book.shared_table_bytes(frame.mesh, frame.sharding)
     layers = {choice: _of_layer(choice, size, held[choice], joined=table > 0) for choice, size in kept.items()}
+    if frame.recomputes_ahead:
+        layers = {
+            choice: replace(layer, remade=_remade_bytes(choice, frame, book), alone=_activations(choice, frame, book, ahead=True).workspace)
+            for choice, layer in layers.items()}
     end = next((choice for choice in kept if choice.kind is LayerKind.EMBEDDING and table and choice.zero == 3), None)
     return together - fullest_bytes(strategy, rank, layers, Throughout(
         sent=book.sent_bytes(frame.micro_batch_size, frame.sharding), shared_table=table,

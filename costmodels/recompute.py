@@ -145,10 +145,10 @@ def workspace_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[s
     all the time. Left out: workspaces inside kernels.
     """
     remade = saved_bytes(layer, sharding, stack=stack) - saved_bytes(layer, sharding, recompute, stack)
-    return max(0, remade) + max(_backward_bytes(layer, sharding, stack)) + stack.workspace_bytes
+    return max(0, remade) + max(backward_bytes(layer, sharding, stack)) + stack.workspace_bytes
 
 
-def _backward_bytes(layer: LayerClass, sharding: Sharding, stack: Stack) -> Iterator[int]:
+def backward_bytes(layer: LayerClass, sharding: Sharding, stack: Stack) -> Iterator[int]:
     """For each operator of the layer the bytes its backward pass adds to what the layer keeps."""
     freed, kept = 0, saved_bytes_by_operator(layer, sharding)
     for operator in reversed(layer.operators):

@@ -62,7 +62,8 @@ def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: Pric
     """Redundant bytes of each operator of one layer on a device of pipeline rank `rank`.
 
     Over the operators and layers of a rank all classes but temporaries add up to `rank_redundancy` (with virtual stages,
-    over the layers of its largest chunk, which the stashes are counted by). Temporaries here are those of the operator's
+    over the layers of its largest chunk, which the stashes are counted by; what a recompute ahead of the gradient makes is in the
+    rank's alone). Temporaries here are those of the operator's
     own backward pass: of a layer and of a rank the largest moment counts, not the sum.
     """
     layer, sharding = book.kept_graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)

@@ -165,11 +165,38 @@ def uniform_step_s(
         t = (M + (P - 1) / v) stage_s          stage_s = F + B + R of one micro-batch on the whole rank (all its chunks)
 
     The bubble is (P - 1) / (v M) of the useful time. EQUATIONS P; Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Not
-    for schedules that split the backward, whose bubble depends on the parts.
+    for schedules that split the backward or recompute ahead, whose bubble depends on the parts (`recomputed_step_s`).
     Leaves out: transfers, gradient synchronisation, optimizer. Raises ConfigError when the schedule is not `legal`.
     """
     _require_legal(schedule, num_ranks, num_micro_batches, virtual_stages)
     return (num_micro_batches + (num_ranks - 1) / virtual_stages) * stage_s
+
+
+def recomputed_step_s(
+    schedule: Schedule, num_ranks: int, num_micro_batches: int, forward_s: float, backward_s: float, recompute_s: float
+) -> float:
+    """Seconds of one step of equal stages under full recompute, F, B and R of one micro-batch, where communication is free.
+
+        early-recompute      (M + P - 1) (F + B) + M R
+        last-no-recompute    (M + P - 1) (F + B) + (M - 2) R                             for M >= max(3, P)
+        scp                  (M + P - 1) (F + B) + (M - 2) R - min(R, B - F)             and at P = 2, min(R, B - R)
+
+    Exact for B >= F >= R (EQUATIONS P, but for the row at P = 2, which is derived: no stage before P - 2 holds its fourth forward
+    up, and the formula above is right there where B >= 2 F or R = F). Other schedules that do not split the backward: as `uniform_step_s`.
+    Raises ConfigError when the schedule is not `legal`, or a formula does not hold for these values.
+    """
+    _require_legal(schedule, num_ranks, num_micro_batches, 1)
+    if schedule not in AHEAD:
+        return uniform_step_s(schedule, num_ranks, num_micro_batches, 1, forward_s + backward_s + recompute_s)
+    if not backward_s >= forward_s >= recompute_s or (schedule in LAST_KEEPS_ALL and num_micro_batches < max(3, num_ranks)):
+        raise ConfigError(
+            f"the step of {schedule} has a closed form for backward >= forward >= recompute and enough micro-batches, found "
+            f"{backward_s:g}, {forward_s:g}, {recompute_s:g} and {num_micro_batches}", hint="simulate its lists")
+    through_s = (num_micro_batches + num_ranks - 1) * (forward_s + backward_s)
+    if schedule is Schedule.EARLY_RECOMPUTE:
+        return through_s + num_micro_batches * recompute_s
+    spared_s = min(recompute_s, backward_s - (forward_s if num_ranks > 2 else recompute_s)) if schedule is Schedule.SCP else 0.0
+    return through_s + (num_micro_batches - 2) * recompute_s - spared_s
 
 
 def _warm_up(schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> int:

@@ -45,6 +45,7 @@ class Sharding:
     own    the operators that are divided otherwise than in Megatron's way
     axes   the degrees of the axes that `tp` is made of; empty for one axis
     ep     over how many data-parallel ranks the experts are divided
+    overlap    of a block, the level of sub-pipelining, 0 to 3: it divides the micro-batch in time, not over ranks (costmodels/halved.py)
     """
 
     tp: int = 1
@@ -52,6 +53,7 @@ class Sharding:
     own: tuple[tuple[str, Splits], ...] = ()
     axes: tuple[int, ...] = ()
     ep: int = 1
+    overlap: int = 0
 
     @property
     def degrees(self) -> tuple[int, ...]:

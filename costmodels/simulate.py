@@ -13,15 +13,15 @@ comes later on its rank and waits for nothing. On the first stage, whose input h
 backward, as in torch. A stash stays until the weight gradient is over: autograd holds the graph of the micro-batch, and
 from the input gradient on also the gradients of the outputs of operators with weights.
 
-A recompute ahead of the gradient (R) waits for nothing but its turn in the list; the backward after it is the backward alone, and
-what it made is held until that is over.
+A recompute ahead of the gradient (R) waits for nothing but its turn in the list, and the gradient is received while it runs. The
+backward after it is the backward alone; what R made is held until that is over.
 
 Leaves out: sends that block the sender, links shared by several transfers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -52,6 +52,11 @@ class StageCost:
     weight_s: float = 0.0
     waiting_bytes: float = 0.0
     remade_bytes: float = 0.0
+
+    @property
+    def hidden_s(self) -> float:
+        """Of the receive of a gradient what runs under the recompute ahead of it."""
+        return min(self.receive_backward_s, self.recompute_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,9 @@ def simulate(
     return replay(orders, num_micro_batches, costs, tail_s, keep_events, placement)
 
 
-def least_step_s(num_micro_batches: int, costs: Sequence[Sequence[StageCost]], tail_s: Sequence[float]) -> float:
+def least_step_s(
+    num_micro_batches: int, costs: Sequence[Sequence[StageCost]], tail_s: Sequence[float], *, ahead: bool = False,
+) -> float:
     """A lower bound of the simulated step of GPipe, 1F1B and interleaved 1F1B, exact for equal ranks:
 
         max over q <= r of   sum_{i<r} f_i + M t_r + sum_{q<=i<r} b_i + tail_q
@@ -117,11 +124,14 @@ def least_step_s(num_micro_batches: int, costs: Sequence[Sequence[StageCost]], t
     t_r all that rank r does for one micro-batch, f_i and b_i the forward and the backward of the first chunk of rank i, each
     with what it receives. The first forward of rank r comes after those of all ranks before it, and its last action, a backward
     of its first chunk, before those of the ranks from r - 1 down to q; between the two it does M t_r of work. [derived]
+
+    ahead: for schedules that recompute ahead of the gradient, a bound alone: no recompute is in b_i, and what it hides not in t_r
     """
     forward_s = [row[0].receive_forward_s + row[0].forward_s for row in costs]
-    backward_s = [row[0].receive_backward_s + row[0].recompute_s + row[0].backward_s for row in costs]
+    backward_s = [row[0].receive_backward_s + row[0].backward_s + (0.0 if ahead else row[0].recompute_s) for row in costs]
     work_s = [num_micro_batches * sum(
-        c.receive_forward_s + c.forward_s + c.receive_backward_s + c.recompute_s + c.backward_s for c in row) for row in costs]
+        c.receive_forward_s + c.forward_s + c.receive_backward_s + c.recompute_s + c.backward_s - (c.hidden_s if ahead else 0.0)
+        for c in row) for row in costs]
     before_s, after_s = [0.0, *accumulate(forward_s)], [0.0, *accumulate(backward_s)]
     latest_s = least_s = 0.0
     for rank in reversed(range(len(costs))):
@@ -148,13 +158,15 @@ def replay(
     placed = placement or [range(rank, len(costs) * len(own), len(costs)) for rank, own in enumerate(costs)]
     num_stages = sum(map(len, costs))
     slots = [_slots(*one, num_stages, num_micro_batches) for one in zip(orders, placed, costs, strict=True)]
-    end_s = _sweep(slots, num_stages, num_micro_batches)
+    ahead = [_after_recompute(order) for order in orders]
+    late_s = _hide(slots, orders, ahead, costs)
+    end_s = _sweep(slots, late_s, num_stages, num_micro_batches)
     stuck = {rank: _unfinished(order, slots[rank], end_s) for rank, order in enumerate(orders)}
     assert not any(stuck.values()), f"deadlock, rank: next actions that never start: {_shown(stuck)}"
     finish_s = [end_s[own[-1][0]] for own in slots]
     step_s = max(finish + tail for finish, tail in zip(finish_s, tails, strict=True))
     events = [_events(order, own, end_s) if keep_events else () for order, own in zip(orders, slots, strict=True)]
-    timelines = zip(orders, costs, tails, finish_s, events, strict=True)
+    timelines = zip(orders, ahead, costs, tails, finish_s, events, strict=True)
     return SimulatedStep(step_s=step_s, ranks=tuple(_timeline(step_s, num_micro_batches, *one) for one in timelines))
 
 
@@ -183,19 +195,34 @@ def _slots(
     for action in order:
         start, duration_s = first[action.work, action.chunk]
         slots.append((start + action.micro_batch, duration_s))
-    alone_s = {
-        first[Work.BACKWARD, chunk][0] + micro_batch: costs[chunk].receive_backward_s + costs[chunk].backward_s
-        for chunk, micro_batch in _ahead(order)}
-    return [(slot, alone_s.get(slot, duration_s)) for slot, duration_s in slots] if alone_s else slots
+    return slots
 
 
-def _ahead(order: Sequence[Action]) -> list[tuple[int, int]]:
-    """The (chunk, micro-batch) that a rank recomputes ahead of the gradient."""
-    return [(action.chunk, action.micro_batch) for action in order if action.work is Work.RECOMPUTE]
+def _after_recompute(order: Sequence[Action]) -> list[int]:
+    """The places in a list of the backwards whose recompute ran ahead."""
+    ahead = {(action.chunk, action.micro_batch) for action in order if action.work is Work.RECOMPUTE}
+    if not ahead:
+        return []
+    return [
+        place for place, action in enumerate(order)
+        if action.work is Work.BACKWARD and (action.chunk, action.micro_batch) in ahead]
 
 
-def _sweep(slots: Sequence[Sequence[_Slot]], num_stages: int, num_micro_batches: int) -> list[float]:
-    """The end of every slot; _PENDING for those that never ran.
+def _hide(
+    slots: Sequence[list[_Slot]], orders: Sequence[Sequence[Action]], ahead: Sequence[Sequence[int]], costs: Sequence[Sequence[StageCost]],
+) -> dict[int, float]:
+    """By slot how much later than its gradient a backward whose recompute ran `ahead` can start; its seconds become those that are left."""
+    late_s = dict[int, float]()
+    for own, order, chunks, places in zip(slots, orders, costs, ahead, strict=True):
+        for place in places:
+            slot, cost = own[place][0], chunks[order[place].chunk]
+            late_s[slot] = cost.hidden_s
+            own[place] = slot, cost.receive_backward_s - cost.hidden_s + cost.backward_s
+    return late_s
+
+
+def _sweep(slots: Sequence[Sequence[_Slot]], late_s: Mapping[int, float], num_stages: int, num_micro_batches: int) -> list[float]:
+    """The end of every slot; _PENDING for those that never ran. `late_s`: how long after what it waits for a slot can start.
 
     A rank runs until it meets a slot that is not there yet and leaves its name at it; whoever fills the slot wakes it.
     Every action is visited once, and once more when it had to wait.
@@ -215,6 +242,8 @@ def _sweep(slots: Sequence[Sequence[_Slot]], num_stages: int, num_micro_batches:
             if arrived < 0.0:
                 waiting[slot - num_micro_batches] = rank, (slot, duration_s)
                 break
+            if late_s and slot in late_s:
+                arrived += late_s[slot]
             clock = (arrived if arrived > clock else clock) + duration_s
             end_s[slot] = clock
             if slot in waiting:
@@ -243,6 +272,7 @@ def _timeline(
     step_s: float,
     num_micro_batches: int,
     order: Sequence[Action],
+    ahead: Sequence[int],
     costs: Sequence[StageCost],
     tail_s: float,
     finish_s: float,
@@ -251,6 +281,7 @@ def _timeline(
     """Sums over one rank. Its actions never overlap, so the stash held at any time follows from the order alone."""
     busy_s = num_micro_batches * sum(cost.forward_s + cost.recompute_s + cost.backward_s for cost in costs)
     transfer_s = num_micro_batches * sum(cost.receive_forward_s + cost.receive_backward_s for cost in costs)
+    transfer_s -= sum(costs[order[place].chunk].hidden_s for place in ahead)
     change = [_STASHES[action.work] for action in order]
     return RankTimeline(
         busy_s=busy_s,
@@ -258,7 +289,7 @@ def _timeline(
         tail_s=tail_s,
         bubble_s=max(0.0, step_s - busy_s - transfer_s - tail_s),
         finish_s=finish_s,
-        peak_stash_bytes=max(accumulate(_held_bytes(order, costs))),
+        peak_stash_bytes=max(accumulate(_held_bytes(order, ahead, costs))),
         in_flight=max(accumulate(change)),
         events=events,
     )
@@ -267,14 +298,12 @@ def _timeline(
 _STASHES = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.INPUT_GRADIENT: 0, Work.WEIGHT_GRADIENT: -1, Work.RECOMPUTE: 0}
 
 
-def _held_bytes(order: Sequence[Action], costs: Sequence[StageCost]) -> list[float]:
+def _held_bytes(order: Sequence[Action], ahead: Sequence[int], costs: Sequence[StageCost]) -> list[float]:
     """What each action adds to what the rank holds."""
     held = {(work, chunk): _bytes(work, cost) for work in Work for chunk, cost in enumerate(costs)}
     added = [held[action.work, action.chunk] for action in order]
-    ahead = set(_ahead(order))
-    for place, action in enumerate(order) if ahead else ():
-        if action.work is Work.BACKWARD and (action.chunk, action.micro_batch) in ahead:
-            added[place] -= costs[action.chunk].remade_bytes
+    for place in ahead:
+        added[place] -= costs[order[place].chunk].remade_bytes
     return added
 
 

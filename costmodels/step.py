@@ -6,11 +6,13 @@ Two times are given. The *closed form* is what the integer program minimises (EQ
 
 with a = 1/v, or for schedules that split the backward what their list says (`bubble_share`), t_s the seconds of one
 micro-batch on rank s (compute, recompute, exposed communication) and tail_s what follows its last backward pass (exposed
-gradient reduction, optimizer). The *simulated* time replays the schedule's action list and is the one reported.
+gradient reduction, optimizer). Where recompute runs ahead of the gradient, part of it is hidden (costmodels/passes.py).
+The *simulated* time replays the schedule's action list and is the one reported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -21,10 +23,12 @@ from costmodels.layer import contention
 from costmodels.mesh import Axis, place_axis
 from costmodels.occupancy import RankMemory, rank_layers, rank_memory
 from costmodels.pace import layouts_of
+from costmodels.passes import Ahead, hidden_passes, plain_and_ramp
 from costmodels.redundancy import RedundantBytes, rank_redundancy
-from costmodels.schedules import Schedule
+from costmodels.schedules import LAST_KEEPS_ALL, Schedule
 from costmodels.simulate import SimulatedStep, StageCost, replay
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import TrainingSpec
@@ -87,9 +91,24 @@ class StepCosts:
         return tuple(map(sum, zip(self.reduced_s, self.tied_s, self.optimizer_s, strict=True)))
 
 
-def closed_form_s(rank_s: list[float], tail_s: list[float], num_micro_batches: int, share: float) -> float:
-    """(M - a) max t + a sum t + max tail, a = `share`: exact for equal ranks without transfers (EQUATIONS P, I4)."""
-    return (num_micro_batches - share) * max(rank_s) + share * sum(rank_s) + max(tail_s)
+def closed_form_s(
+    rank_s: Sequence[float], tail_s: Sequence[float], num_micro_batches: int, share: float, ahead: Ahead | None = None,
+) -> float:
+    """(M - a - e) max t + e max n + a sum u + max tail, a = `share`: exact for equal ranks without transfers (EQUATIONS P, I4).
+
+    Without recompute ahead e = 0 and u = t.
+    """
+    hidden, plain_s, ramp_s = (ahead.hidden, ahead.plain_s, ahead.ramp_s) if ahead else (0, rank_s, rank_s)
+    return (num_micro_batches - share - hidden) * max(rank_s) + hidden * max(plain_s) + share * sum(ramp_s) + max(tail_s)
+
+
+def _ahead(frame: Frame, rank_s: Sequence[float], stages: Sequence[Sequence[StageCost]]) -> Ahead:
+    recompute_s = [sum(c.recompute_s for c in row) for row in stages]
+    longer_s = [sum(c.backward_s - c.forward_s for c in row) for row in stages]
+    found = [
+        plain_and_ramp(frame.schedule, rank, len(stages), *seconds)
+        for rank, seconds in enumerate(zip(rank_s, recompute_s, longer_s, strict=True))]
+    return Ahead(hidden_passes(frame.schedule), [plain_s for plain_s, _ in found], [ramp_s for _, ramp_s in found])
 
 
 def bubble_share(frame: Frame, book: PriceBook) -> float:
@@ -170,9 +189,20 @@ def rank_receives(rank: int, frame: Frame, book: PriceBook) -> Seconds:
     return forward + transfer_time(rank, frame, book).scaled(chunks - (rank == pp - 1))
 
 
+def rank_edges(frame: Frame, book: PriceBook) -> Seconds:
+    """What the chunks of a rank, each of which has blocks, pay for a micro-batch where halves go from block to block."""
+    forward, backward = book.row_edges(frame.micro_batch_size, frame.sharding)
+    return (forward + backward).scaled(frame.virtual_stages)
+
+
 def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
-    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed."""
+    """The costs of every stage of `strategy` and the tails of its ranks, before any schedule is replayed.
+
+    Raises ConfigError where the last stage recomputes under a schedule that has no time for it.
+    """
     frame, ranks = strategy.frame, range(strategy.frame.mesh.pp)
+    if frame.schedule in LAST_KEEPS_ALL and any(book.recompute_operators(choice.kind, choice.recompute) for choice in strategy.stages[-1]):
+        raise ConfigError(f"{frame.schedule}: its last stage recomputes nothing, here it does", hint="use early-recompute")
     stages = tuple(
         tuple(_stage_cost(strategy.stages[stage], stage, frame, book) for stage in frame.stages_of(rank)) for rank in ranks)
     tails = [_tail(strategy, rank, book) for rank in ranks]
@@ -193,14 +223,19 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     frame = strategy.frame
     ranks = range(frame.mesh.pp)
     memory = tuple(rank_memory(strategy, rank, book) for rank in ranks)
-    times = [_rank_time(strategy, rank, book) for rank in ranks]
     costs = step_costs(strategy, book)
+    simulated = simulated_step(strategy, costs)
+    times = [_rank_time(strategy, rank, book) for rank in ranks]
+    if frame.recomputes_ahead:
+        times = [_less_hidden(time, line.transfer_s) for time, line in zip(times, simulated.ranks, strict=True)]
     micro_batch_s = [
         sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs.stages]
     share = bubble_share(frame, book)
     return StepPrice(
-        closed_form_s=closed_form_s(micro_batch_s, list(costs.tail_s), frame.num_micro_batches, share), bubble_share=share,
-        simulated=simulated_step(strategy, costs),
+        closed_form_s=closed_form_s(
+            micro_batch_s, costs.tail_s, frame.num_micro_batches, share, _ahead(frame, micro_batch_s, costs.stages)),
+        bubble_share=share,
+        simulated=simulated,
         ranks=tuple(times),
         memory=memory,
         redundant=tuple(rank_redundancy(strategy, rank, held, book) for rank, held in enumerate(memory)),
@@ -208,7 +243,7 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
 
 
 def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: PriceBook) -> StageCost:
-    forward_s = backward_s = recompute_s = weight_s = stash_bytes = waiting_bytes = 0.0
+    forward_s = backward_s = recompute_s = weight_s = stash_bytes = waiting_bytes = remade_bytes = 0.0
     for choice in chunk:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
@@ -222,12 +257,17 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
             weight_s += min(own_s, time.backward_s) + data.backward.value_s
             backward_s += book.split_s(choice.kind)
             waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
+        if frame.recomputes_ahead:
+            remade_bytes += book.remade_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+    if any(choice.kind is LayerKind.BLOCK for choice in chunk):
+        edges = book.row_edges(frame.micro_batch_size, frame.sharding)
+        forward_s, backward_s = forward_s + edges[0].value_s, backward_s + edges[1].value_s
     receive_forward, receive_backward = receive_times(stage, frame, book)
     if frame.mesh.pp > 1 and (added := layouts_of(book.machine, book.training.stack)):
         forward_s, backward_s = forward_s + added.action_s, backward_s + added.action_s
     return StageCost(
         forward_s=forward_s, backward_s=backward_s, recompute_s=recompute_s, weight_s=weight_s,
-        stash_bytes=stash_bytes, waiting_bytes=waiting_bytes,
+        stash_bytes=stash_bytes, waiting_bytes=waiting_bytes, remade_bytes=remade_bytes,
         receive_forward_s=receive_forward.value_s, receive_backward_s=receive_backward.value_s)
 
 
@@ -267,10 +307,17 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
         per_micro_batch += data.forward + data.backward + moved + moved
         per_step += data.step
         optimizer += data.optimizer
+    tp_comm += rank_edges(frame, book)
     transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches
     return RankTime(
         compute=compute.scaled(m), recompute=recompute.scaled(m), tp_comm=tp_comm.scaled(m), pp_comm=transfers.scaled(m),
         dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer)
+
+
+def _less_hidden(time: RankTime, transfer_s: float) -> RankTime:
+    """The same with the seconds of transfers that the step has: without those under a recompute ahead of a gradient."""
+    whole_s = time.pp_comm.value_s
+    return replace(time, pp_comm=time.pp_comm.scaled(transfer_s / whole_s)) if whole_s else time
 
 
 def model_flops_utilization(step_s: float, num_ranks: int, book: PriceBook) -> float:

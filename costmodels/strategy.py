@@ -8,9 +8,11 @@ from functools import lru_cache
 from costmodels.actions import Action, orders_of, placement_of
 from costmodels.mesh import Mesh
 from costmodels.recompute import Again
-from costmodels.schedules import SPLIT, Schedule, actions, rank_of, stages_of
+from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, SPLIT, Schedule, actions, rank_of, stages_of
 from costmodels.sharding import Sharding
 from profiles.model import LayerKind
+
+TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Frame:
 
     sequence_parallel: between layers, activations are divided by token over the tensor-parallel ranks
     actions: of a custom schedule the lists, one CSV line per pipeline rank (costmodels/actions.py)
+    tp_overlap: level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3 (EQUATIONS P, last paragraph)
     """
 
     mesh: Mesh
@@ -38,10 +41,11 @@ class Frame:
     num_micro_batches: int
     sequence_parallel: bool
     actions: tuple[str, ...] = ()
+    tp_overlap: int = 0
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding(self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep)
+        return Sharding(self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep, overlap=self.tp_overlap)
 
     def sharding_of(self, choice: LayerChoice) -> Sharding:
         """How a layer of this frame is divided."""
@@ -55,6 +59,15 @@ class Frame:
     def splits_backward(self) -> bool:
         """Whether weight gradients may run apart from input gradients."""
         return self.schedule in SPLIT or any("W" in row for row in self.actions)
+
+    @property
+    def recomputes_ahead(self) -> bool:
+        """Whether recompute may run before the gradient is there that it is for."""
+        return self.schedule in AHEAD or any("R" in row for row in self.actions)
+
+    def keeps_all(self, rank: int) -> bool:
+        """Whether nothing may be recomputed on a pipeline rank."""
+        return self.splits_backward or (self.schedule in LAST_KEEPS_ALL and rank == self.mesh.pp - 1)
 
     @property
     def equal_ranks(self) -> bool:

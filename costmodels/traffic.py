@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from costmodels.actions import Work
 from costmodels.book import PriceBook
 from costmodels.collectives import Collective
 from costmodels.edges import Edge, edges_of, leaves
@@ -23,6 +24,7 @@ from costmodels.mesh import Axis
 from costmodels.redistribution import Move, moves
 from costmodels.sharding import PARTIAL, Place, Sharding
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from costmodels.sub_pipeline import HALVES
 from profiles.model import LayerClass, LayerKind, Operator, OperatorKind, Tensor
 
 MESSAGE = "point_to_point"  # a kind beside those of `Collective`
@@ -70,9 +72,10 @@ def rank_traffic(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Sent, 
 def rank_tally(strategy: Strategy, rank: int, book: PriceBook) -> Tally:
     """The same, call by call."""
     frame, tally = strategy.frame, Tally()
-    for stage in frame.stages_of(rank):
+    for chunk, stage in enumerate(frame.stages_of(rank)):
+        ahead = _num_ahead(frame, rank, chunk)
         for choice in strategy.stages[stage]:
-            _add_layer(tally, choice, frame, book)
+            _add_layer(tally, choice, frame, book, ahead)
         _add_messages(tally, stage, frame, book)
     ends = {frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)}
     if book.tied and len(ends) > 1 and rank in ends:
@@ -81,18 +84,27 @@ def rank_tally(strategy: Strategy, rank: int, book: PriceBook) -> Tally:
     return tally
 
 
+def _num_ahead(frame: Frame, rank: int, chunk: int) -> int:
+    """Of how many micro-batches a stage's recompute runs ahead of the gradient."""
+    order = frame.orders()[rank] if frame.recomputes_ahead else ()
+    return sum(action.work is Work.RECOMPUTE and action.chunk == chunk for action in order)
+
+
 def _gradient_bytes(elements: int, book: PriceBook) -> int:
     return book.training.gradient_precision.num_bytes * elements
 
 
-def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook) -> None:
+def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook, ahead: int) -> None:
     layer, sharding = book.graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
+    again = book.recompute_operators(choice.kind, choice.recompute)
     if sharding.tp > 1:
-        for move in layer_moves(layer, sharding, book.recompute_operators(choice.kind, choice.recompute)):
-            tally.add(Axis.TP, move.collective, move.num_bytes, frame.num_micro_batches)
+        parts = HALVES if sharding.overlap and choice.kind is LayerKind.BLOCK else 1
+        sending = book.graph(frame.micro_batch_size // parts).layer_class(choice.kind)
+        for move in layer_moves(sending, sharding, again):
+            tally.add(Axis.TP, move.collective, move.num_bytes, parts * frame.num_micro_batches)
         for num_bytes in _summed_inside(layer, sharding, book.shards(frame.mesh) if choice.zero else 1):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
-    _add_data_parallel(tally, choice, layer, frame, book)
+    _add_data_parallel(tally, choice, layer, frame, book, ahead if again else 0)
 
 
 def layer_moves(layer: LayerClass, sharding: Sharding, again: tuple[str, ...]) -> Iterator[Move]:
@@ -149,15 +161,16 @@ def _summed_inside(layer: LayerClass, sharding: Sharding, shards: int) -> Iterat
                 yield -(-math.prod(sharding.parameter_shape(operator, parameter)) // shards) * FP32_BYTES
 
 
-def _add_data_parallel(tally: Tally, choice: LayerChoice, layer: LayerClass, frame: Frame, book: PriceBook) -> None:
-    """Reductions and gathers of one layer (`costmodels.layer.data_parallel_time`)."""
+def _add_data_parallel(tally: Tally, choice: LayerChoice, layer: LayerClass, frame: Frame, book: PriceBook, ahead: int) -> None:
+    """Reductions and gathers of one layer (`costmodels.layer.data_parallel_time`), and those of its recomputes ahead of the gradient."""
     mesh, sharding, with_tied = frame.mesh, frame.sharding_of(choice), frame.mesh.pp > 1
     shards = book.shards(mesh) if choice.zero else 1
     whole, owned = (owned_parameters(layer, sharding, count, with_tied=with_tied) for count in (1, shards))
     if mesh.dp == 1 or not whole:
         return
     if shards > 1:
-        gathers, reductions = (2 * frame.num_micro_batches if choice.zero == 3 else 1), (frame.num_micro_batches if choice.zero >= 2 else 1)
+        gathers = 2 * frame.num_micro_batches + ahead if choice.zero == 3 else 1
+        reductions = frame.num_micro_batches if choice.zero >= 2 else 1
         tally.add(Axis.DP, Collective.ALL_GATHER, book.training.precision.num_bytes * whole, gathers)
         tally.add(Axis.DP, Collective.REDUCE_SCATTER, _gradient_bytes(whole, book), reductions)
     if mesh.dp > shards:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from executor.layout import recomputes_ahead
 from executor.parallel.stages import Stage
 from planner.plan import Plan
 from profiles.errors import ConfigError
@@ -33,6 +34,11 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
             raise ConfigError(
                 f"--compile: layer_plans.{name} recomputes {', '.join(layer.recompute)} by recipes, which torch.compile cannot trace",
                 hint="leave --compile out, or make a plan with --recompute none,full")
+    schedule = plan.pipeline.schedule
+    if recomputes_ahead(plan) and any(layer.recompute for layer in plan.layer_plans.values()):
+        raise ConfigError(
+            f"--compile: {schedule} recomputes ahead of the gradient, and a compiled block does so when that is there",
+            hint="leave --compile out, or make a plan with --schedule 1f1b")
     if device.type == "cpu":
         _require_compiler()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from costmodels.actions import Work
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import csv_rows
@@ -55,6 +56,11 @@ def action_rows(plan: Plan) -> tuple[str, ...]:
     """What every pipeline rank runs, one CSV line each (costmodels/actions.py). Raises ConfigError."""
     pipeline = plan.pipeline
     return pipeline.actions or csv_rows(pipeline.schedule, plan.mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages)
+
+
+def recomputes_ahead(plan: Plan) -> bool:
+    """Whether a list has a recompute ahead of its gradient."""
+    return plan.mesh.pp > 1 and any(Work.RECOMPUTE.value in text for text in action_rows(plan))
 
 
 def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:

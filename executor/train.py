@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from executor.check.meter import Meter, Row, predicted_state_bytes
+from executor.checkpoint.states import Held, held
 from executor.compiled import compile_blocks
 from executor.data.batches import Batches, build_batches
 from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, set_learning_rate
@@ -101,6 +102,22 @@ class Trainer:
         """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
         return gradient_norm(self.plan, self.pipeline.stages, self.ranks.device)
 
+    def held(self) -> Held:
+        """The parameters that a checkpoint has of this rank."""
+        return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether some rank holds a copy of what another one saves."""
+        return self.plan.model.tied_embeddings and self.plan.mesh.pp > 1
+
+    def settle_copies(self) -> None:
+        """After a load: nothing, where a rank holds one copy of a parameter at most."""
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What training changes beside parameters, by name."""
+        return {}
+
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
         pp, dp, tp = (self.ranks.coordinate(axis) for axis in ("pp", "dp", "tp"))
@@ -134,7 +151,8 @@ def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter, progres
         progress.moves += 1
         return recorder.span(work, stage, micro_batch)
 
-    pipeline = build_pipeline(plan, ranks, seed=options.seed, after_backward=after_backward, span=span)
+    pipeline = build_pipeline(
+        plan, ranks, seed=options.seed, after_backward=after_backward, span=span, after_recompute=meter.recomputed)
     if options.compile:
         compile_blocks(pipeline.stages)
     meter.watch(pipeline.stages, pipeline.parameters)

@@ -105,7 +105,7 @@ def pipeline_of(frame: Frame) -> Pipeline:
     """The pipeline fields of the plan file."""
     return Pipeline(
         schedule=frame.schedule, virtual_stages=frame.virtual_stages, micro_batch_size=frame.micro_batch_size,
-        num_micro_batches=frame.num_micro_batches, actions=frame.actions)
+        num_micro_batches=frame.num_micro_batches, actions=frame.actions, tp_overlap=frame.tp_overlap)
 
 
 def step_kind(price: StepPrice) -> Kind:

@@ -14,6 +14,7 @@ from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble
 from planner.columns import MixTable, RankColumns, block_counts, to_strategy
+from planner.levels import illegal_full_recompute
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints
 from planner.space import illegal_frame, illegal_tensor_parallel
@@ -86,6 +87,12 @@ def _check_split(frame: Frame, zero: int, recompute: Recompute) -> None:
         raise ConfigError(f"{frame.schedule} splits the backward pass, which runs without recompute", hint="drop --recompute")
 
 
+def _check_halves(frame: Frame, model: ModelSpec, recompute: Recompute, offload: tuple[Offload, ...]) -> None:
+    reason = illegal_full_recompute(frame.tp_overlap, model, offload) if recompute is Recompute.FULL else None
+    if reason:
+        raise ConfigError(reason, hint="use --tp-overlap 2")
+
+
 def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recompute: Recompute, book: PriceBook) -> Strategy:
     """`blocks[s]` blocks on rank s, all at the same recompute level and ZeRO stage."""
     table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True))
@@ -109,6 +116,7 @@ def estimate_plan(
     _check(frame, blocks, model, cluster, training)
     _check_holders(frame, zero, zero_ranks)
     _check_split(frame, zero, recompute)
+    _check_halves(frame, model, recompute, offload)
     book = PriceBook(model, training, machine_for(cluster), zero_ranks=zero_ranks, offload=offload)
     strategy = uniform_strategy(frame, blocks, zero=zero, recompute=recompute, book=book)
     price = price_step(strategy, book)

@@ -45,7 +45,7 @@ def _one_of(name: str, text: str, known: Mapping[str, Value]) -> Value:
 
 _READERS: dict[str, Callable[[str, str], Value]] = {
     **dict.fromkeys(("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages"), lambda name, text: _whole(name, text, 1, None)),
-    "zero": lambda name, text: _whole(name, text, 0, 3),
+    **dict.fromkeys(("zero", "tp_overlap"), lambda name, text: _whole(name, text, 0, 3)),
     "schedule": lambda name, text: _one_of(name, text, {one.value: one for one in Schedule}),
     "recompute": lambda name, text: _one_of(name, text, {one.value: one for one in Recompute}),
     "sequence_parallel": lambda name, text: _one_of(name, text, _SWITCH),

@@ -103,12 +103,14 @@ def _leanest_of(frame: Frame, table: MixTable) -> _Leanest:
 
 
 def _least_memory_frames(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Iterator[Frame]:
-    """The frames that can be leanest: per mesh the smallest micro-batch, without virtual stages, sequence parallel."""
+    """The frames that can be leanest: per mesh and level of sub-pipelining the smallest micro-batch, without virtual stages,
+    sequence parallel."""
     seen: dict[object, Frame] = {}
     for frame in enumerate_space(model, cluster, training, pins).frames:
-        known = seen.get(frame.mesh)
+        alike = frame.mesh, frame.tp_overlap
+        known = seen.get(alike)
         if known is None or _thirst(frame) < _thirst(known):
-            seen[frame.mesh] = frame
+            seen[alike] = frame
     yield from seen.values()
 
 

@@ -19,6 +19,7 @@ from costmodels.sharding import Sharding, Split, Splits
 from planner.layer_front import layer_front, least_time_s
 from planner.layer_ilp import Picked, evaluate
 from planner.layer_problem import LayerProblem, Option, layer_problem
+from planner.levels import illegal_full_recompute
 from planner.request import Constraints
 from profiles.measured import Machine
 from profiles.model import LayerKind, Operator
@@ -123,8 +124,12 @@ class Catalogue:
             self._fastest_s[key] = dict(self._least_s(micro_batch_size, sharding))
         return self._fastest_s[key]
 
+    def divides(self, sharding: Sharding) -> bool:
+        """Whether operators may be divided in other ways than Megatron's, as no micro-batch that runs in two halves has them."""
+        return self.free and sharding.tp > 1 and not sharding.overlap
+
     def _least_s(self, b: int, sharding: Sharding) -> Iterator[tuple[Layout, float]]:
-        if sharding.tp == 1 or not self.free:
+        if not self.divides(sharding):
             yield self._layouts[0], min(self.book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s for level in self.levels)
             return
         problem = self.problem(b, sharding).only(lambda _, option: not option.again)
@@ -148,11 +153,12 @@ class Catalogue:
 
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
         for level in self.levels:
-            yield self._preset(level, b, sharding)
-        divides = self.free and sharding.tp > 1
+            if level is not Recompute.FULL or not illegal_full_recompute(sharding.overlap, self.book.model):
+                yield self.preset(level, b, sharding)
+        divides = self.divides(sharding)
         if not divides and not self.by_operator:
             return
-        problem = self.problem(b, sharding)
+        problem = self.problem(b, replace(sharding, overlap=0))
         layouts = self._layouts if divides else self._layouts[:1]
         for layout in layouts:
             for wanted in (None,) if self.by_operator else self.levels:
@@ -167,7 +173,7 @@ class Catalogue:
             operator = self._operators[name]
             if level is not None and option.again != (name in names):
                 return False
-            if not self.free:
+            if not self.free or sharding.overlap:
                 return option.splits == sharding.splits(operator)
             weighty = sharding.tp > 1 and operator.parameters and operator.parallel_dim
             return not weighty or weight_divided(operator, option.splits, sharding.degrees) == (operator.parallel_dim in layout)
@@ -180,15 +186,17 @@ class Catalogue:
         own = tuple((op.name, option.splits) for op, option in chosen if option.splits != sharding.splits(op))
         again, divided = tuple(op.name for op, option in chosen if option.again), replace(sharding, own=own)
         block, saved, workspace = self.book.kept_graph(b).block, picked.cost.saved_bytes, picked.workspace_bytes
-        # copies that are no sum over pairs, and what the problem, whose bytes are those of GPUs, does not know
-        if (own and shared_beside_a_copy(block, divided)) or self.book.plain_dropout:
+        time_s = self.book.layer_time(LayerKind.BLOCK, b, divided, again).total_s if sharding.overlap else picked.launched_s
+        # copies that are no sum over pairs, and what the problem, whose bytes are those of GPUs and of whole micro-batches, does not know
+        if sharding.overlap or (own and shared_beside_a_copy(block, divided)) or self.book.plain_dropout:
             size = self.book.activations(LayerKind.BLOCK, b, divided, again)
             saved, workspace = float(size.saved), float(size.workspace)
         return LayerOption(
-            recompute=again, sharding=divided, layout=layout, time_s=picked.launched_s, saved_bytes=saved,
+            recompute=again, sharding=divided, layout=layout, time_s=time_s, saved_bytes=saved,
             ideal_saved_bytes=ideal_saved_bytes(block, sharding.tp, again), workspace_bytes=workspace)
 
-    def _preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
+    def preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
+        """Megatron's way to divide a block, at a level of recompute."""
         size = self.book.activations(LayerKind.BLOCK, b, sharding, level)
         return LayerOption(
             recompute=self.book.recompute_operators(LayerKind.BLOCK, level), sharding=sharding, layout=self._layouts[0],

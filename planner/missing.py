@@ -17,12 +17,14 @@ from costmodels.kernels import Kernel, StreamKernel
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis, Placement, place_axis
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from costmodels.sub_pipeline import HALVES
 from costmodels.traffic import Sent, rank_tally
 from planner.operator_cases import kernels_by_case, kernels_of_update, update_cases
 from planner.plan import Plan
 from planner.reprice import book_of, strategy_of
 from profiles.cases import Case
 from profiles.measured import analytic_profile
+from profiles.model import LayerKind, Operator
 from profiles.profiler.comm_cases import SMALLEST_BYTES, TIMED, timed_case
 from profiles.profiler.groups import Shape
 from profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest
@@ -76,11 +78,20 @@ def coverage(plan: Plan) -> Coverage | None:
 def _of_operators(choice: LayerChoice, frame: Frame, book: PriceBook, beyond: dict[str, None]) -> dict[Case, Kind]:
     """Of one layer; what no case measures goes to `beyond`."""
     found: dict[Case, Kind] = {}
-    for operator in book.graph(frame.micro_batch_size).layer_class(choice.kind).operators:
+    for operator in _sizes_of(choice, frame, book):
         measured, others = kernels_by_case(operator, frame.sharding_of(choice), book.model, book.training)
         found |= {case: _kind(kernels, book) for case, kernels in measured.items()}
         beyond |= dict.fromkeys(kernel.name if isinstance(kernel, StreamKernel) else f"{operator.name}'s products" for kernel in others)
     return found
+
+
+def _sizes_of(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[Operator, ...]:
+    """The operators of a layer at the sizes that it runs them: of half a micro-batch where a block runs as two, at level 1 of both."""
+    whole = book.graph(frame.micro_batch_size).layer_class(choice.kind).operators
+    if not frame.tp_overlap or choice.kind is not LayerKind.BLOCK:
+        return whole
+    halves = book.graph(frame.micro_batch_size // HALVES).block.operators
+    return (*whole, *halves) if frame.tp_overlap == 1 else halves
 
 
 def _kind(kernels: tuple[Kernel, ...], book: PriceBook) -> Kind:

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from costmodels.mesh import Mesh
-from planner.plan import Pipeline, Plan, Prediction, SearchRecord, checked, dumped, from_document, load
+from planner import plan as described
+from planner.plan import Pipeline, Plan, Prediction, SearchRecord
 from profiles.catalog import cluster_document
 from profiles.errors import ConfigError
 from profiles.files import write_text
@@ -93,36 +96,27 @@ def to_document(plan: ModulePlan) -> dict[str, Any]:
 
 def to_yaml(plan: ModulePlan) -> str:
     """The plan as YAML; the same plan always gives the same text."""
-    return dumped(to_document(plan))
+    return yaml.safe_dump(to_document(plan), sort_keys=False, default_flow_style=None, width=120)
 
 
 def write(plan: ModulePlan, path: Path) -> None:
-    """Write the plan atomically, as planner.plan.write does. Raises ConfigError."""
+    """Write the plan atomically. Raises ConfigError."""
     write_text(to_yaml(plan), path, hint="choose another file with --output")
 
 
-def read(path: Path) -> ModulePlan:
-    """The plan of a traced module in a file. Raises ConfigError: as planner.plan.read does, and for the plan of a described model."""
-    found = read_any(path)
-    if isinstance(found, Plan):
-        raise ConfigError(f"{path}: it is the plan of a described model, {found.model.name}", hint="make a plan of the module")
-    return found
+def read(path: Path) -> Plan | ModulePlan:
+    """The plan in a file, of either kind. Raises ConfigError as `planner.plan.read`."""
+    return from_any(described.load(path), str(path))
 
 
-def read_any(path: Path) -> Plan | ModulePlan:
-    """The plan in a file, of a described model or of a traced module. Raises ConfigError, as planner.plan.read does."""
-    body = load(path)
-    return module_from_document(body, str(path)) if is_of_module(body) else from_document(body, str(path))
+def from_any(body: Any, where: str) -> Plan | ModulePlan:
+    """The plan of either kind in a document. Raises ConfigError with `where`."""
+    return from_document(body, where) if isinstance(body, dict) and "traced" in body else described.from_document(body, where)
 
 
-def is_of_module(body: Any) -> bool:
-    """Whether a document is the plan of a traced module."""
-    return isinstance(body, dict) and "traced" in body
-
-
-def module_from_document(body: Any, where: str) -> ModulePlan:
-    """The plan of what `to_document` gives. Raises ConfigError with `where`, as `read` does."""
-    plan = parse(ModulePlan, checked(body, where), where)
+def from_document(body: Any, where: str) -> ModulePlan:
+    """The plan of what `to_document` gives. Raises ConfigError with `where`."""
+    plan = parse(ModulePlan, described.checked_document(body, where), where)
     _require_whole(plan, where)
     return plan
 

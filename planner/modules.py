@@ -37,4 +37,8 @@ def narrowed(pins: Constraints, module: ModuleSource | None) -> Constraints:
         raise ConfigError("--recompute selective: the blocks of a module run again as a whole, or not", hint="use --recompute none,full")
     if module.undivided and pins.tp and max(pins.tp) > 1:
         raise ConfigError(f"--tp {max(pins.tp)}: {module.undivided}", hint="use --tp 1")
-    return replace(pins, megatron_sharding=True, recompute=pins.recompute or LEVELS, tp=(1,) if module.undivided else pins.tp)
+    if pins.tp_overlap and max(pins.tp_overlap):
+        raise ConfigError(
+            f"--tp-overlap {max(pins.tp_overlap)}: only the executor's own blocks run as two halves", hint="use --tp-overlap 0")
+    tp = (1,) if module.undivided else pins.tp
+    return replace(pins, tp_overlap=(0,), megatron_sharding=True, recompute=pins.recompute or LEVELS, tp=tp)

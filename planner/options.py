@@ -32,7 +32,7 @@ from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.module import ModuleSource
 from profiles.own import OwnProfile, read
-from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
+from profiles.spec import FP8, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.units import parse_size
 
@@ -82,8 +82,8 @@ def question(asked: Asked) -> Question:
     if module:
         entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))  # its tables are as large as it makes them
     own = None if asked.profile is None else read(Path(asked.profile))
-    cluster, assumed_cluster = _cluster(asked, own)
-    training, assumed_training = _training(asked, entry, own)
+    cluster, assumed_cluster = asked_cluster(asked, own)
+    training, assumed_training = asked_training(asked, entry.global_batch_size, entry.seq_length, own)
     cluster.device.peak(training.precision)
     if training.fp8_matmuls and FP8 not in cluster.device.peak_flops_per_s:
         raise ConfigError(f"{cluster.device.name} has no fp8 arithmetic", hint="leave out --fp8, or plan for a device of Hopper or later")
@@ -100,7 +100,8 @@ def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
             hint=f"use at most {model.max_seq_length}, or a model file with a larger max_seq_length")
 
 
-def _cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
+def asked_cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
+    """The machine to plan for, and the defaults that were taken. Raises ConfigError."""
     if asked.cluster is not None:
         return _cluster_of_file(asked, asked.cluster), ()
     if asked.gpus is None:
@@ -127,18 +128,21 @@ def _cluster_of_file(asked: Asked, name: str) -> Cluster:
     return with_gpus(cluster, cluster.num_gpus if asked.gpus is None else asked.gpus, asked.gpus_per_node)
 
 
-def _training(asked: Asked, entry: ModelEntry, own: OwnProfile | None) -> tuple[TrainingSpec, tuple[str, ...]]:
+def asked_training(
+    asked: Asked, global_batch_size: int, seq_length: int, own: OwnProfile | None, *, whose: str = "the model's",
+) -> tuple[TrainingSpec, tuple[str, ...]]:
+    """One step, of the batch and sequence that are `whose` where none were asked for, and the defaults. Raises ConfigError."""
     measured_at, run_by = (precision_of(own, str(asked.profile)), stack_of(own)) if own else (None, None)
     stack = load_stack(asked.stack or run_by or DEFAULT_STACK)
     training = TrainingSpec(
-        global_batch_size=entry.global_batch_size if asked.global_batch_size is None else asked.global_batch_size,
-        seq_length=entry.seq_length if asked.seq_length is None else asked.seq_length,
+        global_batch_size=global_batch_size if asked.global_batch_size is None else asked.global_batch_size,
+        seq_length=seq_length if asked.seq_length is None else asked.seq_length,
         precision=Precision(asked.precision or measured_at or Precision.BF16),
         gradient_precision=Precision(asked.gradient_precision or Precision.FP32),
         attention=AttentionKernel(asked.attention or stack.attention),
         overlap_grad_reduce=stack.overlap_grad_reduce, fp8_matmuls=asked.fp8, stack=stack)
     taken = {
-        "global_batch_size": f"{training.global_batch_size} (the model's)", "seq_length": f"{training.seq_length} (the model's)",
+        "global_batch_size": f"{training.global_batch_size} ({whose})", "seq_length": f"{training.seq_length} ({whose})",
         "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else ''}", "gradient_precision": training.gradient_precision,
         "stack": f"{stack.name}{_OF_THE_PROFILE if run_by else ''}", "attention": f"{training.attention} (the stack's)"}
     return training, tuple(
@@ -153,7 +157,8 @@ def question_of(options: Options) -> Question:
 def constraints(options: Options) -> Constraints:
     """The pinned and the forbidden choices."""
     sequence_parallel = options["sequence_parallel"]
-    alike = ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages", "zero", "zero_ranks", "tp_across_nodes", "megatron_sharding")
+    alike = ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages", "zero", "zero_ranks", "tp_overlap", "tp_across_nodes",
+             "megatron_sharding")
     asked = Constraints(
         **{name: options[name] for name in alike},
         schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),
@@ -218,7 +223,7 @@ def frame(question: Question, options: Options) -> Frame:
     return Frame(
         mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=options["ep"]), schedule=schedule, virtual_stages=virtual_stages,
         micro_batch_size=micro_batch_size, num_micro_batches=max(1, question.training.global_batch_size // (micro_batch_size * dp)),
-        sequence_parallel=options["sequence_parallel"], actions=actions)
+        sequence_parallel=options["sequence_parallel"], actions=actions, tp_overlap=options["tp_overlap"])
 
 
 def layout_book(question: Question, options: Options) -> tuple[Frame, PriceBook]:

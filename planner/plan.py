@@ -17,7 +17,7 @@ import yaml
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule
-from costmodels.strategy import Frame
+from costmodels.strategy import TP_OVERLAP_LEVELS, Frame
 from profiles.catalog import cluster_document, cluster_from_document
 from profiles.errors import ConfigError, unknown_name_error
 from profiles.files import write_text
@@ -51,6 +51,8 @@ class Pipeline:
     """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved or zbv).
 
     actions: of a custom schedule, and only of that, what each pipeline rank runs, as a line of torch's compute-only CSV
+    tp_overlap: level of sub-pipelined tensor parallelism in the blocks: all-reduces of one half of a micro-batch under the compute of the
+        other. 0 none, 1 inside each linear, 2 inside a block, 3 across the blocks of a stage
     """
 
     __pydantic_config__ = _FORBID
@@ -60,8 +62,11 @@ class Pipeline:
     micro_batch_size: int
     num_micro_batches: int
     actions: tuple[str, ...] = ()
+    tp_overlap: int = 0
 
     def __post_init__(self) -> None:
+        if self.tp_overlap not in TP_OVERLAP_LEVELS:
+            raise ConfigError(f"pipeline: tp_overlap is {self.tp_overlap}, it must be 0, 1, 2 or 3")
         if bool(self.actions) != (self.schedule is Schedule.CUSTOM):
             raise ConfigError(f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; custom, and only it, has some")
 
@@ -350,7 +355,7 @@ def frame_of(plan: Plan) -> Frame:
     return Frame(
         mesh=plan.mesh, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages, micro_batch_size=pipeline.micro_batch_size,
         num_micro_batches=pipeline.num_micro_batches, sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()),
-        actions=pipeline.actions)
+        actions=pipeline.actions, tp_overlap=pipeline.tp_overlap)
 
 
 def to_document(plan: Plan) -> dict[str, Any]:
@@ -362,12 +367,7 @@ def to_document(plan: Plan) -> dict[str, Any]:
 
 def to_yaml(plan: Plan) -> str:
     """The plan as YAML; the same plan always gives the same text."""
-    return dumped(to_document(plan))
-
-
-def dumped(body: Mapping[str, Any]) -> str:
-    """The YAML of a plan's document."""
-    return str(yaml.safe_dump(body, sort_keys=False, default_flow_style=None, width=120))
+    return yaml.safe_dump(to_document(plan), sort_keys=False, default_flow_style=None, width=120)
 
 
 def write(plan: Plan, path: Path) -> None:
@@ -381,7 +381,7 @@ def read(path: Path) -> Plan:
 
 
 def load(path: Path) -> Any:
-    """What a YAML file holds. Raises ConfigError: not readable, not YAML."""
+    """What a file holds. Raises ConfigError: not readable, not YAML."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:
@@ -394,13 +394,13 @@ def load(path: Path) -> Any:
 
 def from_document(body: Any, where: str) -> Plan:
     """The plan of what `to_document` gives. Raises ConfigError with `where`, as `read` does."""
-    plan = parse(Plan, checked(body, where), where)
+    plan = parse(Plan, checked_document(body, where), where)
     _require_whole(plan, where)
     return plan
 
 
-def checked(body: Any, where: str) -> dict[str, Any]:
-    """The document of a plan of this version, its cluster read. Raises ConfigError."""
+def checked_document(body: Any, where: str) -> dict[str, Any]:
+    """The document of a plan of this version, with its cluster. Raises ConfigError."""
     if not isinstance(body, dict):
         raise ConfigError(f"{where}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again")
     version = body.get("plan_version")
@@ -408,8 +408,9 @@ def checked(body: Any, where: str) -> dict[str, Any]:
     if version != PLAN_VERSION:
         raise ConfigError(
             f"{where}: plan_version is {found}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
-    read_: dict[str, Any] = {"cluster": cluster_from_document(body["cluster"], f"{where}: cluster")} if "cluster" in body else {}
-    return body | read_
+    if "cluster" in body:
+        body = {**body, "cluster": cluster_from_document(body["cluster"], f"{where}: cluster")}
+    return dict(body)
 
 
 def _require_whole(plan: Plan, where: str) -> None:

@@ -32,7 +32,7 @@ UNLIMITED_BYTES = 1 << 60
 MARGIN_STEP = 0.001
 LIMIT_STEP_GIB = 0.1
 MOST_STEPS = 3  # the need of the leanest plan is known to 1 MiB
-PINS = ("schedule", "virtual_stages", "sequence_parallel", "tp", "pp", "dp", "ep", "micro_batch_size", "zero",
+PINS = ("schedule", "virtual_stages", "sequence_parallel", "tp", "pp", "dp", "ep", "micro_batch_size", "zero", "tp_overlap",
         "recompute")  # last: easiest
 MESH = frozenset({"tp", "pp", "dp"})
 Item = str | Ban  # a pin by its name, or a ban

@@ -48,6 +48,10 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, book: PriceBook) -> La
     own = tuple(
         (operator.name, split) for operator in operators
         if (split := _splits(operator, name, layer_plan, plan.mesh.tp)) not in (None, frame.sharding.splits(operator)))
+    if own and frame.tp_overlap:
+        raise ConfigError(
+            f"layer_plans.{name}: {own[0][0]} is not divided as Megatron does, sub-pipelined tensor parallelism is priced for nothing else",
+            hint="set pipeline.tp_overlap to 0")
     sharding = replace(frame.sharding, own=own) if own else None
     return LayerChoice(layer_plan.layer, tuple(layer_plan.recompute), layer_plan.zero, sharding)
 

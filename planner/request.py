@@ -8,12 +8,13 @@ from enum import StrEnum
 
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
+from costmodels.strategy import TP_OVERLAP_LEVELS
 from planner.forbid import NAMES, Ban, Value
 from planner.plan import Objective
 from profiles.errors import ConfigError
 
 ZERO_STAGES = (0, 1, 2, 3)
-_EVERY: Mapping[str, tuple[Value, ...]] = {"zero": ZERO_STAGES, "recompute": tuple(Recompute)}
+_EVERY: Mapping[str, tuple[Value, ...]] = {"zero": ZERO_STAGES, "recompute": tuple(Recompute), "tp_overlap": TP_OVERLAP_LEVELS}
 
 
 class SolverName(StrEnum):
@@ -27,6 +28,7 @@ class Constraints:
 
     recompute           levels; None also allows any list of operators
     zero_ranks          neighbours that hold one copy of sharded states together, on meshes whose dp it divides
+    tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that the stack runs
     megatron_sharding   tensor parallelism divides every operator as Megatron does
     """
 
@@ -41,6 +43,7 @@ class Constraints:
     recompute: tuple[Recompute, ...] | None = None
     zero: tuple[int, ...] | None = None
     zero_ranks: int | None = None
+    tp_overlap: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
     megatron_sharding: bool = False
     forbid: tuple[Ban, ...] = ()
@@ -53,6 +56,9 @@ class Constraints:
         for value in self.zero or ():
             if value not in ZERO_STAGES:
                 raise ConfigError(f"--zero is {value}, it must be 0, 1, 2 or 3")
+        for value in self.tp_overlap or ():
+            if value not in TP_OVERLAP_LEVELS:
+                raise ConfigError(f"--tp-overlap is {value}, it must be 0, 1, 2 or 3")
         self._require_something_left()
 
     def _require_something_left(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ class Problem:
         not stop, or gave what is no answer.
         """
         limit_s = None if time_limit_s is None else max(0.0, time_limit_s)  # HiGHS takes a negative limit for none
-        command = _command(solver, limit_s)
+        command, started_s = _command(solver, limit_s), time.monotonic()
         try:
             self._problem.solve(command)
         except pulp.PulpSolverError as error:
@@ -87,9 +88,10 @@ class Problem:
         if found in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             self._require_kept(solver)
             return Solution(float(pulp.value(self._problem.objective)), proven=found == pulp.LpSolutionOptimal)
-        if status == pulp.LpStatusInfeasible:
+        over = limit_s is not None and time.monotonic() - started_s >= limit_s
+        if status == pulp.LpStatusInfeasible and not over:
             return None
-        if time_limit_s is not None and status == pulp.LpStatusNotSolved:
+        if limit_s is not None and status in (pulp.LpStatusNotSolved, pulp.LpStatusInfeasible):  # which CBC calls what it cut off
             raise Unsolved
         ending = command.ending if isinstance(command, _Cbc) else ""
         raise SolverError(f"{solver} ended without an answer ({pulp.LpStatus[status].lower()}){ending}", hint=_other(solver))

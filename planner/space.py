@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
-from costmodels.schedules import Schedule, legal
+from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
 from planner.columns import shorter_ends
+from planner.levels import illegal_full_recompute, illegal_overlap
 from planner.request import Constraints
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
@@ -43,7 +44,8 @@ def describe(frame: Frame) -> str:
     """A candidate in one line: `pp 4 x dp 16 x tp 1, 1f1b, micro-batch 4 x 16`."""
     schedule = f"{frame.schedule}" + (f" x {frame.virtual_stages} virtual stages" if frame.virtual_stages > 1 else "")
     sequence = ", sequence parallel" if frame.sequence_parallel else ""
-    return f"{frame.mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}"
+    overlap = f", sub-pipelined at level {frame.tp_overlap}" if frame.tp_overlap else ""
+    return f"{frame.mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}{overlap}"
 
 
 def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool) -> str | None:
@@ -72,8 +74,8 @@ def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str
     reason = legal(frame.schedule, mesh.pp, frame.num_micro_batches, frame.virtual_stages)
     if reason:
         return reason
-    if frame.schedule is Schedule.ONE_F_ONE_B and frame.num_micro_batches < mesh.pp:
-        return f"1f1b needs at least pp {mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
+    if frame.schedule in (Schedule.ONE_F_ONE_B, *AHEAD) and frame.num_micro_batches < mesh.pp:
+        return f"{frame.schedule} needs at least pp {mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
     if mesh.pp > model.num_layers:
         return f"pp {mesh.pp} is more than the {model.num_layers} layers"
     if not frame.equal_ranks and frame.num_virtual_stages > model.num_layers:
@@ -82,7 +84,7 @@ def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str
         return f"{model.num_layers} layers, or two more, are not a multiple of pp {mesh.pp} x {frame.virtual_stages} virtual stages"
     if frame.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
         return f"sequence parallelism needs tp > 1 that divides the sequence of {training.seq_length}, tp is {mesh.tp}"
-    return None
+    return illegal_overlap(frame, model)
 
 
 def _allowed(pinned: Collection[object] | None, value: object) -> bool:
@@ -115,7 +117,9 @@ def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | Non
 def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
     """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned.
 
-    ZBV where the pipeline fills, or pinned.
+    ZBV where the pipeline fills, or pinned. Schedules that recompute ahead of the gradient where a pin leaves something to
+    recompute, or pinned: early recompute and the shifted critical path. Last-no-recompute only pinned: where every layer may
+    choose its recompute, early recompute has the plans in which the last stage recomputes nothing, at most one recompute slower.
     """
     if mesh.pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
@@ -125,6 +129,12 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
         yield Schedule.GPIPE, 1
+    moves = set(pins.resolved().recompute or Recompute) != {Recompute.NONE}
+    for schedule in (Schedule.EARLY_RECOMPUTE, Schedule.SCP):
+        if schedule in asked or (moves and num_micro_batches >= mesh.pp and not legal(schedule, mesh.pp, num_micro_batches, 1)):
+            yield schedule, 1
+    if Schedule.LAST_NO_RECOMPUTE in asked:
+        yield Schedule.LAST_NO_RECOMPUTE, 1
     if num_micro_batches >= 2 * mesh.pp - 1 or Schedule.ZBV in asked:
         yield Schedule.ZBV, 2
     shares = (layers // mesh.pp for layers in (model.num_layers, model.num_layers + 2) if layers % mesh.pp == 0)
@@ -155,7 +165,20 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
                     mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
                     num_micro_batches=num_micro_batches, sequence_parallel=sequence_parallel)
                 reason = _excluded(frame, pins) or illegal_frame(frame, model, training)
-                yield Pruned(describe(frame), reason) if reason else frame
+                yield from (Pruned(describe(frame), reason),) if reason else _levels(frame, model, training, pins)
+
+
+def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[Frame | Pruned]:
+    """The frame at each level of sub-pipelining that is pinned, else at those that the stack runs."""
+    asked = range(training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
+    for level in asked if frame.mesh.tp > 1 else (0,):
+        found, ban = replace(frame, tp_overlap=level), pins.ban(tp_overlap=level) if frame.mesh.tp > 1 else None
+        reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
+        if pins.resolved().recompute == (Recompute.FULL,):
+            reason = reason or illegal_full_recompute(level, model)
+        yield Pruned(describe(found), reason) if reason else found
+        if reason and not ban:
+            return  # what rules out one level rules out those above
 
 
 def _excluded(frame: Frame, pins: Constraints) -> str | None:
@@ -169,8 +192,9 @@ def _excluded(frame: Frame, pins: Constraints) -> str | None:
         return "excluded by --virtual-stages"
     if frame.splits_backward and not _allowed(pins.resolved().recompute, Recompute.NONE):
         return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
-    if frame.splits_backward and frame.mesh.dp > 1 and pins.resolved().zero == (3,):
-        return f"{frame.schedule} does not run with ZeRO 3, --zero or --forbid leaves no other"
+    if (frame.splits_backward or frame.recomputes_ahead) and frame.mesh.dp > 1 and pins.resolved().zero == (3,):
+        runs = "does not run" if frame.splits_backward else "has no price"
+        return f"{frame.schedule} {runs} with ZeRO 3, --zero or --forbid leaves no other"
     if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
         return "excluded by --sequence-parallel"
     return None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from costmodels.actions import Work
 from costmodels.book import PriceBook
 from costmodels.simulate import RankTimeline, SimulatedStep, StageCost
 from costmodels.step import StepCosts, simulated_step, step_costs
@@ -16,7 +17,7 @@ from planner.runs import NO_PLACE, RankRecord, Span
 Key = tuple[str, int]  # the work, and the stage, or the pipeline rank of what is of a whole rank
 RECEIVE = "receive_"
 TIED = "tied"
-_PASS = {"I": "B", "W": "B"}  # what counts as part of which pass
+_PASS = {"I": "B", "W": "B", "R": "B"}  # what counts as part of which pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +43,10 @@ def _idle_share(step: SimulatedStep) -> float:
 
 
 def _rank_spans(strategy: Strategy, rank: int, timeline: RankTimeline, costs: StepCosts) -> Iterator[Span]:
+    ahead = {(event.action.chunk, event.action.micro_batch) for event in timeline.events if event.action.work is Work.RECOMPUTE}
     for event in timeline.events:
         action, cost = event.action, costs.stages[rank][event.action.chunk]
-        start_s = event.start_s + _received_s(action.work.value, cost)
+        start_s = event.start_s + _received_s(action.work, cost, after_recompute=(action.chunk, action.micro_batch) in ahead)
         yield Span(
             work=action.work.value, stage=_stage(strategy, rank, action.chunk), micro_batch=action.micro_batch, start_s=start_s,
             end_s=event.end_s)
@@ -60,8 +62,10 @@ def _stage(strategy: Strategy, rank: int, chunk: int) -> int:
     return strategy.frame.stages_of(rank)[chunk]
 
 
-def _received_s(work: str, cost: StageCost) -> float:
-    return {"F": cost.receive_forward_s, "B": cost.receive_backward_s, "I": cost.receive_backward_s}.get(work, 0.0)
+def _received_s(work: Work, cost: StageCost, *, after_recompute: bool) -> float:
+    """What of an action is its receive; a recompute ahead of a backward pass hides some of that."""
+    backward_s = cost.receive_backward_s - (cost.hidden_s if after_recompute else 0.0)
+    return {Work.FORWARD: cost.receive_forward_s, Work.BACKWARD: backward_s, Work.INPUT_GRADIENT: backward_s}.get(work, 0.0)
 
 
 def parts_s(strategy: Strategy, costs: StepCosts) -> dict[Key, float]:
@@ -84,10 +88,10 @@ def measured_parts_s(steps: Iterable[Sequence[RankRecord]]) -> dict[Key, float]:
     """The measured seconds of the same parts: the mean over a step's micro-batches, of which the median over replicas and steps.
 
     The mean, since a gather of parameters once a step is in the first forward pass. All spans of a pass of a micro-batch are
-    its parts: a backward pass in two, or the loss after the last stage's forward. A reduction holds the wait for slower
-    replicas, as the step does; of a tied embedding's the least over the ranks, since the other end of the pipeline waits in it
-    for this one's bubble. A receive is what an action waited after its rank was free and its other end was done, which needs
-    the ranks' clocks to agree.
+    its parts: a backward pass in two, its recompute ahead of it, or the loss after the last stage's forward. A reduction holds
+    the wait for slower replicas, as the step does; of a tied embedding's the least over the ranks, since the other end of the
+    pipeline waits in it for this one's bubble. A receive is what an action waited after its rank was free and its other end was
+    done, which needs the ranks' clocks to agree.
     """
     found: dict[Key, list[float]] = defaultdict(list)
     for ranks in steps:
@@ -118,14 +122,15 @@ def _means(rank: RankRecord, waits: Iterable[tuple[Key, float]]) -> dict[Key, fl
 
 
 def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]:
-    """By rank, (part, seconds waited) of every action whose input came from another rank."""
+    """By rank, (part, seconds waited) of every action whose input came from another rank, not while the rank recomputed ahead of it."""
     waits: dict[int, list[tuple[Key, float]]] = {rank.rank: [] for rank in ranks}
     done = {
         (rank.dp, rank.tp, span.work, span.stage, span.micro_batch): (span.end_s, rank.rank) for rank in ranks for span in rank.spans}
     for rank in ranks:
         free_s, seen = 0.0, set[str]()
         for span in sorted(rank.spans, key=lambda span: span.start_s):
-            for work, before in () if span.name in seen else _waits_for(span):
+            hidden = span.work == "B" and (rank.dp, rank.tp, "R", span.stage, span.micro_batch) in done
+            for work, before in () if hidden or span.name in seen else _waits_for(span):
                 end_s, maker = done.get((rank.dp, rank.tp, work, before, span.micro_batch), (0.0, rank.rank))
                 if maker != rank.rank:
                     key = RECEIVE + _PASS.get(span.work, span.work), span.stage

@@ -130,13 +130,19 @@ def load_model(name_or_path: str) -> ModelEntry:
     return entry_from_config(_config(path), str(path)) if path.suffix == ".json" else _model_from_file(path)
 
 
+def find_config(name_or_path: str) -> Mapping[str, Any] | None:
+    """All of a Hugging Face config.json, None for a model that is described otherwise. Raises ConfigError, as `load_model` does."""
+    path = None if _model_name(name_or_path) in model_names() else _model_path(name_or_path)
+    return _config(path) if path is not None and path.suffix == ".json" else None
+
+
 def load_config(name_or_path: str) -> Mapping[str, Any]:
     """All of a Hugging Face config.json. Raises ConfigError, as `load_model` does, and for a model that is described otherwise."""
-    path = None if _model_name(name_or_path) in model_names() else _model_path(name_or_path)
-    if path is None or path.suffix != ".json":
+    config = find_config(name_or_path)
+    if config is None:
         raise ConfigError(f"--module huggingface needs a Hugging Face config.json, --model is {name_or_path}",
                           hint="give --model PATH/config.json, or leave out --module")
-    return _config(path)
+    return config
 
 
 def _model_path(name_or_path: str) -> Path:

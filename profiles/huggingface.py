@@ -103,6 +103,11 @@ _FAMILIES = {
 }
 
 
+def described(config: Mapping[str, Any]) -> bool:
+    """Whether the configuration names a family that the operator graph expresses; one that names none is taken for a broken one."""
+    return config.get("model_type", "gpt2") in _FAMILIES
+
+
 def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
     """The model of a Hugging Face configuration; sequences of its context, at most 8,192 tokens, in batches of 512.
 

@@ -43,6 +43,7 @@ class Stack:
     async_tensor_parallel   without sequence parallelism, input gradients are all-reduced under the weight gradient's product
     partitioned_transfers   each tensor-parallel rank sends its part of a pipeline boundary tensor, and gathers what it receives
     overlap_tensor_parallel the gathers and reductions of sequence parallelism run under the products that they feed and follow
+    tp_overlap              the highest level of sub-pipelined tensor parallelism that it runs, 0 to 3 (costmodels/sub_pipeline.py)
     overlap_transfers       under the interleaved schedule, transfers between stages run under the compute of other micro-batches
     overlap_grad_reduce     gradient reduction and parameter gathering run under compute
     fused_accumulation      the weight gradient's product adds to the gradient; otherwise it is written and added by another kernel
@@ -84,6 +85,7 @@ class Stack:
     async_tensor_parallel: bool = False
     partitioned_transfers: bool = False
     overlap_tensor_parallel: bool = False
+    tp_overlap: int = 0
     overlap_transfers: bool = False
     overlap_grad_reduce: bool = True
     fused_accumulation: bool = True
@@ -115,6 +117,8 @@ class Stack:
         if self.kernel_slowdown < 1.0 or self.host_operator_s < 0.0 or not 0.0 < self.transfer_share <= 1.0:
             raise ConfigError(
                 f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s at least 0, transfer_share in (0, 1]")
+        if self.tp_overlap not in (0, 1, 2, 3):
+            raise ConfigError(f"stack {self.name}: tp_overlap is {self.tp_overlap}, it must be 0, 1, 2 or 3")
         sizes = ("logit_bytes", "attention_kv_copies", "attention_output_copies", "step_copy_bytes", "bucket_elements", "workspace_bytes",
                  "allocator_share", "nccl_bytes")
         for field in sizes:

@@ -30,7 +30,6 @@ class TracedOperator:
     in_place    whether its output is written into the memory of its first input
     view        whether its output is the memory of an input, and nothing is computed
     constant    whether it depends on the batch alone, on no parameter: any stage that needs its output makes it itself
-    gradient    whether it has a backward pass
     """
 
     operator: Operator
@@ -39,16 +38,15 @@ class TracedOperator:
     in_place: bool = False
     view: bool = False
     constant: bool = False
-    gradient: bool = True
 
     @property
     def signature(self) -> Hashable:
         """What it is without names: two that are alike cost the same."""
         of = self.operator
         return (
-            _function(of.name), of.kind, of.dims, *(_shapes(tensors) for tensors in (of.inputs, of.outputs, of.saved)),
+            of.function, of.kind, of.dims, *(_shapes(tensors) for tensors in (of.inputs, of.outputs, of.saved)),
             tuple(parameter.shape for parameter in of.parameters), of.flops_forward, of.flops_backward, of.causal, of.dropped,
-            self.in_place, self.view, self.constant, self.gradient)
+            of.gradient, self.in_place, self.view, self.constant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +98,6 @@ class TracedModel:
         operators = tuple(replace(traced, operator=_scaled(traced.operator, share)) for traced in self.operators)
         inputs = tuple(_scaled_tensor(tensor, share) for tensor in self.inputs)
         return replace(self, micro_batch_size=micro_batch_size, inputs=inputs, operators=operators)
-
-
-def _function(name: str) -> str:
-    return name.rpartition(".")[2].rstrip("0123456789").rstrip("_")
 
 
 def _shapes(tensors: tuple[Tensor, ...]) -> Hashable:

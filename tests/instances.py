@@ -89,10 +89,10 @@ def every_price(instance: Instance) -> list[tuple[Strategy, StepPrice]]:
     book = instance.book()
     frames = enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames
     every = (strategy for frame in frames for strategy in every_strategy(frame, instance.model.num_layers))
-    return [(strategy, price_step(strategy, book)) for strategy in every if not book.tied or _same_sharding(strategy)]
+    return [(strategy, price_step(strategy, book)) for strategy in every if not book.tied or same_sharding(strategy)]
 
 
-def _same_sharding(strategy: Strategy) -> bool:
+def same_sharding(strategy: Strategy) -> bool:
     """A tied embedding is whole on both its stages or sharded on both: the executor adds the two gradients."""
     return (strategy.stages[0][0].zero == 0) == (strategy.stages[-1][-1].zero == 0)
 

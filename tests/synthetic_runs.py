@@ -24,14 +24,14 @@ BYTES = StateBytes(10, 20, 30)
 @cache
 def estimated(
     *, pp: int = 1, dp: int = 1, tp: int = 1, virtual_stages: int = 1, zero: int = 0, gpu: str = "a100-80gb", stack: str = "torchtitan",
-    recompute: Recompute = Recompute.NONE,
+    recompute: Recompute = Recompute.NONE, schedule: Schedule = Schedule.ONE_F_ONE_B,
 ) -> Plan:
     """A small GPT laid out by hand."""
     mesh = Mesh(pp=pp, dp=dp, tp=tp)
     entry = load_model("gpt-2.5b")
     training = TrainingSpec(global_batch_size=8 * dp, seq_length=1024, stack=load_stack(stack))
     frame = Frame(
-        mesh=mesh, schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B, virtual_stages=virtual_stages,
+        mesh=mesh, schedule=Schedule.INTERLEAVED if virtual_stages > 1 else schedule, virtual_stages=virtual_stages,
         micro_batch_size=2, num_micro_batches=4, sequence_parallel=False)
     return estimate_plan(
         entry.spec, with_gpus(load_cluster(gpu), mesh.num_ranks), training, frame, zero=zero, recompute=recompute)

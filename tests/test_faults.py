@@ -23,8 +23,9 @@ from planner.plan import Status, read, to_yaml
 from planner.request import SearchOptions, SolverName
 from planner.search import find_plan
 from planner.solver import Unsolved
+from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import SolverError
-from tests.test_search import gpt_20b_on_64
+from profiles.spec import TrainingSpec
 from tests.test_solver import hard_problem, knapsack
 
 REAL = pulp.PULP_CBC_CMD.pulp_cbc_path
@@ -43,6 +44,14 @@ FAULTS = {
         f"""{SOLVE}awk 'NR > 1 {{ $3 = 3 }} 1' "$last" > "$last.new"; mv "$last.new" "$last" """, r"gave an answer that breaks \d+ rows"),
     "unbounded": (f'{LAST}echo "Unbounded - objective value 0" > "$last"', r"cbc ended without an answer \(unbounded\); its log ends: Seg"),
 }
+
+
+def gpt_2_5b_on_16():
+    entry = load_model("gpt-2.5b")
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+    return entry.spec, with_gpus(load_cluster("a100-80gb"), 16), training
+
+
 each_fault = pytest.mark.parametrize(("fault", "message"), list(FAULTS.values()), ids=list(FAULTS))
 
 
@@ -130,10 +139,10 @@ def test_a_solve_cut_off_by_its_limit_is_never_called_proven():
 
 @each_fault
 def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message, fake_cbc):
-    whole = find_plan(*gpt_20b_on_64())
+    whole = find_plan(*gpt_2_5b_on_16())
     calls = fake_cbc(fault, after=2)
 
-    plan = find_plan(*gpt_20b_on_64())
+    plan = find_plan(*gpt_2_5b_on_16())
 
     assert len(calls.read_text()) == 2 + MOST_FAILURES  # it gave up then
     assert plan.search.status is Status.FEASIBLE
@@ -145,10 +154,10 @@ def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message
 
 
 def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc):
-    whole = find_plan(*gpt_20b_on_64())
+    whole = find_plan(*gpt_2_5b_on_16())
     fake_cbc("exit 3", after=2, times=1)
 
-    plan = find_plan(*gpt_20b_on_64())
+    plan = find_plan(*gpt_2_5b_on_16())
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.candidates.left == 1
@@ -159,7 +168,7 @@ def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc):
 def test_a_fault_on_the_first_candidate_does_not_end_the_search(fake_cbc):
     fake_cbc("exit 3", times=1)
 
-    plan = find_plan(*gpt_20b_on_64())
+    plan = find_plan(*gpt_2_5b_on_16())
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.gap > 0
@@ -170,7 +179,7 @@ def test_a_solver_that_fails_from_the_start_is_an_error(fake_cbc):
     calls = fake_cbc("exit 3")
 
     with pytest.raises(SolverError, match="its log ends: Segmentation near row 7"):
-        find_plan(*gpt_20b_on_64())
+        find_plan(*gpt_2_5b_on_16())
 
     assert len(calls.read_text()) == MOST_FAILURES
 
@@ -179,17 +188,17 @@ def test_a_solver_that_calls_everything_infeasible_is_not_believed(fake_cbc):
     fake_cbc(f'{LAST}echo "Infeasible - objective value 0" > "$last"')
 
     with pytest.raises(SolverError, match="cbc calls a problem infeasible that is not"):
-        find_plan(*gpt_20b_on_64())
+        find_plan(*gpt_2_5b_on_16())
 
 
 def test_a_fault_in_the_second_pass_of_the_memory_objective_keeps_a_plan(fake_cbc):
     first = fake_cbc("exit 3", after=1000)
-    find_plan(*gpt_20b_on_64())
+    find_plan(*gpt_2_5b_on_16())
     fastest = len(first.read_text())
     first.unlink()
     fake_cbc("exit 3", after=fastest)
 
-    plan = find_plan(*gpt_20b_on_64(), "memory")
+    plan = find_plan(*gpt_2_5b_on_16(), "memory")
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.solver_failure
@@ -199,17 +208,17 @@ def test_a_fault_in_the_second_pass_of_the_memory_objective_keeps_a_plan(fake_cb
 def test_a_fault_in_the_first_pass_leaves_the_memory_objective_unproven(fake_cbc):
     fake_cbc("exit 3", after=1, times=1)
 
-    plan = find_plan(*gpt_20b_on_64(), "memory")
+    plan = find_plan(*gpt_2_5b_on_16(), "memory")
 
     assert plan.search.status is Status.FEASIBLE
     assert "failed on 1 candidate," in plan.search.solver_failure
 
 
 def test_no_fault_leaves_no_word(fake_cbc):
-    whole = to_yaml(find_plan(*gpt_20b_on_64()))
+    whole = to_yaml(find_plan(*gpt_2_5b_on_16()))
     fake_cbc("exit 3", after=1000)
 
-    assert to_yaml(find_plan(*gpt_20b_on_64())) == whole
+    assert to_yaml(find_plan(*gpt_2_5b_on_16())) == whole
     assert "solver_failure: null" in whole
 
 
@@ -217,7 +226,7 @@ def test_highs_that_is_missing_is_an_error_with_exit_code_4(monkeypatch):
     monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
 
     with pytest.raises(SolverError, match="highs is not installed") as error:
-        find_plan(*gpt_20b_on_64(), options=SearchOptions(solver=SolverName.HIGHS))
+        find_plan(*gpt_2_5b_on_16(), options=SearchOptions(solver=SolverName.HIGHS))
 
     assert error.value.exit_code == 4
 
@@ -251,7 +260,7 @@ def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
 
 
 def column(num_blocks, zero):
-    return Column(((None, num_blocks),), zero, 1.0, 0.0, 0.0, 0.0)
+    return Column(((None, num_blocks),), zero, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0)
 
 
 @given(

@@ -82,7 +82,7 @@ def put(*keys_and_value):
     pytest.param(
         put("predicted", "mfu", 0.5), "predicted.mfu must be a mapping, found float", "correct that value", id="number-without-kind"),
     pytest.param(
-        put("pipeline", "schedule", "1f1bb"), "pipeline.schedule: .*'gpipe', '1f1b', 'interleaved', 'zbv' or 'custom'",
+        put("pipeline", "schedule", "1f1bb"), "pipeline.schedule: .*'gpipe', '1f1b', 'interleaved', .*'scp', 'zbv' or 'custom'",
         "correct that value", id="choice"),
     pytest.param(put("layer_plans", "A", "zero", 7), "zero is 7, it must be 0, 1, 2 or 3", None, id="range"),
     pytest.param(put("plan_version", 2), "plan_version is 2, this parplan reads 1", "make the plan again with this version", id="version"),

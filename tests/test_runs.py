@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
 from planner.account import predict
 from planner.runs import Span, fingerprint, read, to_json, write
 from planner.timelines import measured_parts_s
@@ -14,6 +16,7 @@ from profiles.errors import ConfigError
 from tests.synthetic_runs import BYTES, estimated, factors, run_of
 
 PIPELINE = {"pp": 2, "dp": 2}
+AHEAD = {"pp": 2, "recompute": Recompute.FULL, "schedule": Schedule.EARLY_RECOMPUTE}
 
 
 def test_a_run_comes_back_unchanged_with_its_plan(tmp_path):
@@ -30,6 +33,7 @@ def test_a_run_comes_back_unchanged_with_its_plan(tmp_path):
 
 @pytest.mark.parametrize("mesh", [
     pytest.param({}, id="one-rank"), pytest.param(PIPELINE, id="pipeline"), pytest.param({"pp": 2, "virtual_stages": 3}, id="interleaved"),
+    pytest.param(AHEAD, id="recompute-ahead"),
     pytest.param({"tp": 2, "dp": 2, "zero": 3}, id="tensor-parallel")])
 def test_the_parts_of_a_run_are_the_prices_that_made_its_timeline(mesh):
     plan = estimated(**mesh)

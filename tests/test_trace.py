@@ -7,6 +7,8 @@ from itertools import pairwise
 
 import pytest
 
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
 from planner.account import plan_trace_ranks, trace_ranks
 from planner.report.trace import trace_json
 from tests.synthetic_runs import estimated, factors, run_of
@@ -40,6 +42,18 @@ def test_every_rank_shows_the_predicted_and_the_measured_step():
     assert {"F1.0", "F1.3", "B1.0", "B1.3", "optimizer"} <= set(names[0])
     seconds = [[e["args"]["seconds"] for e in events if (e["pid"], e["tid"], e["name"]) == (2, tid, "F1.2")] for tid in (0, 1)]
     assert seconds[1][0] > 1.5 * seconds[0][0]
+
+
+def test_a_recompute_ahead_is_shown_by_itself():
+    plan = estimated(pp=2, recompute=Recompute.FULL, schedule=Schedule.EARLY_RECOMPUTE)
+
+    _, _, events = parsed(trace_json(plan_trace_ranks(plan)))
+
+    first = [e for e in events if e["pid"] == 0]
+    recomputes = {e["name"]: e for e in first if e["cat"] == "R"}
+    assert set(recomputes) == {"R0.3"}
+    backward = {e["name"]: e["args"]["seconds"] for e in first if e["cat"] == "B"}
+    assert recomputes["R0.3"]["args"]["seconds"] == pytest.approx(backward["B0.2"] - backward["B0.3"])
 
 
 def test_events_of_a_thread_do_not_overlap_and_say_where_they_are_from():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from costmodels.schedules import Schedule
 from executor.traced.cut import cut
@@ -18,14 +20,14 @@ from tests.executor_plans import make_plan
 
 
 def hand_plan(
-    factory: str, *, pp: int = 1, dp: int = 1, virtual_stages: int = 1, shards_a_stage: int = 2, zero: int = 0, recompute: bool = False,
+    module: str | Mapping[str, Any], *, pp: int = 1, dp: int = 1, virtual_stages: int = 1, shards_a_stage: int = 2, zero: int = 0, recompute: bool = False,
     num_micro_batches: int = 4, micro_batch_size: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B, precision: Precision = Precision.FP32,
 ) -> ModulePlan:
-    """A plan of the module that `factory` gives; with `recompute` the first shard of every stage runs again."""
+    """A plan of a factory's module, or of a Hugging Face config's; with `recompute` the first shard of every stage runs again."""
     like = make_plan(
         pp=pp, dp=dp, num_micro_batches=num_micro_batches, global_batch_size=dp * num_micro_batches * micro_batch_size, schedule=schedule,
         virtual_stages=virtual_stages, precision=precision)
-    source = ModuleSource(factory=factory)
+    source = ModuleSource(factory=module) if isinstance(module, str) else ModuleSource(huggingface=module)
     program = record(open_workload(source, seq_length=like.training.seq_length), micro_batch_size)
     count = pp * virtual_stages
     stages = tuple(
@@ -33,7 +35,7 @@ def hand_plan(
             rank=k % pp, first=k * shards_a_stage, end=(k + 1) * shards_a_stage, zero=zero,
             recompute=(k * shards_a_stage,) if recompute else ())
         for k in range(count))
-    summary = TracedSummary(name=factory, num_parameters=0, num_operators=len(program.calls), flops_per_sequence=0, unit="samples")
+    summary = TracedSummary(name=source.text, num_parameters=0, num_operators=len(program.calls), flops_per_sequence=0, unit="samples")
     plan = ModulePlan(
         plan_version=PLAN_VERSION, module=source, traced=summary, cluster=like.cluster, training=like.training, mesh=like.mesh,
         pipeline=like.pipeline, shards=(), stages=stages, predicted=like.predicted, search=like.search)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from costmodels.merak import SHIFTED_FEWEST
 from costmodels.schedules import Schedule, in_flight
 from costmodels.traffic import Sent
 from costmodels.usage import RankUse
@@ -69,7 +70,7 @@ def counted_micro_batches(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
         first = max(pp, 2)
         last = first + 1
     else:
-        first = pp
+        first = max(pp, SHIFTED_FEWEST) if pipeline.schedule is Schedule.SCP else pp
         most = in_flight(pipeline.schedule, pipeline_rank, pp, whole, chunks)
         # every chunk has had a backward pass, so that there are gradients beside a full set of activations
         last = first + step
@@ -136,7 +137,7 @@ def _axes(trainer: Trainer) -> dict[str, str]:
 
 
 class _Moments(Meter):
-    """A meter that looks at all memory between the actions of the schedule: around a forward pass, and after a backward pass.
+    """A meter that looks at all memory between the actions of the schedule: around a forward pass, and after another.
 
     activations: the most that was held then and is no state; saved: by stage, what its last micro-batch left there
     """
@@ -161,6 +162,10 @@ class _Moments(Meter):
         super().sample()
         self.mark()
         self._on_backward()
+
+    def recomputed(self) -> None:
+        self.mark()
+        self.activations = max(self.activations, self._memory.held()[OTHER])
 
     def mark(self) -> None:
         """Say of what is a state what it is; in bf16 the shards are the optimizer's master copy."""

@@ -91,6 +91,9 @@ class Meter:
         self.most_parameters = max(self.most_parameters, own + _held_bytes(self.gathered()))
         self.most_gradients = max(self.most_gradients, _held_bytes(self.gradients()))
 
+    def recomputed(self) -> None:
+        """Called after each recompute ahead of a backward pass, which is of no state."""
+
     def gathered(self) -> Sequence[nn.Parameter]:
         """The parameters of the stages that are not the shards between steps."""
         shards = {id(parameter) for parameter in self.shards}

@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ STEPS = 3
 OPTIONS = Options(steps=STEPS, seed=7, learning_rate=1e-2)
 TIMEOUT = timedelta(seconds=60)
 
-Result = tuple[list[tuple[float, float]], dict[str, Tensor], tuple[Any, StateBytes, StateBytes], "Counter[str]"]
+Result = tuple[list[tuple[float, float]], dict[str, Tensor], tuple[Any, StateBytes, StateBytes], "Counter[str]", dict[int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,7 @@ class Outcome:
     embedding is not counted.
 
     agree: whether all ranks have the same losses, and the same gradient of every parameter that several of them hold
+    in_flight: by pipeline stage, the most micro-batches that it held at once
     """
 
     losses: list[float]
@@ -59,6 +60,7 @@ class Outcome:
     states: dict[tuple[int, int, int], tuple[StateBytes, StateBytes]]
     collectives: Counter[str]
     agree: bool = True
+    in_flight: dict[int, int] = field(default_factory=dict)
 
 
 class CountCollectives(TorchDispatchMode):
@@ -83,7 +85,8 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any]) -> list[list[An
     """By plan, what `train` gives on every rank."""
     world = plans[0].mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_rank, args=(world, list(plans), train, folder), nprocs=world, start_method="fork", join=False, daemon=True)
+        context = mp.start_processes(
+            _rank, args=(world, list(plans), train, folder), nprocs=world, start_method="fork", join=False, daemon=True)
         try:
             while not context.join():
                 pass
@@ -114,7 +117,7 @@ def _train(plan: Plan) -> Result:
     gradients = whole_gradients(trainer)
     trainer.optimizer.zero_grad()
     steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
-    return steps, gradients, trainer.state_bytes(), counted.calls
+    return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
@@ -132,11 +135,15 @@ def joined(results: list[Result]) -> Outcome:
     gradients: dict[str, Tensor] = {}
     agree = all(steps == results[0][0] for steps, *_ in results)
     losses, norms = (list(values) for values in zip(*results[0][0], strict=True))
-    for _, found, _, _ in results:
+    in_flight: dict[int, int] = {}
+    for _, found, _, _, held in results:
+        for stage, most in held.items():
+            agree = most == in_flight.setdefault(stage, most) and agree
         for name, gradient in found.items():
             agree = torch.equal(gradient, gradients.setdefault(name, gradient)) and agree
-    states = {at: (predicted, measured) for _, _, (at, predicted, measured), _ in results}
-    return Outcome(losses=losses, norms=norms, gradients=gradients, states=states, collectives=results[0][3], agree=agree)
+    states = {at: (predicted, measured) for _, _, (at, predicted, measured), *_ in results}
+    return Outcome(
+        losses=losses, norms=norms, gradients=gradients, states=states, collectives=results[0][3], agree=agree, in_flight=in_flight)
 
 
 def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.ModuleDict:

@@ -76,7 +76,7 @@ def _pipeline(plan: Plan, mesh: Mesh) -> Pipeline:
 def _stages(plan: Plan, pp: int, pipeline: Pipeline) -> tuple[StagePlan, ...]:
     """The plan's stages drawn together to as many as the small pipeline has, one block for each run of alike ones.
 
-    Two where all is one stage.
+    Two where all is one stage, and where blocks overlap with the next.
     """
     count, before = pp * pipeline.virtual_stages, len(plan.stages)
     custom = pipeline.schedule is Schedule.CUSTOM
@@ -84,7 +84,7 @@ def _stages(plan: Plan, pp: int, pipeline: Pipeline) -> tuple[StagePlan, ...]:
     runs: list[list[LayerRun]] = [[] for _ in range(count)]
     for index, stage in enumerate(plan.stages):
         runs[index * count // before].extend(stage.layers)
-    alike, first, stages = 2 if count == 1 else 1, 0, []
+    alike, first, stages = 2 if count == 1 or pipeline.tp_overlap == 3 else 1, 0, []
     for index, found in enumerate(runs):
         layers = tuple(_short(found, first, alike))
         first += sum(run.blocks is not None for run in layers)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from executor.foreign.cut import ForeignBody, cut, put
 from executor.foreign.source import Source, open_source
 from executor.foreign.structure import Place, Structure, find_structure
 from executor.foreign.styles import place_block, place_embedding, place_head, split_sequence
 from executor.layout import PlacedLayer
+from executor.memory.ahead import checkpointed
 from executor.parallel.sharded import Unit, compute_dtype, shard_root
 from planner.plan import Plan
 from profiles.model import LayerKind
@@ -70,7 +70,7 @@ def _build_unit(site: _Site, group: tuple[PlacedLayer, ...]) -> Unit:
             site.part(name).to(site.ranks.device)
         _divide(site, layer, [site.part(name) for name in names])
         if layer.plan.recompute:
-            put(site.model, names[0], checkpoint_wrapper(site.part(names[0])))
+            put(site.model, names[0], checkpointed(site.part(names[0])))
         modules += [site.part(name) for name in names]
     if len(group) > 1:
         _tie(site, fill=False)

@@ -7,9 +7,12 @@ as soon as the backward pass of an operator is over, so nothing is made twice in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,25 +21,37 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from executor.memory.ahead import Ahead
 from executor.tensors import local, memory_of
 
-Make = Callable[..., tuple[Tensor, ...]]
+Make = Callable[..., Iterable[Any]]  # tensors, or what was kept of them
 
 
 class _Recipe:
-    """`make(*inputs)`, run once, when one of its tensors is asked for first."""
+    """`make(*inputs)`, run once, when one of its tensors is asked for first, or ahead of that.
 
-    def __init__(self, make: Make, inputs: tuple[Kept, ...]) -> None:
+    once: each of them is asked for once, and let go then
+    """
+
+    def __init__(self, make: Make, inputs: tuple[Kept, ...], *, once: bool = False) -> None:
         self._make = make
         self._inputs = inputs
-        self._made: tuple[Tensor, ...] = ()
+        self._once = once
+        self._made: list[Kept | None] = []
 
     def tensor(self, index: int) -> Tensor:
         """This rank's part of what `make` gives at `index`."""
+        self.run()
+        made = self._made[index]
+        assert made is not None, "asked for twice"
+        if self._once:
+            self._made[index] = None
+        return local(again(made))
+
+    def run(self) -> None:
         if not self._made:
-            self._made = tuple(local(tensor) for tensor in self._make(*(again(kept) for kept in self._inputs)))
+            self._made = [made if isinstance(made, _Again) else local(made) for made in self._make(*map(again, self._inputs))]
             self._inputs = ()
-        return self._made[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +64,6 @@ class _Again:
     stride: tuple[int, ...]
     offset: int
     wrapped: Callable[[Tensor], Tensor]
-
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +93,8 @@ class Recipes:
     def __init__(self, *, on_host: bool = False) -> None:
         self.on_host = on_host
         self._parameters: set[int] = set()
+        self.ahead = Ahead()
+        self._runs_ahead = False
         self._made: dict[int, tuple[StorageWeakRef, _Recipe, int]] = {}
         self._watching = False
 
@@ -102,10 +117,15 @@ class Recipes:
         """Whether a recipe that is made now can be of use: inside a watched forward pass, with gradients."""
         return self._watching and torch.is_grad_enabled()
 
-    def remember(self, outputs: tuple[Tensor, ...], make: Make, *inputs: Tensor) -> None:
-        """`make(*inputs)`, without gradients, gives `outputs` once more. Of no effect where recipes are not `active`."""
+    def remember(self, outputs: tuple[Tensor, ...], make: Make, *inputs: Tensor, ahead: bool = True) -> None:
+        """`make(*inputs)`, without gradients, gives `outputs` once more. Of no effect where recipes are not `active`.
+
+        ahead: whether a recompute ahead of the gradient makes them
+        """
         if self.active:
             recipe = _Recipe(torch.no_grad()(make), tuple(self.keep(tensor) for tensor in inputs))
+            if ahead:
+                self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
             for index, output in enumerate(outputs):
                 self._enter(output, recipe, index)
 
@@ -120,20 +140,71 @@ class Recipes:
         """
         if not self.active:
             return forward(*inputs)
-        make = partial(_run_again, forward, [tensor.requires_grad for tensor in inputs], _random_states(inputs) if random else None)
+        wanted = [tensor.requires_grad for tensor in inputs]
+        make = partial(_run_again, forward, wanted, _random_states(inputs) if random else None, output_too)
         recipe = _Recipe(make, tuple(self.keep(tensor) for tensor in inputs))
-        num_saved = 0
+        self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
+        indices = count(int(output_too))
 
         def keep(tensor: Tensor) -> _Again:
-            nonlocal num_saved
-            num_saved += 1
-            return _view(recipe, num_saved, tensor)  # 0 is the output
+            return _view(recipe, next(indices), tensor)
 
         with saved_tensors_hooks(keep, again):
             output = forward(*inputs)
         if output_too:
             self._enter(output, recipe, 0)
         return output
+
+    def checkpoint(self, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`forward(*inputs)` of the whole layer, which keeps nothing but its inputs.
+
+        As torch's checkpoint; but run ahead it keeps of a gathered input what a layer without recompute does.
+        """
+        if not self.active:
+            return forward(*inputs)
+        wanted, states, num_saved = [tensor.requires_grad for tensor in inputs], _random_states(inputs), 0
+        recipe = _Recipe(
+            lambda *again: self._all_saved(forward, wanted, states, num_saved, *again), tuple(map(self.keep, inputs)), once=True)
+        self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
+
+        def keep(tensor: Tensor) -> _Again:
+            nonlocal num_saved
+            num_saved += 1
+            return _view(recipe, num_saved - 1, tensor)
+
+        self._watching = False
+        with saved_tensors_hooks(keep, again):
+            return forward(*inputs)
+
+    def _all_saved(
+        self, forward: Callable[..., Tensor], requires_grad: Sequence[bool], states: _States, number: int, *inputs: Tensor,
+    ) -> list[Kept]:
+        """The `number` tensors that `forward(*inputs)` saves, in order; it ends with the last of them."""
+        saved: list[Kept] = []
+
+        def keep(tensor: Tensor) -> None:
+            saved.append(self._again(tensor) or tensor.detach())
+            if len(saved) == number:
+                raise _AllSavedError
+
+        self._watching, on_host, self.on_host = self._runs_ahead, self.on_host, False
+        try:
+            with suppress(_AllSavedError), _as_before(inputs, requires_grad, states) as leaves, saved_tensors_hooks(keep, lambda _: None):
+                forward(*leaves)
+        finally:
+            self._watching, self.on_host = False, on_host
+            self._made.clear()
+        return saved
+
+    def _run_ahead(self, reference: weakref.ref[_Recipe]) -> None:
+        """Run a recipe, if something still needs it."""
+        recipe = reference()
+        self._runs_ahead = True
+        try:
+            if recipe is not None:
+                recipe.run()
+        finally:
+            self._runs_ahead = False
 
     def keep(self, tensor: Tensor) -> Kept:
         """What to keep of `tensor`: itself, here or on the host, or the recipe of the tensor it is a view of."""
@@ -179,16 +250,28 @@ def _wrapping(tensor: Tensor) -> Callable[[Any], Tensor]:
 _States = dict[torch.device, Tensor]
 
 
-def _run_again(forward: Callable[..., Tensor], requires_grad: list[bool], states: _States | None, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The output of `forward(*inputs)`, and what its backward pass needs in the order in which it is saved."""
+class _AllSavedError(Exception):
+    """What is run again has saved all that is needed of it."""
+
+
+def _run_again(
+    forward: Callable[..., Tensor], requires_grad: Sequence[bool], states: _States | None, output_too: bool, *inputs: Tensor,
+) -> tuple[Tensor, ...]:
+    """The output of `forward(*inputs)` if it is wanted, and what its backward pass needs in the order in which it is saved."""
     saved: list[Tensor] = []
-    leaves = [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(inputs, requires_grad, strict=True)]
+    hooks = saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None)
+    with _as_before(inputs, requires_grad, states) as leaves, hooks:
+        output = forward(*leaves)
+    return (output.detach(), *saved) if output_too else tuple(saved)
+
+
+@contextmanager
+def _as_before(inputs: Sequence[Tensor], requires_grad: Sequence[bool], states: _States | None) -> Iterator[list[Tensor]]:
+    """Around a forward pass that is run again: with gradients, from leaves, and with the random numbers that it had."""
     devices = [device for device in states or {} if device.type != "cpu"]
     with torch.random.fork_rng(devices, enabled=states is not None), torch.enable_grad():
         _set_random_states(states or {})
-        with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None):
-            output = forward(*leaves)
-    return output.detach(), *saved
+        yield [tensor.detach().requires_grad_(wanted) for tensor, wanted in zip(inputs, requires_grad, strict=True)]
 
 
 def _random_states(inputs: tuple[Tensor, ...]) -> _States:

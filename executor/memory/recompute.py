@@ -13,8 +13,8 @@ from __future__ import annotations
 from functools import partial
 
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from executor.memory.ahead import checkpointed
 from executor.memory.kept import Recipes
 from executor.modules.models import Attention
 from executor.tensors import local, memory_of
@@ -34,10 +34,10 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
     if unknown:
         raise ConfigError(f"{where}: recompute names {unknown[0]}, the layer has {', '.join(names)}", hint="make the plan again")
     if operators and set(operators) == set(names):
-        layer = checkpoint_wrapper(layer)
-        if recipes is not None and recipes.on_host:
-            recipes.watch(layer)  # its input is all that it keeps
-        return layer
+        if recipes is None:
+            return checkpointed(layer)
+        layer.forward = partial(recipes.checkpoint, layer.forward)
+        return _watched(layer, recipes)
     discarded = [name for name in operators if name != ATTENTION]
     _check_random(layer, discarded, where)
     if not operators and recipes is None:
@@ -50,7 +50,12 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
         attention.forward = partial(again, attention.forward)
     elif attention is not None:
         _follow_copies(attention, recipes)
+    return _watched(layer, recipes)
+
+
+def _watched(layer: nn.Module, recipes: Recipes) -> nn.Module:
     recipes.watch(layer)
+    layer.ahead = recipes.ahead
     return layer
 
 

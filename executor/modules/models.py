@@ -246,16 +246,18 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # without names for what is passed on: a name would keep it until the block is through
         if self.parallel_residual:
-            return self.residual2(x, self._attend(x), self._feed_forward(x))
-        middle = self.residual1(x, self._attend(x))
-        return self.residual2(middle, self._feed_forward(middle))
+            return self.residual2(x, self.attend(x), self.feed_forward(x))
+        middle = self.residual1(x, self.attend(x))
+        return self.residual2(middle, self.feed_forward(middle))
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
+        """What attention adds to `x`."""
         if hasattr(self, "rotary"):
             return self.attention_out(self.attention(self.rotary(self.qkv(self.norm1(x)))))
         return self.attention_out(self.attention(self.qkv(self.norm1(x))))
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """What the feed-forward network, or the mixture, adds to `x`."""
         normed = self.norm2(x)
         return self.mixture(normed) if hasattr(self, "mixture") else self.fc2(self.activation(self.fc1(normed)))
 

@@ -1,70 +1,24 @@
-"""The schedule: its action lists through torch.distributed.pipelining's runtime, or a plain loop with one pipeline rank.
-
-Where backwards are split, the runtime computes the gradient of a stage's input first and those of its weights later. A stage
-must not end in a view then, whose part of the graph it could not let go.
-"""
+"""The schedule: its action lists through torch.distributed.pipelining's runtime, or a plain loop with one pipeline rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from executor.layout import action_rows, local_stages, stage_layers
-from executor.parallel.messages import LeanStage
-from executor.parallel.sharded import all_reduce, settle_weight_gradients
+from executor.parallel.runtime import After, PipelineStep, Span, build_runtime, no_span, nothing
+from executor.parallel.sharded import all_reduce
 from executor.parallel.stages import Ranks, Stage, border_example, build_stages
 from executor.tensors import local
 from planner.plan import Plan
-
-AfterBackward = Callable[[], None]
-Span = Callable[[str, int, int], AbstractContextManager[Any]]
-
-
-def no_span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
-    """What surrounds each computation ("F", "B", "I" or "W" of a stage and micro-batch) by default: nothing.
-
-    A forward that ends in the loss has two spans: the stage's and the loss's.
-    """
-    return nullcontext()
-
-
-class PipelineStep(LeanStage):
-    """A pipeline stage that says what it computes, and when the gradients of a micro-batch's weights are there."""
-
-    after_backward: AfterBackward
-    span: Span
-    forwarded = -1
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.forwarded = fwd_chunk_id
-        with self.span("F", self.stage_index, fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        out = super().forward_maybe_with_nosync(*args, **kwargs)
-        return out.clone() if out._is_view() else out
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
-        with self.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
-        if full_backward:
-            self.after_backward()
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self.span("W", self.stage_index, bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-            settle_weight_gradients(self.submod.body)
-        self.after_backward()
-
 
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -79,11 +33,17 @@ class Pipeline:
     tied: bool
     tied_group: dist.ProcessGroup | None
     span: Span = no_span
+    piped: tuple[PipelineStep, ...] = ()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that this rank updates: shards between steps."""
         return list(dict.fromkeys(parameter for stage in self.stages for parameter in stage.parameters()))
+
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """By pipeline stage, the most micro-batches of which it has held at once what a backward pass needs."""
+        return {stage.stage_index: stage.in_flight for stage in self.piped}
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Gradients of one batch of [sequences, sequence length] ids; returns this rank's share of the mean loss."""
@@ -107,17 +67,22 @@ class Pipeline:
             all_reduce(copies, self.tied_group)
 
 
-def build_pipeline(plan: Plan, ranks: Ranks, *, seed: int, after_backward: AfterBackward, span: Span = no_span) -> Pipeline:
+def build_pipeline(
+    plan: Plan, ranks: Ranks, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = nothing,
+) -> Pipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
     stages = build_stages(plan, ranks, seed)
+    piped: tuple[PipelineStep, ...] = ()
     if plan.mesh.pp == 1:
         run = partial(_loop, stages[0], plan, after_backward, span)
     else:
-        schedule = _schedule(plan, ranks, stages, after_backward, span)
+        schedule, piped = _schedule(plan, ranks, stages)
+        for stage in piped:
+            stage.after_backward, stage.after_recompute, stage.span = after_backward, after_recompute, span
         run = partial(_scheduled, schedule, stages, plan.module is not None)
     return Pipeline(
         stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
-        tied_group=_tied_group(plan, ranks), span=span)
+        tied_group=_tied_group(plan, ranks), span=span, piped=piped)
 
 
 def _mean_loss(stage: Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
@@ -125,7 +90,7 @@ def _mean_loss(stage: Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Ten
     return local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
 
 
-def _loop(stage: Stage, plan: Plan, after_backward: AfterBackward, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
+def _loop(stage: Stage, plan: Plan, after_backward: After, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
     """The schedule of one pipeline rank: forward and backward of one micro-batch after the other."""
     total = torch.zeros((), device=ids.device)
     micro_batches = zip(*(x.split(plan.pipeline.micro_batch_size) for x in (ids, targets)), strict=True)
@@ -151,17 +116,13 @@ def _scheduled(
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
 
 
-def _schedule(
-    plan: Plan, ranks: Ranks, modules: Sequence[Stage], after_backward: AfterBackward, span: Span,
-) -> _PipelineScheduleRuntime:
-    """The runtime with the plan's action lists, which it completes with sends and receives."""
-    indices = local_stages(plan, ranks.coordinate("pp"))
-    stages = [_pipeline_stage(plan, ranks, k, module, after_backward, span) for k, module in zip(indices, modules, strict=True)]
-    schedule = _PipelineScheduleRuntime(
-        stages, plan.pipeline.num_micro_batches, partial(_spanned_loss, stages[-1], plan), scale_grads=False)
-    lists = {rank: [_Action.from_str(text) for text in row.split(",")] for rank, row in enumerate(action_rows(plan))}
-    schedule._prepare_schedule_with_comms(lists)  # what `_load_csv` does with a file
-    return schedule
+def _schedule(plan: Plan, ranks: Ranks, modules: Sequence[Stage]) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
+    """The runtime with the plan's action lists, which it completes with sends and receives, and this rank's stages in it."""
+    indices, rank = local_stages(plan, ranks.coordinate("pp")), ranks.coordinate("pp")
+    stages = [_pipeline_stage(plan, ranks, k, module) for k, module in zip(indices, modules, strict=True)]
+    loss = partial(_spanned_loss, stages[-1], plan)
+    schedule = build_runtime(action_rows(plan), rank, stages, plan.pipeline.num_micro_batches, loss)
+    return schedule, tuple(stages)
 
 
 def _spanned_loss(stage: PipelineStep, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
@@ -170,17 +131,15 @@ def _spanned_loss(stage: PipelineStep, plan: Plan, logits: Tensor, targets: Tens
         return _mean_loss(stage.submod, plan, logits, targets)
 
 
-def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage, after_backward: AfterBackward, span: Span) -> PipelineStep:
+def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage) -> PipelineStep:
     """Shapes are given, so that torch runs no extra forward pass to find them."""
     layers = stage_layers(plan)
     ids = torch.empty((plan.pipeline.micro_batch_size, plan.training.seq_length), dtype=torch.int64, device="meta")
-    stage = PipelineStep(
+    return PipelineStep(
         module, index, len(layers), ranks.device,
         input_args=border_example(plan, layers[index - 1][-1]) if index else ids,
         output_args=border_example(plan, layers[index][-1]),
         group=ranks.mesh["pp"].get_group())
-    stage.after_backward, stage.span = after_backward, span
-    return stage
 
 
 def _tied_group(plan: Plan, ranks: Ranks) -> dist.ProcessGroup | None:

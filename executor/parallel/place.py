@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from executor.memory.kept import Recipes
 from executor.modules.models import Linear
 from executor.modules.moe import MixtureOfExperts
+from executor.parallel.overlap import linear_in_halves
 from executor.tensors import as_dtensor, local
 from planner.plan import OperatorPlacement
 from profiles.errors import ConfigError
@@ -42,9 +43,12 @@ def parse_placement(entries: tuple[str, ...], where: str) -> Over:
 
 
 def place_layer(
-    layer: nn.Module, operators: Mapping[str, OperatorPlacement], mesh: DeviceMesh, where: str, recipes: Recipes | None = None,
+    layer: nn.Module, operators: Mapping[str, OperatorPlacement], mesh: DeviceMesh, where: str, recipes: Recipes | None = None, *,
+    in_halves: bool = False,
 ) -> None:
     """Give every operator of `layer` its placements over `mesh`. Raises ConfigError for a placement it cannot have.
+
+    `in_halves`: a product that is divided by rows or columns sums one half of a micro-batch under the product of the other.
 
     With `recipes` an input that is gathered is kept as this rank's part and gathered again in the backward pass, as
     Megatron-LM does under sequence parallelism (Korthikanti et al. 2022, section 4.2.2). Any other input is kept as the
@@ -52,7 +56,15 @@ def place_layer(
     """
     for name, module in layer.named_children():
         placement = module.placement(operators) if isinstance(module, MixtureOfExperts) else operators[name]
-        _place_operator(module, placement, mesh, f"{where}.operators.{name}", recipes or Recipes())
+        _place_operator(module, placement, mesh, f"{where}.operators.{name}", recipes or Recipes(), in_halves)
+
+
+def place_parameters(layer: nn.Module, operators: Mapping[str, OperatorPlacement], mesh: DeviceMesh, where: str) -> None:
+    """The same for the parameters alone: the operators of `layer` compute on what this rank holds, and nothing is sent."""
+    for name, module in layer.named_children():
+        weights = _place_parameters(module, operators[name], mesh, f"{where}.operators.{name}")
+        if isinstance(module, Linear) and weights["weight"] == (Shard(1),):
+            module.adds_bias = False
 
 
 def parameters_summed_over_tp(module: nn.Module) -> tuple[nn.Parameter, ...]:
@@ -60,7 +72,9 @@ def parameters_summed_over_tp(module: nn.Module) -> tuple[nn.Parameter, ...]:
     return tuple(getattr(module, name) for name in getattr(module, "summed_over_tp", ()))
 
 
-def _place_operator(module: nn.Module, placement: OperatorPlacement, mesh: DeviceMesh, where: str, recipes: Recipes) -> None:
+def _place_operator(
+    module: nn.Module, placement: OperatorPlacement, mesh: DeviceMesh, where: str, recipes: Recipes, in_halves: bool,
+) -> None:
     inputs, output = parse_placement(placement.input, where), parse_placement(placement.output, where)
     weights = _place_parameters(module, placement, mesh, where)
     if not getattr(module, "on_shards", False):
@@ -72,7 +86,7 @@ def _place_operator(module: nn.Module, placement: OperatorPlacement, mesh: Devic
             module.sum_over_tensor_parallel()
     rows = isinstance(module, Linear) and weights["weight"] == (Shard(0),)
     columns = isinstance(module, Linear) and weights["weight"] == (Shard(1),)
-    gradients = (Partial(),) if rows and inputs == (Replicate(),) else inputs
+    gradients = (Partial(),) if rows and inputs == (Replicate(),) and not in_halves else inputs
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         # a plain tensor is targets, or an operator's own inputs when it runs again
@@ -80,13 +94,16 @@ def _place_operator(module: nn.Module, placement: OperatorPlacement, mesh: Devic
 
     def after(_: nn.Module, args: Any, out: Tensor) -> DTensor:
         if columns:
-            return _with_bias(DTensor.from_local(out, mesh, (Partial(),), run_check=False).redistribute(mesh, output), module.bias)
+            sums = DTensor.from_local(out, mesh, output if in_halves else (Partial(),), run_check=False)
+            return _with_bias(sums.redistribute(mesh, output), module.bias)
         return DTensor.from_local(out, mesh, output, run_check=False)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
     if columns:
         module.adds_bias = False
+    if in_halves and (rows or columns):
+        linear_in_halves(module, mesh.get_group(), rows=rows)
 
 
 def _place_parameters(module: nn.Module, placement: OperatorPlacement, mesh: DeviceMesh, where: str) -> dict[str, Over]:
@@ -116,7 +133,8 @@ def _part(tensor: DTensor, mesh: DeviceMesh, wanted: Over, gradients: Over, reci
     part = _moved(tensor, mesh, wanted, gradients)
     if recipes.active and had != wanted and (wanted == (Replicate(),) or recipes.knows(tensor)):
         recipes.remember(
-            (part,), lambda again: (_moved(DTensor.from_local(local(again), mesh, had, run_check=False), mesh, wanted, gradients),), tensor)
+            (part,), lambda again: (_moved(DTensor.from_local(local(again), mesh, had, run_check=False), mesh, wanted, gradients),), tensor,
+            ahead=False)
     return part
 
 

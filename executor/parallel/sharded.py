@@ -19,7 +19,8 @@ reduction is a sum: the loss is already this rank's share of the mean over the g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +103,18 @@ def begin_step(body: nn.Module, units: Sequence[Unit]) -> None:
             module.set_reshard_after_backward(unit.zero == 3, recurse=False)
     if isinstance(body, FSDPModule):
         body.set_is_last_backward(False)
+
+
+@contextmanager
+def gathered(units: Sequence[Unit]) -> Iterator[None]:
+    """The parameters of `units` are whole inside, for what runs outside of FSDP's own passes."""
+    sharded = [(module, unit.zero == 3) for unit in units for module in _fsdp_modules(unit)]
+    for module, _ in sharded:
+        module.unshard()
+    yield
+    for module, frees in sharded:
+        if frees:
+            module.reshard()
 
 
 def settle_weight_gradients(body: nn.Module) -> None:

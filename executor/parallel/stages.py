@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,9 +18,10 @@ from executor.foreign.cut import ForeignBody
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
 from executor.memory.kept import Recipes
 from executor.memory.recompute import recomputed
-from executor.modules.models import build_layer
+from executor.modules.models import Block, build_layer
 from executor.modules.moe import experts_of
-from executor.parallel.place import parse_placement, place_layer
+from executor.parallel.overlap import PER_LINEAR, PER_STAGE, Handed, LastChoice, block_in_halves
+from executor.parallel.place import parse_placement, place_layer, place_parameters
 from executor.parallel.sharded import Unit, begin_step, compute_dtype, reduce_gradients, shard_root, shard_unit
 from executor.rules.divisions import local_shape
 from executor.tensors import as_dtensor, local
@@ -87,7 +89,9 @@ class Body(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.children():
-            x = layer(x)
+            inputs = x.apart() if isinstance(x, Handed) else (x,)
+            del x  # a name would keep what is handed on until the layer is through
+            x = layer(*inputs)
         return x
 
     def tied_weight(self) -> nn.Parameter | None:
@@ -142,9 +146,11 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
         return Stage(*build_foreign(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends)
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
+    last_choice = LastChoice()
     for group in _unit_layers(plan, placed):
         recipes = {layer.name: _recipes(layer, ranks) for layer in group}
         built = {layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name]) for layer in group}
+        _overlap(plan, ranks, built, recipes, placed, last_choice)
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
         whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
@@ -184,11 +190,28 @@ def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[Plac
 
 def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
     layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh)
-    if ranks.tp_mesh is not None:
-        place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes)
-        if placed.kind is LayerKind.HEAD:
-            layer.loss.group = ranks.tp_mesh.get_group()
+    level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
+    if ranks.tp_mesh is None:
+        return layer
+    if level > PER_LINEAR:
+        place_parameters(layer, placed.plan.operators, ranks.tp_mesh, placed.name)
+    else:
+        place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes, in_halves=level == PER_LINEAR)
+    if placed.kind is LayerKind.HEAD:
+        layer.loss.group = ranks.tp_mesh.get_group()
     return layer
+
+
+def _overlap(
+    plan: Plan, ranks: Ranks, built: dict[str, nn.Module], recipes: dict[str, Recipes | None], stage: tuple[PlacedLayer, ...],
+    last_choice: LastChoice,
+) -> None:
+    """Let the blocks among `built` run as two halves, where the plan says so."""
+    level, following = plan.pipeline.tp_overlap, {before.name: after.kind for before, after in itertools.pairwise(stage)}
+    for name, layer in built.items() if level > PER_LINEAR and ranks.tp_mesh is not None else ():
+        if isinstance(layer, Block):
+            hands_on = level == PER_STAGE and following.get(name) is LayerKind.BLOCK
+            block_in_halves(layer, ranks.tp_mesh, recipes[name] or Recipes(), last_choice, hands_on=hands_on)
 
 
 def _recipes(placed: PlacedLayer, ranks: Ranks) -> Recipes | None:

@@ -8,7 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from costmodels.actions import check
-from costmodels.schedules import Schedule, legal
+from costmodels.merak import SHIFTED_FEWEST
+from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from executor.layout import action_rows, layer_operators, stage_layers
 from executor.rules.rule import Refusal, rule, with_layer_plan
 from planner.plan import LayerRun, Pipeline, Plan, StagePlan, frame_of
@@ -78,7 +79,8 @@ def stage_ranks(plan: Plan) -> Iterator[Refusal]:
 @rule(why="the schedule has one stage per pipeline rank, zbv two", action="use another schedule, or its number of virtual stages")
 def virtual_stages(plan: Plan) -> Iterator[Refusal]:
     pipeline = plan.pipeline
-    wanted = {Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.ZBV: 2}.get(pipeline.schedule, pipeline.virtual_stages)
+    known = {Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.ZBV: 2, **dict.fromkeys(AHEAD, 1)}
+    wanted = known.get(pipeline.schedule, pipeline.virtual_stages)
     if plan.mesh.pp == 1 or pipeline.virtual_stages == wanted:
         return
     found = f"pipeline: {pipeline.schedule} with virtual_stages {pipeline.virtual_stages}"
@@ -102,7 +104,9 @@ def batch(plan: Plan) -> Iterator[Refusal]:
             f"{sequences} sequences, global_batch_size is {plan.training.global_batch_size}"))
 
 
-@rule(why="the schedule goes round by round through all pipeline ranks", action="change the number of micro-batches")
+@rule(
+    why="the schedule goes round by round through all pipeline ranks, or needs as many to fill them",
+    action="change the number of micro-batches")
 def micro_batches(plan: Plan) -> Iterator[Refusal]:
     if plan.mesh.pp > 1 and (problem := _schedule_problem(plan.pipeline, plan.mesh.pp)):
         yield _micro_batch_refusal(plan, f"pipeline: {problem}")
@@ -124,7 +128,7 @@ def _micro_batch_refusal(plan: Plan, found: str) -> Refusal:
         best = min(legal, key=lambda shape: abs(shape.micro_batch_size - pipeline.micro_batch_size))
         action = f"set micro_batch_size to {best.micro_batch_size} and num_micro_batches to {best.num_micro_batches}"
         return Refusal(found=found, action=action, nearest=replace(plan, pipeline=best))
-    number = next(n for n in range(pipeline.num_micro_batches, pipeline.num_micro_batches + mesh.pp + 1)
+    number = next(n for n in range(pipeline.num_micro_batches, pipeline.num_micro_batches + max(mesh.pp, SHIFTED_FEWEST) + 1)
                   if not _schedule_problem(replace(pipeline, num_micro_batches=n), mesh.pp))
     batch = number * pipeline.micro_batch_size * mesh.dp
     return Refusal(
@@ -168,9 +172,32 @@ def split_recompute(plan: Plan) -> Iterator[Refusal]:
                 action=f"set recompute to [] on layer plan {name}", nearest=with_layer_plan(plan, name, recompute=()))
 
 
+@rule(why="the schedule leaves the last stage no time to recompute", action="recompute nothing there, or use early-recompute")
+def last_stage(plan: Plan) -> Iterator[Refusal]:
+    schedule, again = plan.pipeline.schedule, [run.plan for run in plan.stages[-1].layers if plan.layer_plans[run.plan].recompute]
+    if plan.mesh.pp > 1 and schedule in LAST_KEEPS_ALL and again:
+        yield Refusal(
+            found=f"stages: under {schedule} the last stage has layers of {', '.join(dict.fromkeys(again))}, which are recomputed",
+            action="give the layers of the last stage plans with recompute []", nearest=_last_keeps_all(plan))
+
+
+def _last_keeps_all(plan: Plan) -> Plan:
+    """Layers of the last stage that are recomputed on plans of their own, which differ in that they are not."""
+    plans, last, runs = dict(plan.layer_plans), plan.stages[-1], []
+    for run in last.layers:
+        name = f"{run.plan}-kept" if plan.layer_plans[run.plan].recompute else run.plan
+        while name != run.plan and name in plan.layer_plans:
+            name += "-"
+        plans[name] = replace(plan.layer_plans[run.plan], recompute=())
+        runs.append(replace(run, plan=name))
+    stages = (*plan.stages[:-1], replace(last, layers=tuple(runs)))
+    used = {run.plan for stage in stages for run in stage.layers}
+    return replace(plan, stages=stages, layer_plans={name: found for name, found in plans.items() if name in used})
+
+
 def _splits(plan: Plan) -> bool:
     """Whether input and weight gradients are computed apart."""
     return plan.mesh.pp > 1 and frame_of(plan).splits_backward
 
 
-SCHEDULE = (layers, stage_ranks, virtual_stages, batch, micro_batches, action_lists, split_zero, split_recompute)
+SCHEDULE = (layers, stage_ranks, virtual_stages, batch, micro_batches, action_lists, split_zero, split_recompute, last_stage)

@@ -10,7 +10,7 @@ Only values with gradients travel: the gradient of each comes back the same way.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -155,6 +155,7 @@ def _of_stage(places: _Places, stage: int) -> StageCut:
     for node in places.calls(stage):
         calls[places.shard[node]].append(node)
     _add_views(places.views(stage), calls)
+    _drop_unread_views(calls, {*sends, places.loss})
     _check_writes(places, stage)
     constants = _constants_of(places, [node for each in calls.values() for node in each])
     wanted = {*sends, places.loss}
@@ -176,6 +177,22 @@ def _add_views(views: Nodes, calls: dict[int, list[fx.Node]]) -> None:
     for view in reversed(views):
         readers = (index for index, each in calls.items() if any(view in call.all_input_nodes for call in each))
         calls[next(readers)].append(view)
+
+
+def _drop_unread_views(calls: dict[int, list[fx.Node]], wanted: set[fx.Node]) -> None:
+    """A view that only later stages read is theirs to make: with it goes a parameter that nobody else here reads."""
+    read = {node: 0 for each in calls.values() for node in each}
+    for node in read:
+        for before in node.all_input_nodes:
+            if before in read:
+                read[before] += 1
+    for index, each in reversed(calls.items()):
+        for node in sorted(each, reverse=True):
+            if not read[node] and node not in wanted and _is_view(node):
+                calls[index].remove(node)
+                for before in node.all_input_nodes:
+                    if before in read:
+                        read[before] -= 1
 
 
 def _constants_of(places: _Places, calls: Sequence[fx.Node]) -> Nodes:
@@ -219,13 +236,10 @@ def check_recompute(shard: ShardCut, plan: ShardPlan) -> None:
                               hint="take it out of recompute")
 
 
-def writes_buffers(shard: ShardCut) -> bool:
-    """Whether it counts in buffers, as batch norms do."""
-    return any(written.op == "get_attr" and written.meta["origin"] == BUFFER for node in shard.calls for written in _written(node))
-
-
-def _written(node: fx.Node) -> Iterable[fx.Node]:
-    return node.meta.get("written", ())
+def written_buffers(shard: ShardCut) -> Nodes:
+    """The buffers that it writes into, as batch norms do."""
+    found = (node for call in shard.calls for node in call.meta.get("written", ()) if node.op == "get_attr")
+    return tuple(dict.fromkeys(node for node in found if node.meta["origin"] == BUFFER))
 
 
 def _where(node: fx.Node) -> str:

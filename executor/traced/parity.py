@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from costmodels.mesh import Mesh
+from costmodels.schedules import Schedule
 from executor.check.parity import OPTIONS, STEPS, CountCollectives, Outcome, joined, run_ranks
 from executor.optimizer import decays
 from executor.traced.batches import module_batches
 from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
 from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
+from profiles.spec import Precision
 from profiles.tracing.source import Workload
+
+LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
 
 
 def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
@@ -105,3 +109,15 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 def _alone(plan: ModulePlan) -> ModulePlan:
     """The same batches, all on one rank."""
     return replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
+
+
+def fit_to_check(plan: ModulePlan) -> ModulePlan:
+    """The same plan in fp32, with no more micro-batches than fill its schedule: what a check trains."""
+    pipeline, mesh = plan.pipeline, plan.mesh
+    number = min(pipeline.num_micro_batches, max(LEAST_TO_FILL, 2 * mesh.pp))
+    if pipeline.schedule is Schedule.CUSTOM:  # its lists name the micro-batches
+        number = pipeline.num_micro_batches
+    training = replace(
+        plan.training, precision=Precision.FP32, gradient_precision=Precision.FP32,
+        global_batch_size=mesh.dp * number * pipeline.micro_batch_size)
+    return replace(plan, training=training, pipeline=replace(pipeline, num_micro_batches=number))

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from executor.layout import action_rows
-from executor.parallel.pipeline import AfterBackward, PipelineStep, Span, no_span
+from executor.parallel.runtime import After, PipelineStep, Span, build_runtime, no_span, nothing
 from executor.parallel.stages import Ranks
 from executor.traced.cut import StageCut, cut
 from executor.traced.shared import Shared, build_shared, check_shared, shared_names
-from executor.traced.stages import TracedStage, build_stage
+from executor.traced.stages import TracedStage, argument_names, build_stage
 from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
 from profiles.tracing.program import Program
@@ -73,7 +73,7 @@ class TracedPipeline:
 
 
 def build_traced_pipeline(
-    plan: ModulePlan, program: Program, opened: Opened, ranks: Ranks, *, after_backward: AfterBackward, span: Span = no_span,
+    plan: ModulePlan, program: Program, opened: Opened, ranks: Ranks, *, after_backward: After, span: Span = no_span,
 ) -> TracedPipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
     cuts = cut(plan, program)
@@ -93,13 +93,13 @@ def _share(plan: ModulePlan) -> int:
     return plan.pipeline.num_micro_batches * plan.mesh.dp
 
 
-def _loop(stage: TracedStage, plan: ModulePlan, after_backward: AfterBackward, span: Span, batch: Batch) -> Tensor:
+def _loop(stage: TracedStage, plan: ModulePlan, after_backward: After, span: Span, batch: Batch) -> Tensor:
     """The schedule of one pipeline rank: forward and backward of one micro-batch after the other."""
     split = {key: value.split(plan.pipeline.micro_batch_size) for key, value in batch.items()}
     losses = []
     for index in range(plan.pipeline.num_micro_batches):
         with span("F", 0, index):
-            loss = stage(**{key: parts[index] for key, parts in split.items()}) / _share(plan)
+            loss = stage(**argument_names({key: parts[index] for key, parts in split.items()})) / _share(plan)
         with span("B", 0, index):
             loss.backward()
         after_backward()
@@ -112,24 +112,21 @@ def _scheduled(schedule: _PipelineScheduleRuntime, stages: Sequence[TracedStage]
     ends = any(stage.ends_model for stage in stages)
     device = next(iter(batch.values())).device
     no_targets = torch.empty(plan.pipeline.num_micro_batches, device=device)  # a part for each loss: it is made inside of the module
-    schedule.step(target=no_targets if ends else None, losses=losses, return_outputs=False, **batch)
+    schedule.step(target=no_targets if ends else None, losses=losses, return_outputs=False, **argument_names(batch))
     return torch.stack(losses).sum().detach() if ends else torch.zeros((), device=device)
 
 
 def _schedule(
-    plan: ModulePlan, ranks: Ranks, stages: Sequence[TracedStage], cuts: Sequence[StageCut], after_backward: AfterBackward, span: Span,
+    plan: ModulePlan, ranks: Ranks, stages: Sequence[TracedStage], cuts: Sequence[StageCut], after_backward: After, span: Span,
 ) -> _PipelineScheduleRuntime:
     """The runtime with the plan's action lists, which it completes with sends and receives."""
     steps = [_step(plan, ranks, stage, cuts, after_backward, span) for stage in stages]
-    schedule = _PipelineScheduleRuntime(
-        steps, plan.pipeline.num_micro_batches, lambda loss, _: loss / _share(plan), scale_grads=False)
-    lists = {rank: [_Action.from_str(text) for text in row.split(",")] for rank, row in enumerate(action_rows(plan))}
-    schedule._prepare_schedule_with_comms(lists)  # what `_load_csv` does with a file
-    return schedule
+    return build_runtime(
+        action_rows(plan), ranks.coordinate("pp"), steps, plan.pipeline.num_micro_batches, lambda loss, _: loss / _share(plan))
 
 
 def _step(
-    plan: ModulePlan, ranks: Ranks, stage: TracedStage, cuts: Sequence[StageCut], after_backward: AfterBackward, span: Span,
+    plan: ModulePlan, ranks: Ranks, stage: TracedStage, cuts: Sequence[StageCut], after_backward: After, span: Span,
 ) -> _TracedStep:
     """Shapes are given, so that torch runs no extra forward pass to find them."""
     own = cuts[stage.index]
@@ -137,7 +134,7 @@ def _step(
         stage, stage.index, len(cuts), ranks.device, input_args=tuple(map(_example, own.receives)),
         output_args=tuple(map(_example, own.sends)) or torch.empty((), device="meta", requires_grad=True),
         group=ranks.mesh["pp"].get_group())
-    step.after_backward, step.span = after_backward, span
+    step.after_backward, step.after_recompute, step.span = after_backward, nothing, span
     return step
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from executor.traced.cut import ShardCut
+from executor.traced.cut import ShardCut, written_buffers
 from profiles.tracing.program import CONSTANT, PARAMETER
 
 OF = "of"  # the submodule that holds parameters and buffers
@@ -84,6 +84,12 @@ class Shard(nn.Module):
         for node, (owner, key) in self._places.items():
             if node.meta["origin"] == PARAMETER:
                 yield node.target, getattr(owner, key)
+
+    def counted(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that its calls write into, as batch norms do."""
+        for node in written_buffers(self.cut):
+            owner, key = self._places[node]
+            yield node.target, getattr(owner, key)
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         known: dict[fx.Node, Any] = dict(zip(self.cut.reads, values, strict=True))

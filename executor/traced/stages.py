@@ -17,6 +17,13 @@ from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
 from profiles.tracing.program import PARAMETER, Program
 
+_BATCH = "batch."
+
+
+def argument_names(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch under names that no argument of the pipeline's runtime has."""
+    return {f"{_BATCH}{key}": value for key, value in batch.items()}
+
 
 class TracedBody(nn.Module):
     """The shards of one stage in order. `forward` takes what the stage before hands on and the batch by key; it gives what the next
@@ -55,7 +62,8 @@ class TracedStage(nn.Module):
         self._shards = tuple(shards)  # not submodules a second time
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Any:
-        out = self.body(*received, **batch)
+        """`batch` as `argument_names` has it."""
+        out = self.body(*received, **{key.removeprefix(_BATCH): value for key, value in batch.items()})
         return out if self.body.cut.sends else out[0]
 
     @property
@@ -71,6 +79,10 @@ class TracedStage(nn.Module):
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters by the names that they have in the user's module, each once."""
         yield from dict(pair for shard in self._shards for pair in shard.named()).items()
+
+    def counted(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that its calls write into."""
+        return (pair for shard in self._shards for pair in shard.counted())
 
 
 def build_stage(plan: ModulePlan, index: int, cut: StageCut, program: Program, opened: Opened, ranks: Ranks) -> TracedStage:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from costmodels.memory import StateBytes, chunk_elements, states_of
 from executor.check.meter import Meter, Row
+from executor.checkpoint.states import Held
 from executor.optimizer import build_optimizer, num_copies, squared_norm
 from executor.options import Options
 from executor.parallel.stages import Ranks
@@ -56,10 +58,42 @@ class ModuleTrainer(Trainer):
         dist.all_reduce(total)
         return total.sqrt().float()
 
+    def held(self) -> Held:
+        """The parameters that a checkpoint has of this rank, and a copy of each that another rank saves."""
+        own = self.pipeline.own
+        others = {name: p for stage in self.pipeline.stages for name, p in stage.named() if name not in own}
+        return Held(own=_learning(own), copies=_learning(others))
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self.pipeline.copies)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that the module's calls write into, as the first data-parallel rank has them."""
+        return dict(pair for stage in self.pipeline.stages for pair in stage.counted())
+
+    def settle_copies(self) -> None:
+        """Give the further copies that this rank holds of one parameter what was loaded into the first."""
+        for shared in self.pipeline.shared:
+            for first, *others in shared.copies.values():
+                for other in others:
+                    _copy(first, other, self.optimizer)
+
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
         pp, dp = (self.ranks.coordinate(axis) for axis in ("pp", "dp"))
         return (pp, dp, 0), predicted_states(self.plan, self.pipeline, dp), self.meter.measured(self.optimizer)
+
+
+def _learning(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def _copy(source: nn.Parameter, target: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    target.copy_(source)
+    for key, value in optimizer.state[source].items():
+        optimizer.state[target][key].copy_(value)
 
 
 def predicted_states(plan: ModulePlan, pipeline: TracedPipeline, dp_rank: int) -> StateBytes:

@@ -20,7 +20,7 @@ def plan_document(plan: Plan, elapsed_s: float | None = None) -> dict[str, Any]:
     return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}
 
 
-def module_plan_document(plan: ModulePlan, elapsed_s: float | None = None) -> dict[str, Any]:
+def module_document(plan: ModulePlan, elapsed_s: float | None = None) -> dict[str, Any]:
     """The same of a traced module's plan."""
     body = module_to_document(plan)
     return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}

@@ -22,12 +22,13 @@ FASTEST = "fastest"  # of all: what a search finds that is asked for nothing els
 
 
 def pipeline_phrases(pipeline: Pipeline, mesh: Mesh) -> tuple[str, ...]:
-    """Schedule, virtual stages and micro-batches; without a pipeline there is no schedule to name."""
+    """Schedule, virtual stages, micro-batches and their halves; without a pipeline there is no schedule to name."""
     micro_batches = f"micro-batch {pipeline.micro_batch_size} x {pipeline.num_micro_batches}"
+    halves = (f"sub-pipelined at level {pipeline.tp_overlap}",) if pipeline.tp_overlap else ()
     if mesh.pp == 1:
-        return ("no pipeline", micro_batches)
+        return ("no pipeline", micro_batches, *halves)
     virtual = (f"{pipeline.virtual_stages} virtual stages",) if pipeline.virtual_stages > 1 else ()
-    return (_SCHEDULES[pipeline.schedule], *virtual, micro_batches)
+    return (_SCHEDULES[pipeline.schedule], *virtual, micro_batches, *halves)
 
 
 def attention_text(attention: str, flash_kernel: str) -> str:

@@ -61,15 +61,12 @@ def preload(modules: Sequence[str]) -> None:
 
 def start(program: Program, case: Case, device: str, limit_s: float) -> Child:
     """Begin to measure; waits for the server where that is just starting. Raises ConfigError where no process can be had."""
-    context, kills = multiprocessing.get_context("forkserver"), _kernel_kills()
+    kills = _kernel_kills()
     try:
-        ours, theirs = context.Pipe(duplex=False)
-        output = _no_file()
-        process = context.Process(target=measure, args=(theirs, output, program, case, device, limit_s), daemon=True)
-        with _no_ctrl_c():
-            forkserver.ensure_running()
-        with _no_main():
-            process.start()
+        try:
+            process, ours, theirs, output = _started(program, case, device, limit_s)
+        except (EOFError, ConnectionError):  # the server died a moment ago, and seemed to be there
+            process, ours, theirs, output = _started(program, case, device, limit_s)
     except (OSError, EOFError) as error:
         raise ConfigError(
             f"cannot start a process to measure {case.key} in: {error or 'its server ended'}",
@@ -78,6 +75,19 @@ def start(program: Program, case: Case, device: str, limit_s: float) -> Child:
     return Child(
         case=case, device=device, process=process, answer=ours, output=output, limit_s=limit_s, started_s=time.monotonic(),
         kernel_kills=kills)
+
+
+def _started(program: Program, case: Case, device: str, limit_s: float) -> tuple[ForkServerProcess, Connection, Connection, Connection]:
+    """The process, both ends of the pipe for its answer, and the file for what it prints."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    output = _no_file()
+    process = context.Process(target=measure, args=(theirs, output, program, case, device, limit_s), daemon=True)
+    with _no_ctrl_c():
+        forkserver.ensure_running()
+    with _no_main():
+        process.start()
+    return process, ours, theirs, output
 
 
 def finished(child: Child) -> Record | None:

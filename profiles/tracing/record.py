@@ -25,15 +25,15 @@ from profiles.tracing.source import Workload
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 
 
-def record(workload: Workload, micro_batch_size: int, precision: Precision = Precision.FP32, *, plain_dropout: bool = False) -> Program:
+def record(workload: Workload, micro_batch_size: int, precision: Precision = Precision.FP32, *, on_cpu: bool = False) -> Program:
     """The calls of one micro-batch with parameters and float inputs in `precision`.
 
-    plain_dropout: attention that drops out is no fused kernel (on a CPU)
+    on_cpu: tensors are laid out as a CPU's kernels lay them out, else a GPU's
     Raises ConfigError with the line of the user's code: what it does depends on the values of tensors, it uses a tensor that no
     call of torch made, its loss is not a scalar.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake, Paths(workload.module), plain_dropout=plain_dropout)
+    recorder = Recorder(fake, Paths(workload.module), on_cpu=on_cpu)
     with torch.random.fork_rng(devices=[]):
         batch = {key: fake.from_tensor(_cast(value, precision)) for key, value in workload.batch(micro_batch_size).items()}
     for key, value in batch.items():

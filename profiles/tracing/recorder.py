@@ -51,9 +51,9 @@ class Recorder(TorchFunctionMode):
     changed: by memory, the real tensors that recorded calls write.
     """
 
-    def __init__(self, fake: FakeTensorMode, paths: Paths, *, plain_dropout: bool) -> None:
+    def __init__(self, fake: FakeTensorMode, paths: Paths, *, on_cpu: bool) -> None:
         super().__init__()
-        self.fake, self.paths, self.plain_dropout = fake, paths, plain_dropout
+        self.fake, self.paths, self.on_cpu = fake, paths, on_cpu
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
         self.attributes: dict[int, tuple[str, str]] = {}
@@ -164,6 +164,7 @@ class Recorder(TorchFunctionMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise self._depends_on_values(name) from None
         written = [tensor for tensor, before in zip(inputs, versions, strict=True) if tensor._version != before]
+        written += _counted(name, args, kwargs)
         made = list(tensors_of(out))
         if written or (made and not (name in _CASTS and out is inputs[0])):
             self._note(func, name, args, kwargs, written, tuple(saved), out)
@@ -173,7 +174,7 @@ class Recorder(TorchFunctionMode):
         """What gives the fake output of `func`."""
         if isinstance(func, MethodType) and func.__func__ is APPLY.__func__:
             return partial(self._apply, func)
-        return _fused_attention if func is functional.scaled_dot_product_attention and not self.plain_dropout else func
+        return _fused_attention if func is functional.scaled_dot_product_attention and not self.on_cpu else func
 
     def _note(
         self, func: Any, name: str, args: Any, kwargs: Any, written: list[Tensor], saved: tuple[Tensor, ...], out: Any,
@@ -183,7 +184,7 @@ class Recorder(TorchFunctionMode):
         before = [self.node(tensor) for tensor in inputs]
         owners = {memory_of(tensor): node for tensor, node in zip(reversed(inputs), reversed(before), strict=True)}
         node = self.graph.create_node("call_function", func, *arguments)
-        random = name in _RANDOM or bool(kwargs.get("dropout_p"))
+        random = _draws(name, args, kwargs)
         node.meta |= self._where(name) | {
             "val": out, "written": tuple(dict.fromkeys(self.node(tensor) for tensor in written)), "saved": saved, "random": random,
             "aliases": tuple(dict.fromkeys(owners[m] for tensor in tensors_of(out) if (m := memory_of(tensor)) in owners)),
@@ -272,6 +273,22 @@ def _fused_attention(
     gradient: without those it runs, and shapes and layouts are those of GPUs."""
     mask = attn_mask.detach() if attn_mask is not None else None
     return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
+
+
+def _draws(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws random numbers. One that drops nothing out does not."""
+    if "dropout" in name:
+        probability, training = (*args[1:], kwargs.get("p", 0.5))[0], (*args[2:], kwargs.get("training", kwargs.get("train", True)))[0]
+        return bool(probability and training)
+    return name in _RANDOM or (bool((*args[4:], kwargs.get("dropout_p"))[0]) and name == "scaled_dot_product_attention")
+
+
+def _counted(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """The running statistics that a batch norm writes, which torch does not say of it."""
+    training = args[5] if len(args) > 5 else kwargs.get("training", False)
+    if name != "batch_norm" or not training:
+        return []
+    return [each for each in (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")) if isinstance(each, Tensor)]
 
 
 def _without_masks(index: Any) -> Any:
