@@ -86,8 +86,8 @@ def leanest_ranges(frame: Frame, stages: list[StageTable]) -> tuple[tuple[int, i
 
 def leanest(search: ModuleSearch, frame: Frame) -> ShardStrategy:
     """The way to run a frame that holds least: its cuts by memory, every stage at its leanest ZeRO stage and recompute."""
-    stages = search.stages(frame, np.inf)
-    cuts = search.cut_ranges(frame) or leanest_ranges(frame, stages)
+    stages = search.stages(frame)
+    cuts = search.cut_ranges(frame, stages) or leanest_ranges(frame, stages)
     return ShardStrategy(frame=frame, stages=tuple(
         _leanest_run(table, *cut) for table, cut in zip(stages, cuts, strict=True)))
 
