@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+import cli_module
 from cli_options import OUTPUT, as_json
 from cli_style import Command, option
 
@@ -37,9 +38,12 @@ def check(plan_file: Path, ranks: tuple[int, ...], execute: bool, as_json: bool)
     Exit code 3 when a stage does not fit its device, 2 when losses or gradients differ.
     """
     from executor.rules.all import validate
-    from planner.plan import read
+    from planner.module_plan import ModulePlan, read
 
     plan = read(plan_file)
+    if isinstance(plan, ModulePlan):
+        _require_torch()
+        return cli_module.check(plan, execute=execute, as_json=as_json)
     validate(plan)
     _require_torch()
     return _execute(plan, as_json=as_json) if execute else _dry_run(plan, ranks, as_json=as_json)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from costmodels.collectives import Collective, collective_time, point_to_point_time
 from costmodels.halved import HalvedOperators, halved_workspace_bytes, price_halves
@@ -27,12 +28,13 @@ from costmodels.sharding import Sharding
 from costmodels.sub_pipeline import HALVES
 from profiles.hardware import CPU
 from profiles.measured import Machine
-from profiles.model import LayerKind, ModelGraph
+from profiles.model import LayerClass, LayerKind, ModelGraph
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.transformer import build_graph
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,23 +61,41 @@ class LayerStates:
     host: int = 0
 
 
-class PriceBook:
-    """Prices of the layers of `model` trained as `training` on `machine`; the head's recompute is always none.
+class LayerBook(ABC, Generic[K]):
+    """Prices of layers of the kinds `K`, trained as `training` on `machine`, each made once.
 
     zero_ranks: neighbours that hold one copy of sharded states together, on meshes whose dp it divides; None for all of dp
     offload: what the host keeps, states of every layer and activations of blocks
     """
 
     def __init__(
-        self, model: ModelSpec, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None,
-        offload: tuple[Offload, ...] = (),
+        self, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
     ) -> None:
-        self.model = model
         self.training = training
         self.machine = machine
         self.zero_ranks = zero_ranks
         self.offload = offload
         self._known: dict[Hashable, Any] = {}
+
+    @abstractmethod
+    def layer(self, kind: K, micro_batch_size: int) -> LayerClass:
+        """The operators of a layer of `kind`."""
+
+    def kept_layer(self, kind: K, micro_batch_size: int) -> LayerClass:
+        """The same with what the operators keep on this device."""
+        return self.layer(kind, micro_batch_size)
+
+    @abstractmethod
+    def recompute_operators(self, kind: K, level: Again) -> tuple[str, ...]:
+        """The operators that `level` recomputes in a layer of `kind`."""
+
+    def counts_tied(self, mesh: Mesh) -> bool:
+        """Whether copies of parameters that other layers hold are counted: where stages are apart."""
+        return mesh.pp > 1
+
+    def offloads_activations(self, kind: K) -> bool:
+        """Whether the host keeps the activations of a layer of `kind`."""
+        return Offload.ACTIVATIONS in self.offload
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._known:
@@ -83,118 +103,79 @@ class PriceBook:
         found: T = self._known[key]
         return found
 
-    def graph(self, micro_batch_size: int) -> ModelGraph:
-        return self._once(("graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size))
-
-    @property
-    def plain_dropout(self) -> bool:
-        """Whether dropout is that of torch on a CPU, no fused kernel. Of memory alone: what an operator takes is the price of GPUs."""
-        return self.training.stack.plain_dropout_on_cpu and self.machine.cluster.device.name == CPU and self.model.dropout > 0
-
-    def kept_graph(self, micro_batch_size: int) -> ModelGraph:
-        """The graph with what the operators keep on this device."""
-        if not self.plain_dropout:
-            return self.graph(micro_batch_size)
-        return self._once(
-            ("kept graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size, plain_dropout=True))
-
-    @property
-    def tied(self) -> bool:
-        return has_tied_head(self.graph(1).head)
-
     def shards(self, mesh: Mesh) -> int:
         """How many data-parallel ranks hold one copy of sharded states together."""
         return self.zero_ranks if self.zero_ranks and mesh.dp % self.zero_ranks == 0 and mesh.ep == 1 else mesh.dp
 
-    def split_s(self, kind: LayerKind) -> float:
+    def split_s(self, kind: K) -> float:
         """Seconds that the host takes more for the backward pass of a layer in two parts, where that was measured."""
         added = layouts_of(self.machine, self.training.stack)
-        return 0.0 if added is None else added.split_s * self.graph(1).layer_class(kind).gradient_launches
+        return 0.0 if added is None else added.split_s * self.layer(kind, 1).gradient_launches
 
     @property
     def offloads_states(self) -> bool:
         return Offload.STATES in self.offload
 
-    def offloads_activations(self, kind: LayerKind) -> bool:
-        """Only those of blocks: the head's largest, the logits, are used up at once."""
-        return kind is LayerKind.BLOCK and Offload.ACTIVATIONS in self.offload
-
-    def recompute_operators(self, kind: LayerKind, level: Again) -> tuple[str, ...]:
-        """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
-        return recompute_operators(self.kept_graph(1).layer_class(kind), level) if kind is LayerKind.BLOCK else ()
-
-    def _operators(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> LayerOperators | HalvedOperators:
+    def _operators(self, kind: K, micro_batch_size: int, sharding: Sharding) -> LayerOperators | HalvedOperators:
         def make() -> LayerOperators | HalvedOperators:
-            layer = self.graph(micro_batch_size).layer_class(kind)
-            if kind is LayerKind.BLOCK and sharding.overlap:
-                half = self.graph(micro_batch_size // HALVES).block
-                return price_halves(half, layer, sharding, self.machine, self.training)
-            return price_operators(layer, sharding, self.machine, self.training)
+            return price_operators(self.layer(kind, micro_batch_size), sharding, self.machine, self.training)
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
 
-    def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
-        """What the blocks of a stage pay forward and backward beside `layer_time`: the ends of a row of halves, at level 3 alone."""
-
-        def make() -> tuple[Seconds, Seconds]:
-            operators = self._operators(LayerKind.BLOCK, micro_batch_size, sharding)
-            return operators.edges() if isinstance(operators, HalvedOperators) else (ZERO, ZERO)
-
-        return self._once(("edges", micro_batch_size, sharding), make)
-
-    def layer_time(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> LayerTime:
+    def layer_time(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> LayerTime:
         """One micro-batch through one layer of `kind`, without data-parallel communication."""
         return self._once(
             ("time", kind, micro_batch_size, sharding, level),
             lambda: self._operators(kind, micro_batch_size, sharding).time(self.recompute_operators(kind, level)))
 
-    def weight_s(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> float:
+    def weight_s(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
         """Of the backward pass of one layer of `kind`, the seconds of the gradients of its weights."""
         return self._once(
             ("weight", kind, micro_batch_size, sharding), lambda: self._operators(kind, micro_batch_size, sharding).weight_s)
 
-    def waiting_bytes(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> float:
+    def waiting_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
         """What one layer of `kind` holds of a micro-batch between the gradients of its input and of its weights, besides the stash:
         the gradients of the outputs of operators with weights, as torch.distributed.pipelining keeps them."""
 
         def make() -> float:
-            weighty = (op for op in self.graph(micro_batch_size).layer_class(kind).operators if op.parameters)
+            weighty = (op for op in self.layer(kind, micro_batch_size).operators if op.parameters)
             return float(sum(sharding.local_bytes(out, sharding.place_inside(op, out)) for op in weighty for out in op.outputs))
 
         return self._once(("waiting", kind, micro_batch_size, sharding), make)
 
-    def activations(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> ActivationBytes:
+    def _workspace_bytes(self, kind: K, layer: LayerClass, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]) -> int:
+        return workspace_bytes(layer, sharding, again, self.training.stack)
+
+    def activations(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> ActivationBytes:
         """Saved and temporary bytes of one layer of `kind` for one micro-batch."""
 
         def make() -> ActivationBytes:
-            layer, again = self.kept_graph(micro_batch_size).layer_class(kind), self.recompute_operators(kind, level)
-            stack = self.training.stack
-            saved, workspace = saved_bytes(layer, sharding, again, stack), workspace_bytes(layer, sharding, again, stack)
-            if kind is LayerKind.BLOCK and sharding.overlap:
-                workspace = halved_workspace_bytes(self.kept_graph(micro_batch_size // HALVES).block, layer, sharding, again, stack)
+            layer, again = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level)
+            saved = saved_bytes(layer, sharding, again, self.training.stack)
+            workspace = self._workspace_bytes(kind, layer, micro_batch_size, sharding, again)
             if self.offloads_activations(kind):
                 return ActivationBytes(saved=0, ideal_saved=0.0, workspace=workspace + saved, host=saved)
             return ActivationBytes(saved=saved, ideal_saved=ideal_saved_bytes(layer, sharding.tp, again), workspace=workspace)
 
         return self._once(("activations", kind, micro_batch_size, sharding, level), make)
 
-    def remade_bytes(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again) -> int:
+    def remade_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> int:
         """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch: what it would keep without, less that."""
         whole, kept = (self.activations(kind, micro_batch_size, sharding, again) for again in (Recompute.NONE, level))
         return max(0, whole.saved + whole.host - kept.saved - kept.host)
 
-    def data_parallel(self, kind: LayerKind, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
+    def data_parallel(self, kind: K, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
         """Gradient reduction, gathers and the optimizer step of one layer of `kind` at ZeRO stage `zero`."""
 
         def make() -> DataParallelTime:
             return data_parallel_time(
-                self.graph(micro_batch_size).layer_class(kind), self.layer_time(kind, micro_batch_size, sharding),
-                mesh=mesh, sharding=sharding, zero=zero, machine=self.machine, training=self.training, with_tied=mesh.pp > 1,
+                self.layer(kind, micro_batch_size), self.layer_time(kind, micro_batch_size, sharding),
+                mesh=mesh, sharding=sharding, zero=zero, machine=self.machine, training=self.training, with_tied=self.counts_tied(mesh),
                 shards=self.shards(mesh), offloaded=self.offloads_states)
 
         return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
 
-    def host_copy(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding, level: Again) -> Seconds:
+    def host_copy(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> Seconds:
         """What the activations of one layer and micro-batch that the host keeps take to get there, and as long to come back.
 
         Nothing hides it: save_on_cpu copies in the order of the kernels.
@@ -202,21 +183,21 @@ class PriceBook:
         host = self.activations(kind, micro_batch_size, sharding, level).host
         return copy_time(host, self.machine.cluster) if host else ZERO
 
-    def hidden_data_parallel(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
+    def hidden_data_parallel(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
         """The same under endless compute, which hides all that the stack can hide: no layer of `kind` pays less."""
 
         def make() -> DataParallelTime:
             return data_parallel_time(
-                self.graph(1).layer_class(kind), ENDLESS, mesh=mesh, sharding=sharding, zero=zero, machine=self.machine,
-                training=self.training, with_tied=mesh.pp > 1, shards=self.shards(mesh), offloaded=self.offloads_states)
+                self.layer(kind, 1), ENDLESS, mesh=mesh, sharding=sharding, zero=zero, machine=self.machine,
+                training=self.training, with_tied=self.counts_tied(mesh), shards=self.shards(mesh), offloaded=self.offloads_states)
 
         return self._once(("hidden dp", kind, mesh, sharding, zero), make)
 
-    def states(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
+    def states(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
         """State bytes of one layer of `kind`; a tied head holds its own copy only when stages are apart."""
 
         def make() -> LayerStates:
-            layer, with_tied, shards = self.graph(1).layer_class(kind), mesh.pp > 1, self.shards(mesh)
+            layer, with_tied, shards = self.layer(kind, 1), self.counts_tied(mesh), self.shards(mesh)
             offloaded = self.offloads_states
             owned = owned_parameters(layer, sharding, shards if zero else 1, with_tied=with_tied)
             local = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=False)
@@ -234,6 +215,83 @@ class PriceBook:
 
         return self._once(("states", kind, mesh, sharding, zero), make)
 
+    def message(self, num_bytes: int, *, crosses_nodes: bool, sharing: int) -> Seconds:
+        """One message between two pipeline ranks; `sharing` of them leave a node at once."""
+        as_slow_bytes = round(num_bytes / self.training.stack.transfer_share)  # as many take as long on the whole link
+        return point_to_point_time(as_slow_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=self.machine)
+
+
+class PriceBook(LayerBook[LayerKind]):
+    """Prices of the layers of `model`; the head's recompute is always none."""
+
+    def __init__(
+        self, model: ModelSpec, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None,
+        offload: tuple[Offload, ...] = (),
+    ) -> None:
+        super().__init__(training, machine, zero_ranks=zero_ranks, offload=offload)
+        self.model = model
+
+    def graph(self, micro_batch_size: int) -> ModelGraph:
+        return self._once(("graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size))
+
+    def layer(self, kind: LayerKind, micro_batch_size: int) -> LayerClass:
+        return self.graph(micro_batch_size).layer_class(kind)
+
+    def kept_layer(self, kind: LayerKind, micro_batch_size: int) -> LayerClass:
+        return self.kept_graph(micro_batch_size).layer_class(kind)
+
+    @property
+    def plain_dropout(self) -> bool:
+        """Whether dropout is that of torch on a CPU, no fused kernel. Of memory alone: what an operator takes is the price of GPUs."""
+        return self.training.stack.plain_dropout_on_cpu and self.machine.cluster.device.name == CPU and self.model.dropout > 0
+
+    def kept_graph(self, micro_batch_size: int) -> ModelGraph:
+        """The graph with what the operators keep on this device."""
+        if not self.plain_dropout:
+            return self.graph(micro_batch_size)
+        return self._once(
+            ("kept graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size, plain_dropout=True))
+
+    @property
+    def tied(self) -> bool:
+        return has_tied_head(self.graph(1).head)
+
+    def offloads_activations(self, kind: LayerKind) -> bool:
+        """Only those of blocks: the head's largest, the logits, are used up at once."""
+        return kind is LayerKind.BLOCK and Offload.ACTIVATIONS in self.offload
+
+    def recompute_operators(self, kind: LayerKind, level: Again) -> tuple[str, ...]:
+        """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
+        return recompute_operators(self.kept_graph(1).layer_class(kind), level) if kind is LayerKind.BLOCK else ()
+
+    def _operators(self, kind: LayerKind, micro_batch_size: int, sharding: Sharding) -> LayerOperators | HalvedOperators:
+        """Those of blocks that run as two halves of the micro-batch are priced as such."""
+        if not (kind is LayerKind.BLOCK and sharding.overlap):
+            return super()._operators(kind, micro_batch_size, sharding)
+
+        def make() -> HalvedOperators:
+            half, whole = (self.layer(kind, size) for size in (micro_batch_size // HALVES, micro_batch_size))
+            return price_halves(half, whole, sharding, self.machine, self.training)
+
+        return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
+        """What the blocks of a stage pay forward and backward beside `layer_time`: the ends of a row of halves, at level 3 alone."""
+
+        def make() -> tuple[Seconds, Seconds]:
+            operators = self._operators(LayerKind.BLOCK, micro_batch_size, sharding)
+            return operators.edges() if isinstance(operators, HalvedOperators) else (ZERO, ZERO)
+
+        return self._once(("edges", micro_batch_size, sharding), make)
+
+    def _workspace_bytes(
+        self, kind: LayerKind, layer: LayerClass, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...],
+    ) -> int:
+        if not (kind is LayerKind.BLOCK and sharding.overlap):
+            return super()._workspace_bytes(kind, layer, micro_batch_size, sharding, again)
+        half = self.kept_layer(kind, micro_batch_size // HALVES)
+        return halved_workspace_bytes(half, layer, sharding, again, self.training.stack)
+
     def transfer(self, micro_batch_size: int, sharding: Sharding, *, crosses_nodes: bool, sharing: int) -> Seconds:
         """One micro-batch's boundary activation from one pipeline rank to another; `sharing` of them leave a node at once.
 
@@ -247,8 +305,7 @@ class PriceBook:
             n_bytes = sharding.local_bytes(boundary, sharding.boundary)
             parted = self.training.stack.partitioned_transfers and sharding.tp > 1 and n_bytes == boundary.num_bytes
             part_bytes = -(-n_bytes // sharding.tp) if parted else n_bytes
-            as_slow_bytes = round(part_bytes / self.training.stack.transfer_share)  # as many take as long on the whole link
-            sent = point_to_point_time(as_slow_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=machine)
+            sent = self.message(part_bytes, crosses_nodes=crosses_nodes, sharing=sharing)
             if parted:
                 ranks = place(Mesh(pp=1, dp=1, tp=sharding.tp), Axis.TP, machine.cluster.gpus_per_node)
                 sent += collective_time(Collective.ALL_GATHER, n_bytes, ranks, machine)

@@ -122,7 +122,8 @@ class OperatorKernels:
 
 def operator_kernels(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
     """The kernels of one rank's share of `operator`, without communication and without recompute."""
-    return _KERNELS[operator.kind](operator, sharding, training)
+    kernels = _KERNELS[operator.kind](operator, sharding, training)
+    return kernels if operator.gradient else OperatorKernels(kernels.forward, ())
 
 
 def update_kernels(num_parameters: float, training: TrainingSpec) -> tuple[StreamKernel, ...]:
@@ -167,6 +168,8 @@ def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> O
     In fp8 the operands have one byte, and each is cast before its product (read for its largest value, read again and written):
     input and weight forward, the output's gradient backward. The head stays in 16 bits.
     """
+    if not operator.parameters:
+        return _activations_product(operator, sharding, training)
     *token_dims, features, contracted = operator.dims
     m = math.prod(sharding.dim_size(operator, dim.name) for dim in token_dims)
     n, k = sharding.dim_size(operator, features.name), sharding.dim_size(operator, contracted.name)
@@ -184,6 +187,16 @@ def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> O
         (product(FORWARD, m, n, k), *cast(FORWARD, m * k + n * k)),
         (product(INPUT_GRADIENT, m, k, n), *cast(BACKWARD, m * n)),
         (product(WEIGHT_GRADIENT, k, n, m, _accumulated_bytes(training)), *_added(n * k, training), *bias))
+
+
+def _activations_product(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
+    """A product of two activations, one for every index of the outer dims: as those of un-fused attention (K2)."""
+    *outer, m, n, k = (sharding.dim_size(operator, dim.name) for dim in operator.dims)
+    batch, element = math.prod(outer), training.precision.num_bytes
+    forward, inputs, others = (
+        ProductKernel(curve, Product(m=sizes[0], n=sizes[1], k=sizes[2], batch=batch, operand_bytes=element, result_bytes=element))
+        for curve, sizes in (("batched_forward", (m, n, k)), ("batched_backward", (m, k, n)), ("batched_backward", (k, n, m))))
+    return OperatorKernels((forward,), (inputs, others))
 
 
 def product_kernel(
@@ -267,7 +280,7 @@ def _streaming(operator: Operator, sharding: Sharding, training: TrainingSpec) -
     gradients written. Rotary is priced as a fused kernel; PyTorch's un-fused one takes 2 (forward) to 5 times as long.
     """
     read, written, kept, masks = _stream_bytes(operator, sharding)
-    if len(operator.inputs) > 1:
+    if len(operator.inputs) > 1 and kept == masks:  # what else has several inputs keeps them
         return _residual(read, written, masks, len(operator.inputs) - 1)
     name, like = _named(operator, masks)
     return OperatorKernels(
@@ -278,7 +291,7 @@ def _named(operator: Operator, masks: int) -> tuple[str, str]:
     """The name of a streaming operation, and its class."""
     if operator.kind is OperatorKind.NORM:
         return "layer_norm" if len(operator.parameters) > 1 else "rms_norm", "norm"
-    name = operator.name
+    name = operator.function.lower()
     if name == "activation":
         name = "swiglu" if operator.inputs[0].num_elements > operator.outputs[0].num_elements else "gelu"
     elif masks:

@@ -226,7 +226,8 @@ class LayerOperators:
         compute = _sum(self.compute[name].forward for name in names)
         communication = _sum(self.tensor_parallel[name].forward for name in names)
         collectives = sum(self.tensor_parallel[name].forward.value_s > 0 for name in names)
-        return launched(compute, communication, (len(names) + collectives) * self.host_forward_s), communication
+        launches = sum(self.compute[name] is not FREE for name in names) + collectives
+        return launched(compute, communication, launches * self.host_forward_s), communication
 
 
 def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds:

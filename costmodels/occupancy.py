@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 from costmodels.actions import Work, parse_row
-from costmodels.book import ActivationBytes, LayerStates, PriceBook
+from costmodels.book import ActivationBytes, LayerBook, LayerStates, PriceBook
 from costmodels.fullest import Held, Throughout, fullest_bytes
 from costmodels.memory import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
 from costmodels.mesh import Axis, Mesh
@@ -59,23 +60,23 @@ class RankMemory:
         return self.allocated + self.reserve
 
 
-def communicator_bytes(mesh: Mesh, book: PriceBook) -> float:
+def communicator_bytes(mesh: Mesh, book: LayerBook[Any]) -> float:
     """Bytes of the communicators of all parallel axes; none where there is no device context."""
     axes = sum(mesh.degree(axis) > 1 for axis in Axis) + (mesh.ep > 1) + (1 < mesh.expert_dp < mesh.dp)
     return axes * book.training.stack.nccl_bytes if book.machine.cluster.device.context_bytes else 0.0
 
 
-def reserve_constant_bytes(mesh: Mesh, book: PriceBook) -> float:
+def reserve_constant_bytes(mesh: Mesh, book: LayerBook[Any]) -> float:
     """Bytes a device holds before the first tensor: context and communicators."""
     return book.machine.cluster.device.context_bytes + communicator_bytes(mesh, book)
 
 
-def occupied_bytes(allocated_bytes: float, mesh: Mesh, book: PriceBook) -> float:
+def occupied_bytes(allocated_bytes: float, mesh: Mesh, book: LayerBook[Any]) -> float:
     """What a device holds when tensors fill `allocated_bytes` of it."""
     return allocated_bytes * (1 + book.training.stack.allocator_share) + reserve_constant_bytes(mesh, book)
 
 
-def usable_bytes(limit_bytes: float, mesh: Mesh, book: PriceBook) -> float:
+def usable_bytes(limit_bytes: float, mesh: Mesh, book: LayerBook[Any]) -> float:
     """How much of `limit_bytes` tensors may fill, so that with the reserve they stay under the limit."""
     return (limit_bytes - reserve_constant_bytes(mesh, book)) / (1 + book.training.stack.allocator_share)
 

@@ -6,20 +6,24 @@ Two times are given. The *closed form* is what the integer program minimises (EQ
 
 with a = 1/v, or for schedules that split the backward what their list says (`bubble_share`), t_s the seconds of one
 micro-batch on rank s (compute, recompute, exposed communication) and tail_s what follows its last backward pass (exposed
-gradient reduction, optimizer). The *simulated* time replays the schedule's action list and is the one reported.
+gradient reduction, optimizer). Where recompute runs ahead of the gradient, part of it is hidden (costmodels/passes.py).
+The *simulated* time replays the schedule's action list and is the one reported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
-from costmodels.book import PriceBook
+from costmodels.book import LayerBook, PriceBook
 from costmodels.collectives import Collective, collective_time
 from costmodels.layer import contention
 from costmodels.mesh import Axis, place_axis
 from costmodels.occupancy import RankMemory, rank_layers, rank_memory
 from costmodels.pace import layouts_of
+from costmodels.passes import Ahead, hidden_passes, plain_and_ramp
 from costmodels.redundancy import RedundantBytes, rank_redundancy
 from costmodels.schedules import LAST_KEEPS_ALL, Schedule
 from costmodels.simulate import SimulatedStep, StageCost, replay
@@ -87,9 +91,24 @@ class StepCosts:
         return tuple(map(sum, zip(self.reduced_s, self.tied_s, self.optimizer_s, strict=True)))
 
 
-def closed_form_s(rank_s: list[float], tail_s: list[float], num_micro_batches: int, share: float) -> float:
-    """(M - a) max t + a sum t + max tail, a = `share`: exact for equal ranks without transfers (EQUATIONS P, I4)."""
-    return (num_micro_batches - share) * max(rank_s) + share * sum(rank_s) + max(tail_s)
+def closed_form_s(
+    rank_s: Sequence[float], tail_s: Sequence[float], num_micro_batches: int, share: float, ahead: Ahead | None = None,
+) -> float:
+    """(M - a - e) max t + e max n + a sum u + max tail, a = `share`: exact for equal ranks without transfers (EQUATIONS P, I4).
+
+    Without recompute ahead e = 0 and u = t.
+    """
+    hidden, plain_s, ramp_s = (ahead.hidden, ahead.plain_s, ahead.ramp_s) if ahead else (0, rank_s, rank_s)
+    return (num_micro_batches - share - hidden) * max(rank_s) + hidden * max(plain_s) + share * sum(ramp_s) + max(tail_s)
+
+
+def _ahead(frame: Frame, rank_s: Sequence[float], stages: Sequence[Sequence[StageCost]]) -> Ahead:
+    recompute_s = [sum(c.recompute_s for c in row) for row in stages]
+    longer_s = [sum(c.backward_s - c.forward_s for c in row) for row in stages]
+    found = [
+        plain_and_ramp(frame.schedule, rank, len(stages), *seconds)
+        for rank, seconds in enumerate(zip(rank_s, recompute_s, longer_s, strict=True))]
+    return Ahead(hidden_passes(frame.schedule), [plain_s for plain_s, _ in found], [ramp_s for _, ramp_s in found])
 
 
 def bubble_share(frame: Frame, book: PriceBook) -> float:
@@ -117,11 +136,11 @@ def _replayed_share(frame: Frame, forward: float, weight: float) -> float:
     stage = StageCost(
         forward_s=forward * share, backward_s=(1 - forward) * share, recompute_s=0.0, receive_forward_s=0.0, receive_backward_s=0.0,
         stash_bytes=0.0, weight_s=weight * share)
-    step_s = _replayed(frame, ((stage,) * frame.virtual_stages,) * pp, (0.0,) * pp).step_s
+    step_s = replayed(frame, ((stage,) * frame.virtual_stages,) * pp, (0.0,) * pp).step_s
     return max(0.0, step_s - num_micro_batches) / max(1, pp - 1)
 
 
-def _replayed(
+def replayed(
     frame: Frame, stages: tuple[tuple[StageCost, ...], ...], tail_s: tuple[float, ...], *, keep_events: bool = False,
 ) -> SimulatedStep:
     """The step of the frame's lists. Raises ConfigError when its schedule is not legal."""
@@ -193,7 +212,7 @@ def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
 
 def simulated_step(strategy: Strategy, costs: StepCosts, *, keep_events: bool = False) -> SimulatedStep:
     """The schedule of `strategy` replayed with the costs of its stages."""
-    return _replayed(strategy.frame, costs.stages, costs.tail_s, keep_events=keep_events)
+    return replayed(strategy.frame, costs.stages, costs.tail_s, keep_events=keep_events)
 
 
 def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
@@ -213,7 +232,9 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
         sum(c.forward_s + c.backward_s + c.recompute_s + c.receive_forward_s + c.receive_backward_s for c in row) for row in costs.stages]
     share = bubble_share(frame, book)
     return StepPrice(
-        closed_form_s=closed_form_s(micro_batch_s, list(costs.tail_s), frame.num_micro_batches, share), bubble_share=share,
+        closed_form_s=closed_form_s(
+            micro_batch_s, costs.tail_s, frame.num_micro_batches, share, _ahead(frame, micro_batch_s, costs.stages)),
+        bubble_share=share,
         simulated=simulated,
         ranks=tuple(times),
         memory=memory,
@@ -257,10 +278,10 @@ def _tail(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Seconds, Seco
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
         reduced += data.step
         updated += data.optimizer
-    return reduced, _tied(frame, rank, book), updated + _norm_and_loss(frame, book)
+    return reduced, _tied(frame, rank, book), updated + norm_and_loss(frame, book)
 
 
-def _norm_and_loss(frame: Frame, book: PriceBook) -> Seconds:
+def norm_and_loss(frame: Frame, book: LayerBook[Any]) -> Seconds:
     """The sums over all ranks of the gradients' norm and of the loss, where the machine's own profile has what so small messages take."""
     if layouts_of(book.machine, book.training.stack) is None:
         return ZERO

@@ -26,11 +26,14 @@ from executor.data.tokens import TOKEN_TYPES
 from executor.foreign.rules import has_even_shards
 from executor.options import LearningRateSchedule, Options
 from executor.rules.all import validate
+from executor.traced.rules import validate_module_plan
+from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
 from executor.train import StepResult, build_trainer
 from executor.watch.measured import RunFiles, collect
 from executor.watch.progress import Progress
 from executor.watch.watch import SLACK_S, Watch, own_connection
-from planner.plan import Plan, read
+from planner.module_plan import ModulePlan, read
+from planner.plan import Plan
 from profiles.errors import ConfigError, PlannerError
 
 EXAMPLE = (
@@ -83,11 +86,14 @@ def main(
 ) -> int:
     """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes."""
     try:
-        plan = read(plan_file)
-        validate(plan)
+        plan, trained = read(plan_file), Options(**options)
+        if isinstance(plan, ModulePlan):
+            validate_module_plan(plan, trained)
+        else:
+            validate(plan)
         _check_world(plan, plan_file)
-        chosen, trained = _device(device), Options(**options)
-        if trained.compile:
+        chosen = _device(device)
+        if trained.compile and isinstance(plan, Plan):
             validate_compiled(plan, chosen)
         files = RunFiles(run_json or plan_file.with_name("run.json"), trace)
         if os.environ.get("RANK", "0") == "0":
@@ -99,7 +105,7 @@ def main(
 
 
 def _watched(
-    plan: Plan, options: Options, checkpoints: CheckpointOptions, device: torch.device, timeout_s: float, files: RunFiles,
+    plan: Plan | ModulePlan, options: Options, checkpoints: CheckpointOptions, device: torch.device, timeout_s: float, files: RunFiles,
 ) -> int:
     """Train; every way in which that can end gives one error on one rank, and an exit code."""
     limit = timedelta(seconds=timeout_s + 2 * SLACK_S)  # the watch says more than a collective's own timeout
@@ -127,7 +133,7 @@ def _watched(
     return 0
 
 
-def _check_world(plan: Plan, plan_file: Path) -> None:
+def _check_world(plan: Plan | ModulePlan, plan_file: Path) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != plan.mesh.num_ranks:
         mesh = plan.mesh
@@ -168,12 +174,15 @@ def _store(world: int, timeout: timedelta) -> dist.Store:
 
 
 def _train(
-    plan: Plan, options: Options, checkpoint_options: CheckpointOptions, device: torch.device, timeout: timedelta, progress: Progress,
-    files: RunFiles,
+    plan: Plan | ModulePlan, options: Options, checkpoint_options: CheckpointOptions, device: torch.device, timeout: timedelta,
+    progress: Progress, files: RunFiles,
 ) -> None:
     """Only rank 0 prints."""
     speaks = dist.get_rank() == 0
-    trainer = build_trainer(plan, options, device, progress)
+    if isinstance(plan, ModulePlan):
+        trainer = _module_trainer(plan, options, device, progress)
+    else:
+        trainer = build_trainer(plan, options, device, progress)
     for group in trainer.ranks.groups:
         _set_pg_timeout(timeout, group)  # torch gives a mesh's groups its own default instead
     checkpoints = Checkpoints(trainer, checkpoint_options, timeout=timeout, note=_note)
@@ -190,18 +199,26 @@ def _train(
     dist.all_gather_object(rows, own)
     run = collect(plan, trainer.recorder, own, device)
     if speaks:
-        click.echo(table(rows, compared=has_even_shards(plan)))
+        click.echo(table(rows, compared=isinstance(plan, ModulePlan) or has_even_shards(plan)))
     if run is not None:
         files.write(run)
 
 
-def _step_line(plan: Plan, options: Options, result: StepResult) -> str:
+def _module_trainer(plan: ModulePlan, options: Options, device: torch.device, progress: Progress) -> ModuleTrainer:
+    opened = opened_of(plan, options.seed)
+    if opened.note and dist.get_rank() == 0:
+        _note(opened.note)
+    return build_module_trainer(plan, options, device, progress, opened)
+
+
+def _step_line(plan: Plan | ModulePlan, options: Options, result: StepResult) -> str:
     norm = f"grad norm {result.gradient_norm:.4g}"
     if 0 < options.clip_gradients < result.gradient_norm:
         norm += f" clipped to {options.clip_gradients:g}"
     rate = f"  lr {result.learning_rate:.2e}" if options.lr_varies else ""
     speed = plan.training.tokens_per_step / result.seconds
-    return f"step {result.step + 1:>4}  loss {result.loss:.6f}  {norm}{rate}  {speed:,.0f} tokens/s"
+    unit = plan.traced.unit if isinstance(plan, ModulePlan) else "tokens"
+    return f"step {result.step + 1:>4}  loss {result.loss:.6f}  {norm}{rate}  {speed:,.0f} {unit}/s"
 
 
 def _note(text: str) -> None:

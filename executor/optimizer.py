@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from costmodels.mesh import Mesh
 from executor.options import LearningRateSchedule, Options
 from executor.parallel.stages import Stage
 from executor.tensors import local
@@ -69,7 +70,7 @@ def gradient_norm(plan: Plan, stages: Sequence[Stage], device: torch.device) -> 
     by_copies: dict[int, list[Tensor]] = {}
     for parameter in _counted(plan, stages):
         if parameter.grad is not None:
-            by_copies.setdefault(_copies(plan, parameter), []).append(local(parameter.grad))
+            by_copies.setdefault(num_copies(plan.mesh, parameter), []).append(local(parameter.grad))
     total = squared_norm(by_copies, device)
     dist.all_reduce(total)
     return total.sqrt().float()
@@ -97,10 +98,10 @@ def _counted(plan: Plan, stages: Sequence[Stage]) -> Iterator[nn.Parameter]:
     return (parameter for parameter in parameters if not any(parameter is copy for copy in copies))
 
 
-def _copies(plan: Plan, parameter: nn.Parameter) -> int:
+def num_copies(mesh: Mesh, parameter: nn.Parameter) -> int:
     """How many of the data and tensor parallel ranks of a stage hold the same part of `parameter`."""
     parts = 1
     if isinstance(parameter, DTensor):
         placed = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         parts = math.prod(size for placement, size in placed if not placement.is_replicate())
-    return plan.mesh.dp * plan.mesh.tp // parts
+    return mesh.dp * mesh.tp // parts

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from executor.check.meter import Meter, Row, predicted_state_bytes
+from executor.checkpoint.states import Held, held
 from executor.compiled import compile_blocks
 from executor.data.batches import Batches, build_batches
 from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, set_learning_rate
@@ -90,12 +91,32 @@ class Trainer:
 
     def update(self, step: int) -> Tensor:
         """The optimizer's update for the gradients that are there; returns their norm over the whole model."""
-        norm = gradient_norm(self.plan, self.pipeline.stages, self.ranks.device)
+        norm = self.norm()
         clip_gradients(self.optimizer, self.options.clip_gradients, norm)
         set_learning_rate(self.optimizer, self.options, step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    def norm(self) -> Tensor:
+        """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
+        return gradient_norm(self.plan, self.pipeline.stages, self.ranks.device)
+
+    def held(self) -> Held:
+        """The parameters that a checkpoint has of this rank."""
+        return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether some rank holds a copy of what another one saves."""
+        return self.plan.model.tied_embeddings and self.plan.mesh.pp > 1
+
+    def settle_copies(self) -> None:
+        """After a load: nothing, where a rank holds one copy of a parameter at most."""
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What training changes beside parameters, by name."""
+        return {}
 
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 
-from costmodels.book import PriceBook
 from costmodels.memory import StateBytes
-from costmodels.occupancy import RankMemory
 from costmodels.step import model_flops_utilization, price_step
+from planner.module_plan import ModulePlan
 from planner.plan import Plan
 from planner.reprice import book_of, strategy_of
 from planner.runs import RUN_VERSION, Beside, Environment, Figures, Part, RankRecord, Run, Span, Steps, plan_parts
 from planner.timelines import Timeline, measured_parts_s, predicted_timeline
 from profiles.errors import ConfigError
+from profiles.units import GIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,29 +47,45 @@ class RankMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What the plan's prices say of it today; nothing of a plan that they do not cover."""
+    """What the plan's prices say of it today; nothing of a plan that they do not cover.
 
-    book: PriceBook
+    mfu: that of a step of so many seconds; memory: by pipeline rank, the bytes that are allocated and reserved
+    """
+
+    mfu: Callable[[float], float]
+    step_s: float | None
     timeline: Timeline | None
-    memory: tuple[RankMemory, ...]
-
-    @property
-    def step_s(self) -> float | None:
-        return self.timeline.step_s if self.timeline else None
+    memory: tuple[tuple[int | float, int | float], ...]
 
 
-def predict(plan: Plan) -> Predicted:
-    """The plan priced again, with its calibration if it was made with one."""
+def predict(plan: Plan | ModulePlan) -> Predicted:
+    """The plan priced again, with its calibration if it was made with one; of a traced module what its file says."""
+    if isinstance(plan, ModulePlan):
+        return _as_written(plan)
     book = book_of(plan)
+
+    def mfu(seconds: float) -> float:
+        return model_flops_utilization(seconds, plan.mesh.num_ranks, book)
+
     try:
         strategy = strategy_of(plan, book)
-        return Predicted(book=book, timeline=predicted_timeline(strategy, book), memory=price_step(strategy, book).memory)
+        timeline, memory = predicted_timeline(strategy, book), price_step(strategy, book).memory
     except ConfigError:
-        return Predicted(book=book, timeline=None, memory=())
+        return Predicted(mfu=mfu, step_s=None, timeline=None, memory=())
+    return Predicted(
+        mfu=mfu, step_s=timeline.step_s, timeline=timeline, memory=tuple((rank.allocated, rank.reserved) for rank in memory))
+
+
+def _as_written(plan: ModulePlan) -> Predicted:
+    flops = plan.traced.flops_per_sequence * plan.training.global_batch_size
+    peak = plan.cluster.device.peak(plan.training.precision) * plan.mesh.num_ranks
+    memory = tuple((round((rank.total - rank.reserve) * GIB), round(rank.total * GIB)) for rank in plan.predicted.memory_gib)
+    return Predicted(
+        mfu=lambda seconds: flops / (peak * seconds), step_s=plan.predicted.step_time_s.value, timeline=None, memory=memory)
 
 
 def make_run(
-    plan: Plan, environment: Environment, ranks: Sequence[RankMeasured], *, seconds: Sequence[float], losses: Sequence[float],
+    plan: Plan | ModulePlan, environment: Environment, ranks: Sequence[RankMeasured], *, seconds: Sequence[float], losses: Sequence[float],
     warm_up: int, clock_error_s: float, date: str,
 ) -> Run:
     """The run of `plan` whose steps took `seconds`, on all ranks in their order."""
@@ -94,8 +110,7 @@ def _records(ranks: Sequence[RankMeasured], index: int, predicted: Predicted) ->
 
 
 def _record(number: int, rank: RankMeasured, step: RecordedStep, origin_s: float, predicted: Predicted) -> RankRecord:
-    memory = predicted.memory[rank.pp] if predicted.memory else None
-    allocated, reserved = (memory.allocated, memory.reserved) if memory else (None, None)
+    allocated, reserved = predicted.memory[rank.pp] if predicted.memory else (None, None)
     return RankRecord(
         rank=number, pp=rank.pp, dp=rank.dp, tp=rank.tp,
         parameters_bytes=Beside(predicted=rank.predicted.parameters, measured=rank.held.parameters),
@@ -112,7 +127,7 @@ def _idle_share(ranks: Sequence[RankMeasured]) -> float:
     return fmean(1 - sum(span.seconds for span in step.spans) / step.seconds for rank in ranks for step in rank.steps)
 
 
-def _figures(plan: Plan, predicted: Predicted, step_s: float, idle_share: float) -> Figures:
+def _figures(plan: Plan | ModulePlan, predicted: Predicted, step_s: float, idle_share: float) -> Figures:
     tokens, num_ranks = plan.training.tokens_per_step, plan.mesh.num_ranks
 
     def both(of: Callable[[float], float]) -> Beside:
@@ -121,7 +136,7 @@ def _figures(plan: Plan, predicted: Predicted, step_s: float, idle_share: float)
     return Figures(
         step_time_s=both(lambda seconds: seconds), tokens_per_s=both(lambda seconds: tokens / seconds),
         tokens_per_s_per_gpu=both(lambda seconds: tokens / seconds / num_ranks),
-        mfu=both(lambda seconds: model_flops_utilization(seconds, num_ranks, predicted.book)),
+        mfu=both(predicted.mfu),
         idle_share=Beside(predicted=predicted.timeline.idle_share if predicted.timeline else None, measured=idle_share))
 
 
@@ -134,7 +149,7 @@ def _parts(timeline: Timeline | None, measured: Mapping[tuple[str, int], float])
 
 def trace_ranks(run: Run) -> dict[str, dict[str, Sequence[Span]]]:
     """What a trace shows of a run: by rank, the predicted and the measured spans of the last step."""
-    timeline = predict(run.the_plan()).timeline
+    timeline = predict(run.any_plan()).timeline
     return {
         f"rank {rank.rank}: pp {rank.pp} dp {rank.dp} tp {rank.tp}": {
             **({"predicted": timeline.spans[rank.pp]} if timeline else {}), "measured": rank.spans}

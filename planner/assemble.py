@@ -40,7 +40,7 @@ _CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries"
 SIGNIFICANT = 6
 
 
-def _round(value: float) -> float:
+def rounded(value: float) -> float:
     """Six significant digits: what a reader can use, and the same bytes for the same plan."""
     return float(f"{value:.{SIGNIFICANT}g}")
 
@@ -71,16 +71,16 @@ def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
                 continue
             alike = sum(known.kind is choice.kind for known in names)
             if choice.kind is LayerKind.BLOCK:
-                names[choice] = _letters(alike)
+                names[choice] = letters(alike)
             else:
                 names[choice] = choice.kind.value + (str(alike + 1) if alike else "")
     return names
 
 
-def _letters(number: int) -> str:
+def letters(number: int) -> str:
     """A, B, ... Z, AA, AB, ..."""
     before, last = divmod(number, 26)
-    return (_letters(before - 1) if before else "") + chr(ord("A") + last)
+    return (letters(before - 1) if before else "") + chr(ord("A") + last)
 
 
 def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePlan, ...]:
@@ -116,23 +116,24 @@ def step_kind(price: StepPrice) -> Kind:
     return weakest((Kind.INTERPOLATED, *(rank.total.kind for rank in price.ranks)))
 
 
-def _breakdown(price: StepPrice) -> Breakdown:
+def breakdown(price: StepPrice) -> Breakdown:
     """By cause, on the pipeline rank that finishes last; what is left of the step is the bubble."""
     simulated = price.simulated
     rank = max(range(len(price.ranks)), key=lambda r: price.ranks[r].total.value_s)
     time = price.ranks[rank]
 
     def quantity(seconds: Seconds) -> Quantity:
-        return Quantity(value=_round(seconds.value_s), kind=seconds.kind)
+        return Quantity(value=rounded(seconds.value_s), kind=seconds.kind)
 
     idle_s = max(0.0, round(simulated.step_s - time.total.value_s, 9))  # no bubble but for the order of the additions: zero
-    bubble = Quantity(value=_round(idle_s), kind=step_kind(price))
+    bubble = Quantity(value=rounded(idle_s), kind=step_kind(price))
     return Breakdown(
         compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
         dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer))
 
 
-def _memory(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
+def memory_of_stages(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
+    """By pipeline rank, GiB of one device by class."""
     return tuple(_stage_memory(rank, memory, capacity_bytes) for rank, memory in enumerate(price.memory))
 
 
@@ -147,12 +148,20 @@ def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMe
 
 
 def _redundancy(strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], book: PriceBook) -> Redundancy:
-    devices = strategy.frame.mesh.ranks_per_stage
-    sums = {name: _gib(devices * sum(getattr(rank, name) for rank in price.redundant)) for name in _CLASSES}
-    return Redundancy(
-        **sums, total=_gib(devices * sum(rank.total for rank in price.redundant)), kind=Kind.ANALYTIC,
-        stages=tuple(map(_redundant_gib, price.redundant)),
+    return replace(
+        redundancy_of(strategy.frame, price),
         layers={name: _layer_redundancy(choice, strategy, book) for choice, name in names.items()})
+
+
+def redundancy_of(frame: Frame, price: StepPrice) -> Redundancy:
+    """Over the cluster and by pipeline rank, without that of single layers."""
+    devices = frame.mesh.ranks_per_stage
+    sums = {name: _gib(devices * sum(getattr(rank, name) for rank in price.redundant)) for name in _CLASSES}
+    stages = tuple(map(_redundant_gib, price.redundant))
+    return Redundancy(
+        parameters=sums["parameters"], gradients=sums["gradients"], optimizer=sums["optimizer"], activations=sums["activations"],
+        temporaries=sums["temporaries"], total=_gib(devices * sum(rank.total for rank in price.redundant)), kind=Kind.ANALYTIC,
+        stages=stages)
 
 
 def _layer_redundancy(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> LayerRedundancy:
@@ -176,13 +185,13 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
     kind = step_kind(price)
     names = _name_choices(strategy)
     predicted = Prediction(
-        step_time_s=Quantity(value=_round(step_s), kind=kind),
-        tokens_per_s_per_gpu=Quantity(value=_round(training.tokens_per_step / step_s / num_ranks), kind=kind),
-        mfu=Quantity(value=_round(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
+        step_time_s=Quantity(value=rounded(step_s), kind=kind),
+        tokens_per_s_per_gpu=Quantity(value=rounded(training.tokens_per_step / step_s / num_ranks), kind=kind),
+        mfu=Quantity(value=rounded(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
         # no measured step has experts, or keeps anything on the host
         error_band=None if book.model.num_experts or book.offload else error_band(book.machine, training.stack),
-        breakdown=_breakdown(price),
-        memory_gib=_memory(price, cluster.device.memory_bytes),
+        breakdown=breakdown(price),
+        memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
         redundancy_gib=_redundancy(strategy, price, names, book))
     return Plan(
         plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
@@ -203,9 +212,13 @@ def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
 
 def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
     """The line of another candidate in the plan file; `assemble` says whether it is inside the error band."""
-    devices = strategy.frame.mesh.ranks_per_stage
+    return runner_up_of(strategy.frame, price)
+
+
+def runner_up_of(frame: Frame, price: StepPrice) -> RunnerUp:
+    """The same of any priced candidate of `frame`."""
     return RunnerUp(
-        mesh=strategy.frame.mesh, pipeline=pipeline_of(strategy.frame), sequence_parallel=strategy.frame.sequence_parallel,
-        step_time_s=Quantity(value=_round(price.step_s), kind=step_kind(price)),
+        mesh=frame.mesh, pipeline=pipeline_of(frame), sequence_parallel=frame.sequence_parallel,
+        step_time_s=Quantity(value=rounded(price.step_s), kind=step_kind(price)),
         peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
-        redundancy_gib=_gib(devices * sum(rank.total for rank in price.redundant)))
+        redundancy_gib=_gib(frame.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodels.occupancy import stashes, usable_bytes
+from costmodels.passes import hidden_passes
 from costmodels.recompute import Recompute
+from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
 from planner.columns import MixTable, block_counts, end_kinds, fixed_price
@@ -59,15 +61,41 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
     """
     book, b, mesh, catalogue = table.book, frame.micro_batch_size, frame.mesh, table.catalogue
     per_micro_batch_s, per_step_s = [], []
+    hidden_s = _always_recomputed_s(frame, table)
     for layout, fastest_s in catalogue.fastest_s(b, frame.sharding).items():
         for zero in table.zero_stages(frame):
             if not catalogue.divides(frame.sharding):
                 data = book.data_parallel(LayerKind.BLOCK, b, mesh, frame.sharding, zero)
             else:
                 data = book.hidden_data_parallel(LayerKind.BLOCK, mesh, catalogue.with_layout(layout, frame.sharding), zero)
-            per_micro_batch_s.append(fastest_s + data.per_micro_batch_s)
+            per_micro_batch_s.append(fastest_s - hidden_s + data.per_micro_batch_s)
             per_step_s.append(data.per_step_s)
     return min(per_micro_batch_s), min(per_step_s)
+
+
+def _always_recomputed_s(frame: Frame, table: MixTable) -> float:
+    """What pins make every block recompute and a schedule with recompute ahead may hide, or not do on its last stage."""
+    catalogue, b = table.catalogue, frame.micro_batch_size
+    if not frame.recomputes_ahead or catalogue.divides(frame.sharding):  # those bounds are without recompute
+        return 0.0
+    return min(table.book.layer_time(LayerKind.BLOCK, b, frame.sharding, level).recompute_s for level in catalogue.levels)
+
+
+def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
+    """A lower bound of a schedule with recompute ahead from `usual_s`, one of the same frame's 1F1B within the same memory.
+
+    Every plan of it is one of 1F1B, for which it needs no less memory, and costmodels/passes.py takes off at most the recompute
+    of e + 1 passes of the slowest rank and of one of the others. With r <= q t in every block, and sum t <= P max t,
+
+        T >= T_1F1B (1 - q (P + e) / (M - 1 + P))
+
+    None of this holds where pins exclude plans of 1F1B that the last stage is allowed: then 0.
+    """
+    if frame.schedule in LAST_KEEPS_ALL and Recompute.NONE not in table.catalogue.levels:
+        return 0.0
+    share = max(float((block.recompute_s / block.time_s).max()) for block in table.per_block(frame, 0).values())
+    ranks, hidden = frame.mesh.pp, hidden_passes(frame.schedule)
+    return usual_s * (1 - share * (ranks + hidden) / (frame.num_micro_batches - 1 + ranks))
 
 
 def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
@@ -104,7 +132,7 @@ def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
     """Redundant bytes of the cluster: every layer at its leanest ZeRO stage, recompute and sharding, one stash a layer."""
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
     stages = table.zero_stages(frame)
-    options = table.options(frame)
+    options = {*table.options(frame), *table.options(frame, mesh.pp - 1)}
     stored = 0.0
     for kind, count in ((LayerKind.BLOCK, book.model.num_layers), (LayerKind.EMBEDDING, 1), (LayerKind.HEAD, 1)):
         held = [book.states(kind, mesh, sharding, zero) for zero in stages]

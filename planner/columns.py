@@ -15,19 +15,22 @@ import numpy.typing as npt
 
 from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
+from costmodels.moments import Moment, moments
 from costmodels.occupancy import occupied_bytes, peaks, sent_bytes, stashes, usable_bytes
+from costmodels.passes import plain_and_ramp
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.fronts import front
+from planner.fronts import Ints, front
 from planner.layer_plans import LayerOption, catalogue_of
 from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
 
 Array = npt.NDArray[np.float64]
+PICOSECOND = 12  # decimals of seconds
 Mix = tuple[tuple[LayerOption, int], ...]
 
 
@@ -36,6 +39,7 @@ class Column:
     """One way to run one rank: how many of its blocks on which option, at ZeRO stage `zero`.
 
     time_s of one micro-batch; tail_s after the last one; memory_bytes the peak of a device; redundant_bytes per device.
+    plain_s, ramp_s: of time_s what there is without recompute, and in the ramps of the pipeline (costmodels/passes.py)
     """
 
     mix: Mix
@@ -44,6 +48,8 @@ class Column:
     tail_s: float
     memory_bytes: float
     redundant_bytes: float
+    plain_s: float
+    ramp_s: float
 
     @property
     def num_blocks(self) -> int:
@@ -60,47 +66,51 @@ class MixTable:
         self._known: dict[tuple[int, Sharding, bool, int, int], Mixes] = {}
         self._pairs: dict[tuple[int, Sharding, bool], Pairs] = {}
         self._whole: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
-        self._blocks: dict[tuple[Mesh, int, Sharding, bool], dict[int, _PerBlock]] = {}
+        self._blocks: dict[tuple[Mesh, int, Sharding, bool, bool, bool], dict[int, _PerBlock]] = {}
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
         return self._zero_stages if mesh.dp > 1 or self.book.offloads_states else (0,)
 
     def zero_stages(self, frame: Frame) -> tuple[int, ...]:
-        """Those of `zero_choices` that the frame's schedule can run: stage 3 frees what a split backward still needs."""
+        """Those of `zero_choices` that the frame's schedule can run: stage 3 frees what a split backward still needs, and would
+        gather for a recompute ahead of the gradient once more than it is priced for."""
         choices = self.zero_choices(frame.mesh)
-        return tuple(zero for zero in choices if zero < 3) if frame.splits_backward else choices
+        apart = frame.splits_backward or (frame.recomputes_ahead and frame.mesh.dp > 1)
+        return tuple(zero for zero in choices if zero < 3) if apart else choices
 
-    def options(self, frame: Frame) -> tuple[LayerOption, ...]:
-        """The options of the catalogue; for a split backward those without recompute, which would be needed twice."""
+    def options(self, frame: Frame, rank: int = 0) -> tuple[LayerOption, ...]:
+        """The options of the catalogue; where a rank keeps all, those without recompute, or Megatron's where none is allowed."""
         key = frame.micro_batch_size, frame.sharding
-        if not frame.splits_backward:
+        if not frame.keeps_all(rank):
             return self.catalogue.options(*key)
         if key not in self._whole:
             again = self.book.recompute_operators
-            self._whole[key] = tuple(o for o in self.catalogue.options(*key) if not again(LayerKind.BLOCK, o.recompute))
+            kept = tuple(o for o in self.catalogue.options(*key) if not again(LayerKind.BLOCK, o.recompute))
+            self._whole[key] = kept or (self.catalogue.preset(Recompute.NONE, *key),)
         return self._whole[key]
 
-    def pairs(self, frame: Frame) -> Pairs:
+    def pairs(self, frame: Frame, rank: int) -> Pairs:
         """Every ordered pair of options, an option with itself included."""
-        key = frame.micro_batch_size, frame.sharding, frame.splits_backward
+        key = frame.micro_batch_size, frame.sharding, frame.keeps_all(rank)
         if key not in self._pairs:
-            self._pairs[key] = option_pairs(self.options(frame))
+            self._pairs[key] = option_pairs(self.options(frame, rank))
         return self._pairs[key]
 
-    def per_block(self, frame: Frame) -> dict[int, _PerBlock]:
+    def per_block(self, frame: Frame, rank: int) -> dict[int, _PerBlock]:
         """By ZeRO stage, what a block on each option costs in `frame`."""
-        key = (frame.mesh, frame.micro_batch_size, frame.sharding, frame.splits_backward)
+        key = (
+            frame.mesh, frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), frame.splits_backward, frame.recomputes_ahead)
         if key not in self._blocks:
             self._blocks[key] = {
-                zero: _per_block(self.options(frame), frame, zero, self.book) for zero in self.zero_stages(frame)}
+                zero: _per_block(self.options(frame, rank), frame, zero, self.book) for zero in self.zero_stages(frame)}
         return self._blocks[key]
 
-    def get(self, frame: Frame, num_blocks: int) -> Mixes:
+    def get(self, frame: Frame, rank: int, num_blocks: int) -> Mixes:
         """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
-        key = (frame.micro_batch_size, frame.sharding, frame.splits_backward, frame.virtual_stages, num_blocks)
+        key = (frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), frame.virtual_stages, num_blocks)
         if key not in self._known:
-            self._known[key] = make_mixes(self.options(frame), num_blocks, frame.virtual_stages)
+            self._known[key] = make_mixes(self.options(frame, rank), num_blocks, frame.virtual_stages)
         return self._known[key]
 
 
@@ -113,6 +123,7 @@ class Fixed:
     states: float
     ideal_states: float
     held: float
+    saved: float  # of one micro-batch, by embedding and head
     ideal_held: float
     embedding_workspace: float
     head_workspace: float
@@ -124,9 +135,17 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PerBlock:
-    """What one block on each option of the catalogue costs at one ZeRO stage, by option; `waiting`: its weight gradient that waits."""
+    """What one block on each option of the catalogue costs at one ZeRO stage, by option; `waiting`: its weight gradient that waits.
+
+    Zero where no recompute runs ahead: recompute_s; longer_s, by how much the backward is longer than the forward; whole_saved
+    and whole_workspace, what is kept and temporary without recompute
+    """
 
     time_s: Array
+    recompute_s: Array
+    longer_s: Array
+    whole_saved: Array
+    whole_workspace: Array
     tail_s: Array
     states: Array
     ideal_states: Array
@@ -153,7 +172,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     time_s = rank_receives(rank, frame, book).value_s + rank_edges(frame, book).value_s
     tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
     table = book.shared_table_bytes(mesh, sharding)
-    states = ideal = ideal_held = used_up = waiting = 0.0
+    states = ideal = ideal_held = saved = used_up = waiting = 0.0
     held_bytes = sent_bytes(rank, frame, book) + table
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
@@ -164,6 +183,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
         states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
+        saved += kept.saved
         held_bytes += stashes(kind, rank, frame) * kept.saved
         ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
@@ -171,7 +191,8 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         waiting += book.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and frame.splits_backward)
     workspaces[LayerKind.EMBEDDING] += book.table_workspace_bytes(mesh, sharding)
     return Fixed(
-        time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, ideal_held=ideal_held, zero_buffer=buffer,
+        time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, saved=saved, ideal_held=ideal_held,
+        zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
         step_copies=step_copies, waiting=waiting)
 
@@ -183,7 +204,14 @@ def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: 
     held = [book.states(LayerKind.BLOCK, frame.mesh, sharding, zero) for sharding in shardings]
     waiting = [
         book.waiting_bytes(LayerKind.BLOCK, frame.micro_batch_size, sharding) if frame.splits_backward else 0.0 for sharding in shardings]
+    timed = [book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, o.sharding, o.recompute) for o in options if frame.recomputes_ahead]
+    whole = [book.activations(LayerKind.BLOCK, frame.micro_batch_size, o.sharding) for o in options if frame.recomputes_ahead]
+    nothing = [0.0] * len(options)
     return _PerBlock(
+        recompute_s=np.array([time.recompute_s for time in timed] or nothing),
+        longer_s=np.array([time.backward_s - time.forward_s for time in timed] or nothing),
+        whole_saved=np.array([float(size.saved) for size in whole] or nothing),
+        whole_workspace=np.array([float(size.workspace) for size in whole] or nothing),
         time_s=column_of(options, "time_s") + column_of(data, "per_micro_batch_s")[own], tail_s=column_of(data, "per_step_s")[own],
         states=np.array([float(layer.states.total) for layer in held])[own],
         ideal_states=np.array([sum(layer.ideal) for layer in held])[own],
@@ -193,12 +221,14 @@ def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Priced:
-    """Mixes of one block count at one ZeRO stage, by row: seconds, bytes to allocate, redundant bytes."""
+    """Mixes of one block count at one ZeRO stage, by row: seconds as in `Column`, bytes to allocate, redundant bytes."""
 
     mixes: Mixes
     zero: int
     time_s: Array
     tail_s: Array
+    plain_s: Array
+    ramp_s: Array
     allocated: Array
     redundant: Array
 
@@ -210,22 +240,41 @@ class RankColumns:
         self.rank, self.frame, self.table = rank, frame, table
         self.stages = table.zero_stages(frame)
         self._fixed = {zero: fixed_price(rank, frame, zero, table.book) for zero in self.stages}
-        self._per_block = table.per_block(frame)
+        self._per_block = table.per_block(frame, rank)
         self._stashes = stashes(LayerKind.BLOCK, rank, frame)
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
+        self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self._stashes),)
 
     def _priced(self, mixes: Mixes, zero: int) -> _Priced:
         fixed, block = self._fixed[zero], self._per_block[zero]
         counts = mixes.counts
-        temporaries = self._temporaries(mixes.workspace_bytes, mixes.saved_bytes, mixes.chunk_counts @ block.waiting, fixed)
+        running = self._running(mixes, fixed, block)
         buffers = np.maximum(widest(counts, block.zero_buffer), fixed.zero_buffer)
         held = fixed.states + counts @ block.states + self._stashes * mixes.saved_bytes + fixed.held
         ideal = fixed.ideal_states + counts @ block.ideal_states + self._stashes * mixes.ideal_saved_bytes + fixed.ideal_held
-        allocated = held + temporaries + buffers
+        allocated = held + running + buffers
         reserved = (fixed.step_copies + counts @ block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
+        time_s = counts @ block.time_s + fixed.time_s
+        plain_s, ramp_s = self._plain_and_ramp(time_s, counts @ block.recompute_s, counts @ block.longer_s)
         return _Priced(
-            mixes=mixes, zero=zero, time_s=counts @ block.time_s + fixed.time_s, tail_s=counts @ block.tail_s + fixed.tail_s,
+            mixes=mixes, zero=zero, time_s=time_s, tail_s=counts @ block.tail_s + fixed.tail_s, plain_s=plain_s, ramp_s=ramp_s,
             allocated=allocated + reserved, redundant=allocated - ideal)
+
+    def _plain_and_ramp(self, time_s: Array, recompute_s: Array, longer_s: Array) -> tuple[Array, Array]:
+        return plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, time_s, recompute_s, longer_s)
+
+    def _running(self, mixes: Mixes, fixed: Fixed, block: _PerBlock) -> Array:
+        """What the fullest moment holds beyond states and the most stashes (costmodels/moments.py)."""
+        saved, whole = mixes.saved_bytes, mixes.chunk_counts @ block.whole_saved
+        inside = self._temporaries(mixes.workspace_bytes, saved, mixes.chunk_counts @ block.waiting, fixed)
+        if not self.frame.recomputes_ahead:
+            return inside
+        alone = self._temporaries(widest(mixes.counts, block.whole_workspace), whole, np.zeros_like(saved), fixed)
+        levels = [
+            (one.stashes - self._stashes) * (saved + fixed.saved) + one.remade * (whole - saved) + (alone if one.alone else inside)
+            for one in self._moments]
+        found: Array = np.max(levels, axis=0)
+        return found
 
     def _temporaries(self, workspace: Array, saved: Array, waiting: Array, fixed: Fixed) -> Array:
         """The largest of a layer, and with a split backward what weight gradients that wait hold (costmodels/occupancy.py)."""
@@ -241,10 +290,13 @@ class RankColumns:
         memory = occupied_bytes(float(priced.allocated[row]), self.frame.mesh, self.table.book)
         mix = tuple((option, int(n)) for option, n in zip(priced.mixes.options, priced.mixes.counts[row], strict=True) if n)
         return Column(
-            mix, priced.zero, float(priced.time_s[row]), float(priced.tail_s[row]), float(memory), float(priced.redundant[row]))
+            mix, priced.zero, float(priced.time_s[row]), float(priced.tail_s[row]), float(memory), float(priced.redundant[row]),
+            float(priced.plain_s[row]), float(priced.ramp_s[row]))
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
-        """The mixes within `limit_bytes` that no other beats in time and in tail."""
+        """The mixes within `limit_bytes` that no other beats in time and in tail, nor in what counts in the ramps."""
+        if self.frame.recomputes_ahead:
+            return self._unbeaten(num_blocks, limit_bytes, "time_s", "tail_s", "plain_s", "ramp_s")
         return self._unbeaten(num_blocks, limit_bytes, "time_s", "tail_s")
 
     def leanest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
@@ -255,10 +307,11 @@ class RankColumns:
         """Mixes that fit and that no other beats or equals in the values of `names`; of equals the one with least memory."""
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         for zero in self.stages:
-            priced = self._priced(self.table.get(self.frame, num_blocks), zero)
+            priced = self._priced(self.table.get(self.frame, self.rank, num_blocks), zero)
             fits = np.flatnonzero(priced.allocated <= usable)
-            rows = fits[front(priced.time_s[fits], getattr(priced, names[-1])[fits])]
-            found += [(priced, int(row)) for row in rows]
+            for rows in _of_equal_tail(priced, fits) if self.frame.recomputes_ahead else (fits,):
+                kept = rows[front(priced.time_s[rows], getattr(priced, names[-1])[rows])]
+                found += [(priced, int(row)) for row in kept]
         if not found:
             return []
         values = np.array([[*(getattr(priced, name)[row] for name in names), priced.allocated[row]] for priced, row in found])
@@ -270,45 +323,75 @@ class RankColumns:
         A linear program over one memory limit takes at most two options; for each two, the least share of the leaner one.
         Where the mixes are all that there are, as with one block a chunk, the best of them is the bound.
         """
-        if exhaustive(self.table.options(self.frame), -(-num_blocks // self.frame.virtual_stages)):
+        options = self.table.options(self.frame, self.rank)
+        if exhaustive(options, -(-num_blocks // self.frame.virtual_stages)):
             return self.fastest(num_blocks, limit_bytes)
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
-        pairs = self.table.pairs(self.frame)
+        pairs = self.table.pairs(self.frame, self.rank)
         for zero in self.stages:
             time_s, fits = self._relaxed(num_blocks, zero, pairs, usable)
             tail_s = num_blocks * float(self._per_block[zero].tail_s.min()) + self._fixed[zero].tail_s
             if fits:
-                mix = ((self.table.options(self.frame)[0], num_blocks),)
-                found.append(Column(mix, zero, time_s + self._fixed[zero].time_s, tail_s, 0.0, 0.0))
-        return [found[index] for index in _unbeaten_rows(np.array([[c.time_s, c.tail_s, 0.0] for c in found]))] if found else []
+                plain_s, ramp_s = self._least_plain_and_ramp(num_blocks, zero, time_s)
+                time_s += self._fixed[zero].time_s
+                found.append(Column(((options[0], num_blocks),), zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s))
+        values = np.array([[c.time_s, c.tail_s, c.plain_s, c.ramp_s, 0.0] for c in found])
+        return [found[index] for index in _unbeaten_rows(values)] if found else []
+
+    def _least_plain_and_ramp(self, num_blocks: int, zero: int, blocks_s: float) -> tuple[float, float]:
+        """What no mix is below whose blocks take at least `blocks_s`: its least without recompute, of the ramps no more than that."""
+        fixed_s, block = self._fixed[zero].time_s, self._per_block[zero]
+        least_s = num_blocks * float((block.time_s - block.recompute_s).min())
+        plain_s, _ = plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, blocks_s, blocks_s - least_s, blocks_s)
+        return plain_s + fixed_s, plain_s + fixed_s
 
     def _relaxed(self, num_blocks: int, zero: int, pairs: Pairs, usable: float) -> tuple[float, bool]:
-        """The least seconds of the blocks over all pairs of options, and whether any pair fits."""
+        """The least seconds of the blocks over all pairs of options, and whether any pair fits: at each moment by itself.
+
+        A program over two limits at once would take three options; the larger of two optima over one is below it.
+        """
         fixed, block = self._fixed[zero], self._per_block[zero]
-        saved = num_blocks / self.frame.virtual_stages * pairs.saved_bytes
+        chunk = num_blocks / self.frame.virtual_stages
+        saved, whole = chunk * pairs.saved_bytes, chunk * block.whole_saved[pairs.index]
         spare = (fixed.step_copies + num_blocks * block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
-        own = self._stashes * saved + num_blocks * block.states[pairs.index] + spare[pairs.index]
-        waiting = num_blocks / self.frame.virtual_stages * block.waiting[pairs.index].min(axis=0)
-        temporaries = self._temporaries(pairs.workspace_bytes, saved.max(axis=0), waiting, fixed)
+        always = num_blocks * block.states[pairs.index] + spare[pairs.index]
         buffers = np.maximum(block.zero_buffer[pairs.index].max(axis=0), fixed.zero_buffer)
-        room = usable - (fixed.states + fixed.held + temporaries + buffers)
-        fast, lean = own
+        room = usable - (fixed.states + fixed.held + buffers)
         first_s, second_s = num_blocks * block.time_s[pairs.index]
-        over = np.maximum(0.0, fast - room)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            share = np.where(over > 0, over / (fast - lean), 0.0)
-        fits = (over == 0) | ((lean <= room) & (share <= 1.0))
-        times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
-        return float(times.min()), bool(fits.any())
+        found = []
+        for one in self._moments:
+            workspace = block.whole_workspace[pairs.index].max(axis=0) if one.alone else pairs.workspace_bytes
+            waiting = chunk * block.waiting[pairs.index].min(axis=0)
+            temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), waiting, fixed)
+            own = one.stashes * saved + one.remade * (whole - saved) + always
+            share, fits = _least_share(own, room - temporaries - (one.stashes - self._stashes) * fixed.saved)
+            times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
+            found.append((float(times.min()), bool(fits.any())))
+        return max(time_s for time_s, _ in found), all(fits for _, fits in found)
 
     def smallest(self, num_blocks: int) -> Column:
         """The mix and ZeRO stage with the lowest peak memory, whatever its time.
 
         It is all blocks on one option: of two that are mixed, the one that keeps less has the larger workspace already.
         """
-        pure = pure_mixes(self.table.options(self.frame), num_blocks, self.frame.virtual_stages)
+        pure = pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
         priced = (self._priced(pure, zero) for zero in self.stages)
         return min((self._column(p, int(p.allocated.argmin())) for p in priced), key=lambda column: column.memory_bytes)
+
+
+def _of_equal_tail(priced: _Priced, rows: Ints) -> list[Ints]:
+    """`rows` in groups: the tail is that of a layout of the weights, of which there are few."""
+    _, group = np.unique(np.round(priced.tail_s[rows], PICOSECOND), return_inverse=True)
+    return [rows[group == one] for one in range(group.max(initial=-1) + 1)]
+
+
+def _least_share(own: Array, room: Array) -> tuple[Array, Array]:
+    """Of two options that need `own[0]` and `own[1]` bytes, the least share of the second with which both fit, and where they can."""
+    first, second = own
+    over = np.maximum(0.0, first - room)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(over > 0, over / (first - second), 0.0)
+    return share, (over == 0) | ((second <= room) & (share <= 1.0))
 
 
 def _unbeaten_rows(values: Array) -> list[int]:

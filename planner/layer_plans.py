@@ -154,7 +154,7 @@ class Catalogue:
     def _found(self, b: int, sharding: Sharding) -> Iterator[LayerOption]:
         for level in self.levels:
             if level is not Recompute.FULL or not illegal_full_recompute(sharding.overlap, self.book.model):
-                yield self._preset(level, b, sharding)
+                yield self.preset(level, b, sharding)
         divides = self.divides(sharding)
         if not divides and not self.by_operator:
             return
@@ -195,7 +195,8 @@ class Catalogue:
             recompute=again, sharding=divided, layout=layout, time_s=time_s, saved_bytes=saved,
             ideal_saved_bytes=ideal_saved_bytes(block, sharding.tp, again), workspace_bytes=workspace)
 
-    def _preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
+    def preset(self, level: Recompute, b: int, sharding: Sharding) -> LayerOption:
+        """Megatron's way to divide a block, at a level of recompute."""
         size = self.book.activations(LayerKind.BLOCK, b, sharding, level)
         return LayerOption(
             recompute=self.book.recompute_operators(LayerKind.BLOCK, level), sharding=sharding, layout=self._layouts[0],

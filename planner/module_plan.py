@@ -7,11 +7,20 @@ run of operators in the order in which the module ran them; the executor traces 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from costmodels.mesh import Mesh
-from planner.plan import Pipeline, Prediction, SearchRecord
+from planner import plan as described
+from planner.plan import Pipeline, Plan, Prediction, SearchRecord
+from profiles.catalog import cluster_document
+from profiles.errors import ConfigError
+from profiles.files import write_text
 from profiles.hardware import Cluster
 from profiles.module import ModuleSource
+from profiles.schema import document, parse
 from profiles.spec import TrainingSpec
 
 _FORBID = {"extra": "forbid"}
@@ -76,3 +85,68 @@ class ModulePlan:
     stages: tuple[ShardStage, ...]
     predicted: Prediction
     search: SearchRecord
+
+
+def to_document(plan: ModulePlan) -> dict[str, Any]:
+    """The plan as plain dicts, lists, strings and numbers: what the file holds."""
+    body: dict[str, Any] = document(plan)
+    body["cluster"] = cluster_document(plan.cluster)
+    return body
+
+
+def to_yaml(plan: ModulePlan) -> str:
+    """The plan as YAML; the same plan always gives the same text."""
+    return yaml.safe_dump(to_document(plan), sort_keys=False, default_flow_style=None, width=120)
+
+
+def write(plan: ModulePlan, path: Path) -> None:
+    """Write the plan atomically. Raises ConfigError."""
+    write_text(to_yaml(plan), path, hint="choose another file with --output")
+
+
+def read(path: Path) -> Plan | ModulePlan:
+    """The plan in a file, of either kind. Raises ConfigError as `planner.plan.read`."""
+    return from_any(described.load(path), str(path))
+
+
+def from_any(body: Any, where: str) -> Plan | ModulePlan:
+    """The plan of either kind in a document. Raises ConfigError with `where`."""
+    return from_document(body, where) if isinstance(body, dict) and "traced" in body else described.from_document(body, where)
+
+
+def from_document(body: Any, where: str) -> ModulePlan:
+    """The plan of what `to_document` gives. Raises ConfigError with `where`."""
+    plan = parse(ModulePlan, described.checked_document(body, where), where)
+    _require_whole(plan, where)
+    return plan
+
+
+def _require_whole(plan: ModulePlan, where: str) -> None:
+    """Raises ConfigError where the parts of a file do not fit together: shards and stages that leave gaps, ranks without memory."""
+    _require_gapless("shards", [(found.first, found.end) for found in plan.shards], plan.traced.num_operators, "operators", where)
+    _require_gapless("stages", [(found.first, found.end) for found in plan.stages], len(plan.shards), "shards", where)
+    again = "make the plan again"
+    for index, stage in enumerate(plan.stages):
+        if stage.rank not in range(plan.mesh.pp):
+            raise ConfigError(f"{where}: stages.{index}: rank is {stage.rank}, the mesh has pp {plan.mesh.pp}", hint=again)
+        if stage.zero not in range(4):
+            raise ConfigError(f"{where}: stages.{index}: zero is {stage.zero}, it must be 0, 1, 2 or 3", hint=again)
+        wrong = [shard for shard in stage.recompute if not stage.first <= shard < stage.end]
+        if wrong:
+            raise ConfigError(
+                f"{where}: stages.{index}: it recomputes shard {wrong[0]}, and has {stage.first} to {stage.end - 1}", hint=again)
+    if [memory.stage for memory in plan.predicted.memory_gib] != list(range(plan.mesh.pp)):
+        raise ConfigError(
+            f"{where}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}", hint=again)
+
+
+def _require_gapless(key: str, found: list[tuple[int, int]], size: int, what: str, where: str) -> None:
+    """Raises ConfigError unless the ranges follow one another from 0 to `size`."""
+    last = 0
+    for index, (first, end) in enumerate(found):
+        if first != last or end <= first:
+            raise ConfigError(
+                f"{where}: {key}.{index}: it is {what} {first} to {end}, it must begin with {last}", hint="make the plan again")
+        last = end
+    if last != size:
+        raise ConfigError(f"{where}: {key} end with {what} {last}, there are {size}", hint="make the plan again")

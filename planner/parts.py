@@ -53,6 +53,8 @@ def parts_of(frame: Frame, price: StepPrice) -> Parts:
     waiting_s = price.step_s - fmean(rank.total.value_s for rank in ranks)
     timelines = price.simulated.ranks
     micro_batch_s = fmean(line.busy_s + line.transfer_s for line in timelines) / frame.num_micro_batches
+    if frame.recomputes_ahead:  # in the ramps, while a rank waits
+        micro_batch_s -= fmean(rank.recompute.value_s for rank in ranks) / frame.num_micro_batches
     bubble_s = (frame.mesh.pp - 1) * price.bubble_share * micro_batch_s
     return Parts(
         compute_s=fmean(rank.compute.value_s for rank in ranks), recompute_s=fmean(rank.recompute.value_s for rank in ranks),

@@ -377,19 +377,30 @@ def write(plan: Plan, path: Path) -> None:
 
 def read(path: Path) -> Plan:
     """The plan in a file. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
+    return from_document(load(path), str(path))
+
+
+def load(path: Path) -> Any:
+    """What a file holds. Raises ConfigError: not readable, not YAML."""
     try:
-        body: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="make a plan with: plan --model NAME --gpus N") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         place = f"{path}:{line + 1}" if line is not None else str(path)
         raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}", hint="make the plan again") from None
-    return from_document(body, str(path))
 
 
 def from_document(body: Any, where: str) -> Plan:
     """The plan of what `to_document` gives. Raises ConfigError with `where`, as `read` does."""
+    plan = parse(Plan, checked_document(body, where), where)
+    _require_whole(plan, where)
+    return plan
+
+
+def checked_document(body: Any, where: str) -> dict[str, Any]:
+    """The document of a plan of this version, with its cluster. Raises ConfigError."""
     if not isinstance(body, dict):
         raise ConfigError(f"{where}: a plan is a mapping, found {type(body).__name__}", hint="make the plan again")
     version = body.get("plan_version")
@@ -399,9 +410,7 @@ def from_document(body: Any, where: str) -> Plan:
             f"{where}: plan_version is {found}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
     if "cluster" in body:
         body = {**body, "cluster": cluster_from_document(body["cluster"], f"{where}: cluster")}
-    plan = parse(Plan, body, where)
-    _require_whole(plan, where)
-    return plan
+    return dict(body)
 
 
 def _require_whole(plan: Plan, where: str) -> None:

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planner.plan import Plan, from_document, to_document
+from planner import module_plan
+from planner.module_plan import ModulePlan
+from planner.plan import Plan, to_document
 from profiles.errors import ConfigError
 from profiles.files import write_text
 from profiles.own import digest
@@ -153,8 +155,17 @@ class Run:
     plan: Mapping[str, Any]
 
     def the_plan(self, where: str = "run.json") -> Plan:
-        """The plan that was run. Raises ConfigError."""
-        return from_document(dict(self.plan), f"{where}: plan")
+        """The plan that was run. Raises ConfigError, also for that of a traced module."""
+        plan = self.any_plan(where)
+        if isinstance(plan, ModulePlan):
+            raise ConfigError(f"{where}: it is a run of the traced module {plan.traced.name}, whose prices are not of layers",
+                              hint="calibrate with the run of a named model")
+        return plan
+
+    def any_plan(self, where: str = "run.json") -> Plan | ModulePlan:
+        """The plan that was run, of either kind. Raises ConfigError."""
+        body = dict(self.plan)
+        return module_plan.from_any(body, f"{where}: plan")
 
 
 def to_json(run: Run) -> str:
@@ -197,7 +208,7 @@ def fingerprint(run: Run) -> str:
     return digest(to_json(run))
 
 
-def plan_parts(plan: Plan) -> tuple[dict[str, Any], str]:
+def plan_parts(plan: Plan | ModulePlan) -> tuple[dict[str, Any], str]:
     """The plan's document for a run, and its fingerprint."""
-    body = to_document(plan)
+    body = module_plan.to_document(plan) if isinstance(plan, ModulePlan) else to_document(plan)
     return body, digest(json.dumps(body, sort_keys=True))

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from costmodels.book import PriceBook
+from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, bubble_share, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
-from planner.bounds import TimeBound, may_fit, redundancy_bound_bytes, time_bound
+from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_bytes, time_bound
 from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
 from planner.faults import GaveUp, Unanswered, can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
@@ -221,13 +222,27 @@ def _worth_replaying(solved: Sequence[Solved]) -> float:
 
 
 def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
-    """Frames that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved."""
+    """Frames that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved.
+
+    A schedule that only moves recompute has no plan below what 1F1B takes with the same layers and none of it: where 1F1B
+    already does, it need not be solved, and where it is not faster it need not be replayed.
+    """
     num_layers, limit, prices = session.book.model.num_layers, session.limit_bytes, session.prices
+    values_s: dict[Frame, float] = {}
+    relaxed_values_s: dict[Frame, float] = {}
+    beaten: list[Solved] = []
 
     def solve(frame: Frame, bound_s: float, cut_s: float) -> Solved | None:
+        usual = replace(frame, schedule=Schedule.ONE_F_ONE_B)
+        if frame.recomputes_ahead:
+            cut_s = min(cut_s, values_s.get(usual, INFINITY))
+            prices.raise_bound(frame, limit, ahead_bound_s(frame, relaxed_values_s.get(usual, 0.0), session.table))
+            if prices.least_s(frame, limit) >= cut_s:
+                return None
         relaxed = session.relaxed(frame, cut_s)
         share = bubble_share(frame, prices.book)
         relaxed_s = lower_bound_s(frame, relaxed, num_layers, share) if relaxed else None
+        relaxed_values_s[frame] = relaxed_s or 0.0
         prices.raise_bound(frame, limit, cut_s if relaxed_s is None else relaxed_s)
         if relaxed_s is None or relaxed_s >= cut_s:
             return None
@@ -240,7 +255,12 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
         if choice is None:
             _require_infeasible(frame, options, session)
             return None
-        return Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
+        found = Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
+        if frame.recomputes_ahead and found.value >= values_s.get(usual, INFINITY):
+            beaten.append(found)
+            return None
+        values_s[frame] = found.value
+        return found
 
     possible = [frame for frame in frames if prices.may_fit(frame, limit)]
     bounded = ((prices.least_s(frame, limit), frame) for frame in possible)
@@ -248,7 +268,7 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
     if not outcome.finished:
         return outcome
     if outcome.solved:
-        _certify(outcome.solved, session)
+        _certify((*outcome.solved, *beaten), session)
     return replace(outcome, bound=min((_best(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
 
 

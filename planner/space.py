@@ -8,7 +8,7 @@ from math import gcd
 
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
-from costmodels.schedules import Schedule, legal
+from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
 from planner.columns import shorter_ends
 from planner.levels import illegal_full_recompute, illegal_overlap
@@ -74,8 +74,8 @@ def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str
     reason = legal(frame.schedule, mesh.pp, frame.num_micro_batches, frame.virtual_stages)
     if reason:
         return reason
-    if frame.schedule is Schedule.ONE_F_ONE_B and frame.num_micro_batches < mesh.pp:
-        return f"1f1b needs at least pp {mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
+    if frame.schedule in (Schedule.ONE_F_ONE_B, *AHEAD) and frame.num_micro_batches < mesh.pp:
+        return f"{frame.schedule} needs at least pp {mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
     if mesh.pp > model.num_layers:
         return f"pp {mesh.pp} is more than the {model.num_layers} layers"
     if not frame.equal_ranks and frame.num_virtual_stages > model.num_layers:
@@ -117,7 +117,9 @@ def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | Non
 def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
     """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned.
 
-    ZBV where the pipeline fills, or pinned.
+    ZBV where the pipeline fills, or pinned. Schedules that recompute ahead of the gradient where a pin leaves something to
+    recompute, or pinned: early recompute and the shifted critical path. Last-no-recompute only pinned: where every layer may
+    choose its recompute, early recompute has the plans in which the last stage recomputes nothing, at most one recompute slower.
     """
     if mesh.pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
@@ -127,6 +129,12 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
         yield Schedule.GPIPE, 1
+    moves = set(pins.resolved().recompute or Recompute) != {Recompute.NONE}
+    for schedule in (Schedule.EARLY_RECOMPUTE, Schedule.SCP):
+        if schedule in asked or (moves and num_micro_batches >= mesh.pp and not legal(schedule, mesh.pp, num_micro_batches, 1)):
+            yield schedule, 1
+    if Schedule.LAST_NO_RECOMPUTE in asked:
+        yield Schedule.LAST_NO_RECOMPUTE, 1
     if num_micro_batches >= 2 * mesh.pp - 1 or Schedule.ZBV in asked:
         yield Schedule.ZBV, 2
     shares = (layers // mesh.pp for layers in (model.num_layers, model.num_layers + 2) if layers % mesh.pp == 0)
@@ -184,8 +192,9 @@ def _excluded(frame: Frame, pins: Constraints) -> str | None:
         return "excluded by --virtual-stages"
     if frame.splits_backward and not _allowed(pins.resolved().recompute, Recompute.NONE):
         return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
-    if frame.splits_backward and frame.mesh.dp > 1 and pins.resolved().zero == (3,):
-        return f"{frame.schedule} does not run with ZeRO 3, --zero or --forbid leaves no other"
+    if (frame.splits_backward or frame.recomputes_ahead) and frame.mesh.dp > 1 and pins.resolved().zero == (3,):
+        runs = "does not run" if frame.splits_backward else "has no price"
+        return f"{frame.schedule} {runs} with ZeRO 3, --zero or --forbid leaves no other"
     if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
         return "excluded by --sequence-parallel"
     return None

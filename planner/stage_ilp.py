@@ -1,6 +1,6 @@
 """The master integer program: one column per pipeline rank (EQUATIONS I4).
 
-    throughput   min  (M - a) Z + a sum_s t_s + E                  a = 1/v (costmodels/step.py, `bubble_share`)
+    throughput   min  (M - a - e) Z + e N + a sum_s u_s + E        a = 1/v (costmodels/step.py, `bubble_share`)
     memory       min  sum_s D T rho_s,   then the same time with the redundancy fixed at its minimum
 
     (C1) sum_c z_sc = 1                    for each rank s: one column
@@ -10,7 +10,9 @@
     (C5) time <= slowest allowed           memory objective
     (C6) sum_s D T rho_s <= (1 + eps) R*   second phase of the memory objective
     (C7) sharded_first = sharded_last      a tied embedding: both copies' gradients whole, or both sharded (ZeRO > 0)
+    (C8) sum_c n_c z_sc <= N               for each rank s: the pass without recompute, where e > 0
 
+e and n are of schedules that recompute ahead of the gradient (costmodels/passes.py), without one e = 0 and u = t.
 Memory is inside the columns: each fits its device. Times are in microseconds and bytes in MiB, because CBC's tolerances
 are absolute: problems priced in seconds are answered wrongly and called optimal.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from costmodels.passes import Ahead, hidden_passes
 from costmodels.step import closed_form_s
 from costmodels.strategy import Frame
 from planner.columns import Column, tied_ends
@@ -43,7 +46,8 @@ class Choice:
 def evaluate(frame: Frame, columns: Sequence[Column], *, proven: bool, share: float | None = None) -> Choice:
     """The price of one column for each rank; `share` as in `Master`."""
     share = 1 / frame.virtual_stages if share is None else share
-    step_s = closed_form_s([c.time_s for c in columns], [c.tail_s for c in columns], frame.num_micro_batches, share)
+    ahead = Ahead(hidden_passes(frame.schedule), [c.plain_s for c in columns], [c.ramp_s for c in columns])
+    step_s = closed_form_s([c.time_s for c in columns], [c.tail_s for c in columns], frame.num_micro_batches, share, ahead)
     return Choice(tuple(columns), step_s, frame.mesh.ranks_per_stage * sum(c.redundant_bytes for c in columns), proven)
 
 
@@ -57,11 +61,14 @@ class Master:
         self.problem = Problem("master")
         self.picks = [
             {column: self.problem.binary(f"z_{s}_{c}") for c, column in enumerate(columns)} for s, columns in enumerate(options)]
-        self.pace, self.tail = self.problem.continuous("Z"), self.problem.continuous("E")
+        self.pace, self.tail, self.hidden = self.problem.continuous("Z"), self.problem.continuous("E"), hidden_passes(frame.schedule)
+        self.plain = self.problem.continuous("N") if self.hidden else None
         for s, picks in enumerate(self.picks):
             self.problem.require(weighted((z, 1.0) for z in picks.values()) == 1, f"C1_one_{s}")
             self.problem.require(weighted((z, c.time_s * US_PER_S) for c, z in picks.items()) <= self.pace, f"C3_pace_{s}")
             self.problem.require(weighted((z, c.tail_s * US_PER_S) for c, z in picks.items()) <= self.tail, f"C4_tail_{s}")
+            if self.plain is not None:
+                self.problem.require(weighted((z, c.plain_s * US_PER_S) for c, z in picks.items()) <= self.plain, f"C8_plain_{s}")
         if not frame.equal_ranks and frame.mesh.pp > 1:
             blocks = [(z, float(c.num_blocks)) for picks in self.picks for c, z in picks.items()]
             self.problem.require(weighted(blocks) == num_layers, "C2_blocks")
@@ -72,8 +79,9 @@ class Master:
     @property
     def time_us(self) -> object:
         share = self.share
-        times = [(z, share * c.time_s * US_PER_S) for picks in self.picks for c, z in picks.items()]
-        return weighted([(self.pace, self.frame.num_micro_batches - share), *times, (self.tail, 1.0)])
+        ramps = [(z, share * c.ramp_s * US_PER_S) for picks in self.picks for c, z in picks.items()]
+        plain = [] if self.plain is None else [(self.plain, float(self.hidden))]
+        return weighted([(self.pace, self.frame.num_micro_batches - share - self.hidden), *plain, *ramps, (self.tail, 1.0)])
 
     @property
     def redundant_mib(self) -> object:
@@ -124,24 +132,27 @@ def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers:
         return None
     share = 1 / frame.virtual_stages if share is None else share
     tail_s = max(min(column.tail_s for column in columns) for columns in options)
-    if frame.equal_ranks or frame.mesh.pp == 1:
+    if frame.equal_ranks or frame.mesh.pp == 1:  # no schedule with recompute ahead
         fastest = [min(column.time_s for column in columns) for columns in options]
         return (frame.num_micro_batches - share) * max(fastest) + share * sum(fastest) + tail_s
-    pace_s = _smallest_pace_s(options, num_layers)
+    hidden, pace_s = hidden_passes(frame.schedule), _smallest_pace_s(options, num_layers, lambda column: column.time_s)
     if pace_s is None:
         return None
-    at_least = max(_sum_bound(options, lambda column: column.time_s, num_layers), pace_s)
-    return (frame.num_micro_batches - share) * pace_s + share * at_least + tail_s
+    plain_s = (hidden and _smallest_pace_s(options, num_layers, lambda column: column.plain_s)) or 0.0
+    at_least = max(_sum_bound(options, lambda column: column.ramp_s, num_layers), 0.0 if frame.recomputes_ahead else pace_s)
+    return (frame.num_micro_batches - share - hidden) * pace_s + hidden * plain_s + share * at_least + tail_s
 
 
-def _smallest_pace_s(options: Sequence[Sequence[Column]], num_layers: int) -> float | None:
-    """The least Z such that ranks limited to columns of at most Z can hold `num_layers` blocks, by bisection over Z."""
-    paces = sorted({column.time_s for columns in options for column in columns})
+def _smallest_pace_s(
+    options: Sequence[Sequence[Column]], num_layers: int, value: Callable[[Column], float],
+) -> float | None:
+    """The least Z such that ranks limited to columns whose `value` is at most Z can hold `num_layers` blocks, by bisection over Z."""
+    paces = sorted({value(column) for columns in options for column in columns})
 
     def most_blocks(pace_s: float) -> int:
         most = 0
         for columns in options:
-            within = [column.num_blocks for column in columns if column.time_s <= pace_s]
+            within = [column.num_blocks for column in columns if value(column) <= pace_s]
             if not within:
                 return -1
             most += max(within)

@@ -104,6 +104,7 @@ class Operator:
     flops_*        model FLOPs: causal attention counted in full (EQUATIONS K2, K4)
     causal         attention only: the kernel may skip half of the scores
     dropped        attention only: with dropout of the probabilities
+    gradient       whether it has a backward pass
     """
 
     name: str
@@ -120,6 +121,12 @@ class Operator:
     flops_backward: int = 0
     causal: bool = False
     dropped: bool = False
+    gradient: bool = True
+
+    @property
+    def function(self) -> str:
+        """The name without the module's and without the number behind: what a traced operator calls."""
+        return self.name.rpartition(".")[2].rstrip("0123456789").rstrip("_")
 
     def size(self, dim_name: str) -> int:
         """The extent of the dim of that name. Raises KeyError when the operator does not run over it."""
@@ -166,7 +173,8 @@ class LayerClass:
     @property
     def gradient_launches(self) -> int:
         """How often the host launches an operator's backward pass: once, and twice for the two gradients of a product."""
-        return len(self.operators) + sum(operator.kind in PRODUCTS for operator in self.operators)
+        launched = [operator for operator in self.operators if operator.gradient and operator.kind is not OperatorKind.VIEW]
+        return len(launched) + sum(operator.kind in PRODUCTS for operator in launched)
 
     @property
     def num_parameters(self) -> int:

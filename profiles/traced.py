@@ -1,8 +1,9 @@
-"""A model that was watched instead of described: every operator that a user's module ran, in order, from its inputs to its loss.
+"""A model that was watched instead of described: every operator that a user's module ran, in order, from inputs to loss.
 
 `profiles/tracing/` makes it of any module without the memory of its weights; the partitioner (planner/partition/) cuts it into
 shards. Sizes are those of one micro-batch; the operators are those of a built-in description (profiles/model.py), so that prices and
-search treat both alike.
+search treat both alike. Tensors that share memory, as a view and what it views, have one name: that of the first; the first input of a
+view or of an operator in place is what it views or writes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ class TracedOperator:
     in_place    whether its output is written into the memory of its first input
     view        whether its output is the memory of an input, and nothing is computed
     constant    whether it depends on the batch alone, on no parameter: any stage that needs its output makes it itself
-    gradient    whether it has a backward pass
     """
 
     operator: Operator
@@ -38,16 +38,15 @@ class TracedOperator:
     in_place: bool = False
     view: bool = False
     constant: bool = False
-    gradient: bool = True
 
     @property
     def signature(self) -> Hashable:
         """What it is without names: two that are alike cost the same."""
         of = self.operator
         return (
-            _function(of.name), of.kind, of.dims, *(tuple((t.dims, t.element_bytes) for t in kept) for kept in (of.inputs, of.outputs, of.saved)),
-            tuple(p.shape for p in of.parameters), of.flops_forward, of.flops_backward, of.causal, of.dropped, self.in_place, self.view,
-            self.constant, self.gradient)
+            of.function, of.kind, of.dims, *(_shapes(tensors) for tensors in (of.inputs, of.outputs, of.saved)),
+            tuple(parameter.shape for parameter in of.parameters), of.flops_forward, of.flops_backward, of.causal, of.dropped,
+            of.gradient, self.in_place, self.view, self.constant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +100,8 @@ class TracedModel:
         return replace(self, micro_batch_size=micro_batch_size, inputs=inputs, operators=operators)
 
 
-def _function(name: str) -> str:
-    return name.rpartition(".")[2].rstrip("0123456789").rstrip("_")
+def _shapes(tensors: tuple[Tensor, ...]) -> Hashable:
+    return tuple((tensor.dims, tensor.element_bytes) for tensor in tensors)
 
 
 _Share = tuple[int, int]

@@ -65,7 +65,7 @@ def attempt(plan: Plan, limit_s: float = 20.0) -> Outcome | str:
     """Run `plan` in a world of its own, whatever comes of it: what it gives, or the traceback of an error, or "hangs"."""
     world = plan.mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.start_processes(_silent_rank, args=(world, [plan], folder), nprocs=world, start_method="fork", join=False)
+        ranks = mp.start_processes(_silent_rank, args=(world, [plan], parity._train, folder), nprocs=world, start_method="fork", join=False)
         deadline = time.monotonic() + limit_s
         try:
             while not ranks.join(max(0.0, deadline - time.monotonic())):
@@ -77,4 +77,4 @@ def attempt(plan: Plan, limit_s: float = 20.0) -> Outcome | str:
             for process in ranks.processes:
                 process.kill()
                 process.join()
-        return parity._joined([torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False)[0] for rank in range(world)])
+        return parity.joined([torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False)[0] for rank in range(world)])

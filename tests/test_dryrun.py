@@ -20,10 +20,11 @@ from executor.check.alone import CPU, Chunks
 from executor.check.crew import dry_runs, num_actions
 from executor.check.dryrun import DryRun, counted_micro_batches
 from executor.check.observed import _CALLS
+from executor.rules.all import nearest_legal
 from planner.check import check_ranks, priced
 from planner.estimate import estimate_plan
 from planner.plan import Plan
-from profiles.catalog import load_cluster, load_model, with_gpus
+from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.spec import Precision, TrainingSpec
 from tests.executor_plans import GPT, LLAMA, make_plan
@@ -132,6 +133,20 @@ def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
     assert check.found.saved == pytest.approx(check.predicted.saved, rel=0.01)
     assert check.fits
     assert not check.outdated
+
+
+def test_a_stage_that_recomputes_ahead_holds_from_then_on_what_the_memory_model_says():
+    # in the stack whose gradients come and go
+    wide = dataclasses.replace(GPT, num_layers=9, hidden_size=128, head_dim=32, ffn_hidden_size=512, vocab_size=64)
+    plan = make_plan(wide, pp=3, schedule=Schedule.SCP, recompute="full", num_micro_batches=4, global_batch_size=16)
+    plan = nearest_legal(dataclasses.replace(plan, training=dataclasses.replace(plan.training, stack=load_stack("parplan"))))
+
+    runs = dry_runs(plan, (0, 1, 2))
+    first, middle, last = check_ranks(priced(plan), {run.pipeline_rank: (run.use, run.micro_batches) for run in runs})
+
+    assert all(abs(check.share("held")) < 0.02 for check in (first, middle, last))
+    # three checkpoints and a stage that keeps all, as the last one does beside the head
+    assert middle.found.activations - 3 * middle.found.saved == pytest.approx(last.found.saved, rel=0.05)
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(8, 4), (7, 3), (5, 4), (2, 4), (1, 1)])

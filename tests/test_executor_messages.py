@@ -10,7 +10,7 @@ from torch.distributed.pipelining import PipelineStage
 from costmodels.schedules import Schedule
 from executor.check.crew import dry_runs
 from executor.parallel import pipeline
-from executor.parallel.pipeline import _Stage
+from executor.parallel.runtime import PipelineStep
 from planner.plan import Plan
 from tests.executor_plans import GPT, LLAMA, SEQ_LENGTH, make_plan
 from tests.executor_world import GRADIENT_TOLERANCE, LOSS_TOLERANCE, run_plans, run_reference, worst_gradient
@@ -41,8 +41,8 @@ def test_more_micro_batches_hold_no_more_messages(monkeypatch):
 
 def test_torchs_own_stage_holds_a_buffer_for_every_message_of_the_step(monkeypatch):
     own = {name: getattr(PipelineStage, name) for name in _OVERRIDDEN}
-    stage = type("Stage", (_Stage,), own)
-    monkeypatch.setattr(pipeline, "_Stage", stage)
+    stage = type("Stage", (PipelineStep,), own)
+    monkeypatch.setattr(pipeline, "PipelineStep", stage)
 
     # rank 0 receives an activation and two gradients of every micro-batch
     assert growth(monkeypatch) >= 8 * 3 * BORDER_BYTES

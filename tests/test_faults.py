@@ -260,7 +260,7 @@ def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
 
 
 def column(num_blocks, zero):
-    return Column(((None, num_blocks),), zero, 1.0, 0.0, 0.0, 0.0)
+    return Column(((None, num_blocks),), zero, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0)
 
 
 @given(

@@ -27,7 +27,7 @@ def frame_of(pp, v=1, m=8, dp=2, tp=2):
 
 
 def column(blocks, time_s, tail_s=0.0, redundant=0.0, zero=0):
-    return Column(((None, blocks),), zero, time_s, tail_s, 0.0, redundant)
+    return Column(((None, blocks),), zero, time_s, tail_s, 0.0, redundant, time_s, time_s)
 
 
 def random_case(seed, scale_s):

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -78,9 +78,15 @@ class CountCollectives(TorchDispatchMode):
 
 def run_plans(plans: Sequence[Plan]) -> list[Outcome]:
     """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no process is left."""
+    return [joined(results) for results in run_ranks(plans, _train)]
+
+
+def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any]) -> list[list[Any]]:
+    """By plan, what `train` gives on every rank."""
     world = plans[0].mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.start_processes(_rank, args=(world, list(plans), folder), nprocs=world, start_method="fork", join=False, daemon=True)
+        context = mp.start_processes(
+            _rank, args=(world, list(plans), train, folder), nprocs=world, start_method="fork", join=False, daemon=True)
         try:
             while not context.join():
                 pass
@@ -89,10 +95,10 @@ def run_plans(plans: Sequence[Plan]) -> list[Outcome]:
                 process.terminate()
                 process.join()
         results = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
-    return [_joined([result[i] for result in results]) for i in range(len(plans))]
+    return [[result[i] for result in results] for i in range(len(plans))]
 
 
-def _rank(rank: int, world: int, plans: list[Plan], folder: str) -> None:
+def _rank(rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], folder: str) -> None:
     begin_fork()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
     torch.set_num_threads(1)
@@ -100,7 +106,7 @@ def _rank(rank: int, world: int, plans: list[Plan], folder: str) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    torch.save([_train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
+    torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -124,7 +130,8 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def _joined(results: list[Result]) -> Outcome:
+def joined(results: list[Result]) -> Outcome:
+    """What all ranks found together."""
     gradients: dict[str, Tensor] = {}
     agree = all(steps == results[0][0] for steps, *_ in results)
     losses, norms = (list(values) for values in zip(*results[0][0], strict=True))

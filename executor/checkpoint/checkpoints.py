@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from executor.checkpoint.folder import AtomicWriter, CheckedReader, Document, checkpoint_name, remove_temporaries
 from executor.checkpoint.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint
-from executor.checkpoint.states import Tensors, held, make_optimizer_states, random_states, set_random_states, training_tensors
+from executor.checkpoint.states import Tensors, make_optimizer_states, random_states, set_random_states, training_tensors
 from executor.train import Trainer
 from profiles.errors import PlannerError
 
@@ -41,7 +41,7 @@ class Checkpoints:
         self.options = options
         self.note = note if dist.get_rank() == 0 else _silent
         self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self.held = held(trainer.pipeline.stages, tied=trainer.plan.model.tied_embeddings)
+        self.held = trainer.held()
         self.extra = dict(extra or {})
         device = trainer.ranks.device.type
         self.document = {**describe(trainer.plan, trainer.options), "device": device}
@@ -85,7 +85,7 @@ class Checkpoints:
         if failure := self._settled():
             self.note(f"{failure}; the training goes on without it")
         self.trainer.progress.at(f"copies the states of step {step}")
-        states = {**self._tensors(self.held.own), **random_states(self.trainer.ranks.device), **self.extra}
+        states = {**self._own(), **random_states(self.trainer.ranks.device), **self.extra}
         writer = AtomicWriter(folder / checkpoint_name(step), {"step": step, **self.document}, self.options.keep)
         future = dcp.async_save(states, storage_writer=writer, process_group=self.group, async_stager=self._stager)
         self._pending = step, future
@@ -113,9 +113,10 @@ class Checkpoints:
         make_optimizer_states(self.trainer.optimizer)
         same = all(document.get(key) == self.document[key] for key in ("mesh", "device"))
         random = random_states(device) if same else {}
-        self._read(path, {**self._tensors(self.held.own), **random, **self.extra})
-        if self.trainer.plan.model.tied_embeddings and self.trainer.plan.mesh.pp > 1:  # on every rank: reading is collective
+        self._read(path, {**self._own(), **random, **self.extra})
+        if self.trainer.has_copies:  # on every rank: reading is collective
             self._read(path, self._tensors(self.held.copies))
+            self.trainer.settle_copies()
         if same:
             set_random_states(random, device)
         else:
@@ -123,6 +124,10 @@ class Checkpoints:
 
     def _read(self, path: Path, states: dict[str, Any]) -> None:
         dcp.load(states, storage_reader=CheckedReader(path), process_group=self.group)
+
+    def _own(self) -> dict[str, Any]:
+        buffers = self.trainer.buffers()
+        return {**self._tensors(self.held.own), **({"buffers": buffers} if buffers else {})}
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> Tensors:
         return training_tensors(parameters, self.trainer.optimizer)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from executor.checkpoint.folder import Document, checkpoint_paths, checkpoint_step, read_document, remove_temporaries
+from planner.module_plan import ModulePlan
 from planner.plan import Plan
 from profiles.errors import ConfigError
 from profiles.schema import document, parse
@@ -34,9 +35,10 @@ class CheckpointOptions:
 Choice = tuple[tuple[Path, Document], ...]  # the checkpoints to try, the newest first
 
 
-def describe(plan: Plan, options: object) -> dict[str, Any]:
+def describe(plan: Plan | ModulePlan, options: object) -> dict[str, Any]:
     """What a checkpoint says of its run; of a file of data its name and size."""
-    parts = {name: document(getattr(plan, name)) for name in ("model", "training", "mesh", "pipeline")}
+    parts = {name: document(getattr(plan, name)) for name in ("training", "mesh", "pipeline")}
+    parts["model"] = {"module": document(plan.module)} if isinstance(plan, ModulePlan) else document(plan.model)
     fields = dataclasses.fields(options)  # type: ignore[arg-type]
     return parts | {"options": {field.name: _fingerprint(getattr(options, field.name)) for field in fields}}
 
@@ -47,7 +49,7 @@ def _fingerprint(value: object) -> Any:
     return value if isinstance(value, int | float | str) else None if value is None else str(value)
 
 
-def choose(options: CheckpointOptions, plan: Plan, note: Note) -> Choice:
+def choose(options: CheckpointOptions, plan: Plan | ModulePlan, note: Note) -> Choice:
     """Make the folder ready for writing and find what to go on from. Raises ConfigError.
 
     After a restart by torchrun that is always the newest checkpoint of the folder, if it has one.
@@ -78,7 +80,7 @@ def _prepare(folder: Path) -> list[Path]:
     return checkpoint_paths(folder)
 
 
-def _newest(present: list[Path], options: CheckpointOptions, plan: Plan, note: Note) -> Choice:
+def _newest(present: list[Path], options: CheckpointOptions, plan: Plan | ModulePlan, note: Note) -> Choice:
     whole = []
     for path in present:
         try:
@@ -95,7 +97,7 @@ def no_whole_checkpoint(folder: Path | None) -> ConfigError:
         f"no checkpoint in {folder} can be read", hint="move them away to start anew, or name another one with --resume PATH")
 
 
-def _named(path: Path, present: list[Path], plan: Plan) -> Choice:
+def _named(path: Path, present: list[Path], plan: Plan | ModulePlan) -> Choice:
     try:
         found = _accepted(path, plan)
     except ValueError as error:
@@ -107,9 +109,12 @@ def _named(path: Path, present: list[Path], plan: Plan) -> Choice:
     return ((path, found),)
 
 
-def _accepted(path: Path, plan: Plan) -> Document:
+def _accepted(path: Path, plan: Plan | ModulePlan) -> Document:
     """The document of a checkpoint of the plan's model. Raises ConfigError for another model, ValueError if it is not whole."""
     found = read_document(path)
+    if isinstance(plan, ModulePlan) or "module" in found["model"]:
+        _require_module(path, found["model"], plan)
+        return found
     saved = parse(ModelSpec, found["model"], f"{path}: model")
     for field in dataclasses.fields(ModelSpec):
         was, now = getattr(saved, field.name), getattr(plan.model, field.name)
@@ -117,6 +122,12 @@ def _accepted(path: Path, plan: Plan) -> Document:
             raise ConfigError(
                 f"{path} is of another model: its {field.name} is {was}, the plan's {now}", hint="choose another --checkpoint-dir or plan")
     return found
+
+
+def _require_module(path: Path, saved: Mapping[str, Any], plan: Plan | ModulePlan) -> None:
+    """Raises ConfigError for a checkpoint of another module; what is in the function is not looked at, the parameters' names are read."""
+    if not isinstance(plan, ModulePlan) or saved.get("module") != document(plan.module):
+        raise ConfigError(f"{path} is of another model", hint="choose another --checkpoint-dir or plan")
 
 
 def differences(saved: Document, now: Mapping[str, Any]) -> Iterator[str]:
@@ -128,7 +139,7 @@ def differences(saved: Document, now: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{name} is {value}, until the checkpoint it was {was}"
     if any(now["training"][name] != saved["training"].get(name) for name in ("global_batch_size", "seq_length")):
         yield "the data goes on at this run's position of that step, which skips or repeats some"
-    if now["model"]["dropout"] != saved["model"].get("dropout"):
+    if now["model"].get("dropout") != saved["model"].get("dropout"):
         yield f"dropout is {now['model']['dropout']}, until the checkpoint it was {saved['model'].get('dropout')}"
-    if now["model"]["dropout"] and any(now[part] != saved.get(part) for part in ("mesh", "pipeline")):
+    if now["model"].get("dropout") and any(now[part] != saved.get(part) for part in ("mesh", "pipeline")):
         yield "another mesh or schedule: the dropout masks are others than the run before would have drawn"

@@ -1,88 +1,24 @@
-"""The schedule: its action lists through torch.distributed.pipelining's runtime, or a plain loop with one pipeline rank.
-
-Where backwards are split, the runtime computes the gradient of a stage's input first and those of its weights later. A stage
-must not end in a view then, whose part of the graph it could not let go.
-"""
+"""The schedule: its action lists through torch.distributed.pipelining's runtime, or a plain loop with one pipeline rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from costmodels.actions import Work, parse_row
 from executor.layout import action_rows, local_stages, stage_layers
-from executor.parallel.early import Early
-from executor.parallel.messages import LeanStage
-from executor.parallel.sharded import all_reduce, settle_weight_gradients
+from executor.parallel.runtime import After, PipelineStep, Span, build_runtime, no_span, nothing
+from executor.parallel.sharded import all_reduce
 from executor.parallel.stages import Ranks, Stage, border_example, build_stages
 from executor.tensors import local
 from planner.plan import Plan
-
-After = Callable[[], None]
-Span = Callable[[str, int, int], AbstractContextManager[Any]]
-_Entry = tuple[int, Work, int]  # virtual stage, work, micro-batch
-
-
-def _nothing() -> None:
-    """What is called, by default, after what nobody asked about."""
-
-
-def no_span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
-    """What surrounds each computation ("F", "R", "B", "I" or "W" of a stage and micro-batch) by default: nothing.
-
-    A forward that ends in the loss has two spans: the stage's and the loss's.
-    """
-    return nullcontext()
-
-
-class _Stage(LeanStage):
-    """A pipeline stage that says what it computes, and when the gradients of a micro-batch's weights are there."""
-
-    after_backward: After
-    after_recompute: After
-    span: Span
-    early: Early
-    forwarded = -1
-    in_flight = 0
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.forwarded = fwd_chunk_id
-        with self.span("F", self.stage_index, fwd_chunk_id), self.early.forward(fwd_chunk_id):
-            out = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.in_flight = max(self.in_flight, len(self.fwd_cache) + len(self.backward_state))
-        return out
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        out = super().forward_maybe_with_nosync(*args, **kwargs)
-        return out.clone() if out._is_view() else out
-
-    def recompute_one_chunk(self, chunk_id: int) -> None:
-        """What the backward pass of the micro-batch needs and the forward pass did not keep, ahead of it."""
-        with self.span("R", self.stage_index, chunk_id):
-            self.early.recompute(chunk_id)
-        self.after_recompute()
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
-        with self.span("B" if full_backward else "I", self.stage_index, bwd_chunk_id), self.early.backward(bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, *args, full_backward=full_backward, **kwargs)
-        if full_backward:
-            self.after_backward()
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self.span("W", self.stage_index, bwd_chunk_id):
-            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-            settle_weight_gradients(self.submod.body)
-        self.after_backward()
-
 
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -97,7 +33,7 @@ class Pipeline:
     tied: bool
     tied_group: dist.ProcessGroup | None
     span: Span = no_span
-    piped: tuple[_Stage, ...] = ()
+    piped: tuple[PipelineStep, ...] = ()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -132,11 +68,11 @@ class Pipeline:
 
 
 def build_pipeline(
-    plan: Plan, ranks: Ranks, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = _nothing,
+    plan: Plan, ranks: Ranks, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = nothing,
 ) -> Pipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
     stages = build_stages(plan, ranks, seed)
-    piped: tuple[_Stage, ...] = ()
+    piped: tuple[PipelineStep, ...] = ()
     if plan.mesh.pp == 1:
         run = partial(_loop, stages[0], plan, after_backward, span)
     else:
@@ -180,61 +116,26 @@ def _scheduled(
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
 
 
-def _schedule(plan: Plan, ranks: Ranks, modules: Sequence[Stage]) -> tuple[_PipelineScheduleRuntime, tuple[_Stage, ...]]:
+def _schedule(plan: Plan, ranks: Ranks, modules: Sequence[Stage]) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
     """The runtime with the plan's action lists, which it completes with sends and receives, and this rank's stages in it."""
-    indices = local_stages(plan, ranks.coordinate("pp"))
-    lists = [parse_row(row, rank) for rank, row in enumerate(action_rows(plan))]
-    own = lists[ranks.coordinate("pp")]
+    indices, rank = local_stages(plan, ranks.coordinate("pp")), ranks.coordinate("pp")
     stages = [_pipeline_stage(plan, ranks, k, module) for k, module in zip(indices, modules, strict=True)]
-    for stage in stages:
-        stage.early = _early(stage, own)
-    schedule = _PipelineScheduleRuntime(
-        stages, plan.pipeline.num_micro_batches, partial(_spanned_loss, stages[-1], plan), scale_grads=False)
-    schedule._prepare_schedule_with_comms({rank: list(map(_action, filter(_is_of_torch, each))) for rank, each in enumerate(lists)})
-    _add_recompute(schedule, stages, own)
+    loss = partial(_spanned_loss, stages[-1], plan)
+    schedule = build_runtime(action_rows(plan), rank, stages, plan.pipeline.num_micro_batches, loss)
     return schedule, tuple(stages)
 
 
-def _early(stage: _Stage, own: Sequence[_Entry]) -> Early:
-    return Early(stage.submod.units, frozenset(i for k, work, i in own if k == stage.stage_index and work is Work.RECOMPUTE))
-
-
-def _action(entry: _Entry) -> _Action:
-    """In torch's words."""
-    stage, work, micro_batch = entry
-    return _Action(stage, _ComputationType(work.value), micro_batch)
-
-
-def _is_of_torch(entry: _Entry) -> bool:
-    return entry[1] is not Work.RECOMPUTE
-
-
-def _add_recompute(schedule: _PipelineScheduleRuntime, stages: Sequence[_Stage], own: Sequence[_Entry]) -> None:
-    """Put the recomputes of this rank's list where they are in it, before what the next computation waits for.
-
-    torch's runtime has none; what it does not know it looks up by its type, and its own receives only start there.
-    """
-    by_index, rest, completed = {stage.stage_index: stage for stage in stages}, iter(own), list[_Action]()
-    for action in schedule.pipeline_order_with_comms[schedule.rank]:
-        while action.is_compute_op and not _is_of_torch(entry := next(rest)):
-            completed.append(_Action(entry[0], entry[1], entry[2]))
-        completed.append(action)
-    schedule.pipeline_order_with_comms[schedule.rank] = completed
-    schedule._comp_type_to_function_map[Work.RECOMPUTE] = lambda action, _: by_index[action.stage_index].recompute_one_chunk(
-        action.microbatch_index)
-
-
-def _spanned_loss(stage: _Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
+def _spanned_loss(stage: PipelineStep, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
     """The loss of the micro-batch that `stage`, which ends the model, has forwarded last."""
     with stage.span("F", stage.stage_index, stage.forwarded):
         return _mean_loss(stage.submod, plan, logits, targets)
 
 
-def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage) -> _Stage:
+def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage) -> PipelineStep:
     """Shapes are given, so that torch runs no extra forward pass to find them."""
     layers = stage_layers(plan)
     ids = torch.empty((plan.pipeline.micro_batch_size, plan.training.seq_length), dtype=torch.int64, device="meta")
-    return _Stage(
+    return PipelineStep(
         module, index, len(layers), ranks.device,
         input_args=border_example(plan, layers[index - 1][-1]) if index else ids,
         output_args=border_example(plan, layers[index][-1]),

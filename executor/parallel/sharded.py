@@ -48,6 +48,7 @@ class Unit:
     apart: modules inside that are units of their own
     copies: the ranks that hold the same shards of other copies, if there are any
     offloaded: the host keeps the shards, their gradients and the optimizer's states
+    casts_inputs: whether what the layers are given is cast to the precision that they compute in
     """
 
     layers: tuple[nn.Module, ...]
@@ -56,6 +57,7 @@ class Unit:
     apart: tuple[nn.Module, ...] = ()
     copies: DeviceMesh | None = None
     offloaded: bool = False
+    casts_inputs: bool = True
 
 
 def compute_dtype(precision: Precision) -> torch.dtype:
@@ -67,7 +69,8 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
     if precision is Precision.FP32:
         policy = MixedPrecisionPolicy()
     else:
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype(precision), reduce_dtype=torch.float32, cast_forward_inputs=unit.casts_inputs)
     offload = CPUOffloadPolicy(pin_memory=unit.mesh.device_type == "cuda") if unit.offloaded else OffloadPolicy()
     modules = list(unit.layers) if len(unit.layers) > 1 else unit.layers[0]
     others = {parameter for module in unit.apart for parameter in module.parameters()}
@@ -135,7 +138,8 @@ def reduce_gradients(body: nn.Module, units: Sequence[Unit], tp_mesh: DeviceMesh
         if not _fsdp_modules(unit):
             _settle(_parameters(unit))
     for mesh, summed in _summed_after(units).items():
-        all_reduce([local(parameter.grad) for parameter in summed], mesh.get_group())
+        # one that no loss depends on, or that does not learn, has none
+        all_reduce([local(parameter.grad) for parameter in summed if parameter.grad is not None], mesh.get_group())
     if tp_mesh is not None:
         all_reduce([local(parameter.grad) for parameter in _summed_over_tp(units)], tp_mesh.get_group())
 

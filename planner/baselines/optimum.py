@@ -38,15 +38,15 @@ class Leanest:
 def _rank_bytes(strategy: Strategy, book: PriceBook) -> Iterator[tuple[int, float]]:
     """Peak bytes of the ranks that can be the fullest.
 
-    On equal stages the ranks between the first and the last hold the same layers, and ever fewer micro-batches: of those
-    only the first counts.
+    Of neighbours with the same layers the later one holds no more micro-batches: only the first counts.
     """
-    for rank in sorted({0, min(1, strategy.frame.mesh.pp - 1), strategy.frame.mesh.pp - 1}):
-        yield rank, rank_memory(strategy, rank, book).total
+    for rank in range(strategy.frame.mesh.pp):
+        if rank == 0 or strategy.chunks(rank) != strategy.chunks(rank - 1):
+            yield rank, rank_memory(strategy, rank, book).total
 
 
 def fits(strategy: Strategy, book: PriceBook, limit_bytes: float) -> bool:
-    """Whether every device stays within `limit_bytes`, for a strategy on equal stages."""
+    """Whether every device stays within `limit_bytes`."""
     return all(peak <= limit_bytes for _, peak in _rank_bytes(strategy, book))
 
 

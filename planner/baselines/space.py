@@ -15,7 +15,7 @@ tensor parallelism of experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
@@ -65,6 +65,26 @@ def _virtual_stages(mesh: Mesh, model: ModelSpec, num_micro_batches: int) -> Ite
     yield from (v for v in range(1, most + 1) if counted_ends(model.num_layers, mesh.pp * v))
 
 
+def any_stages(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Mesh]:
+    """The degrees of a system whose stages need not be equal, by tp, then by pp: tp inside a node, pp up to a block a stage."""
+    for tp in divisors(cluster.num_gpus):
+        if illegal_tensor_parallel(tp, model, cluster, across_nodes=False):
+            continue
+        for pp in divisors(cluster.num_gpus // tp):
+            dp = cluster.num_gpus // tp // pp
+            if pp <= model.num_layers and training.global_batch_size % dp == 0:
+                yield Mesh(pp=pp, dp=dp, tp=tp)
+
+
+def plain_frames(mesh: Mesh, training: TrainingSpec) -> Iterator[Frame]:
+    """1F1B with every micro-batch, without sequence parallelism."""
+    per_replica = training.global_batch_size // mesh.dp
+    for micro_batch_size in divisors(per_replica):
+        yield Frame(
+            mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=micro_batch_size,
+            num_micro_batches=per_replica // micro_batch_size, sequence_parallel=False)
+
+
 def data_parallel_frames(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Frame]:
     """Every micro-batch on all GPUs as one data-parallel group; none where they do not divide the batch."""
     if training.global_batch_size % cluster.num_gpus == 0:
@@ -78,15 +98,21 @@ def layer_choice(kind: LayerKind, zero: int, level: Recompute) -> LayerChoice:
 
 def equal_stages(frame: Frame, num_layers: int, zero: int, level: Recompute, ends: tuple[int, int] = NEITHER) -> Strategy:
     """All blocks alike; the embedding before the first and the head after the last stage, each in the place of a block where it counts."""
-    last = frame.num_virtual_stages - 1
-    blocks = (layer_choice(LayerKind.BLOCK, zero, level),) * ((num_layers + sum(ends)) // frame.num_virtual_stages)
-    first_end, last_end = (layer_choice(kind, zero, level) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD))
+    return staged(frame, [(level,) * count for count in equal_blocks(frame, num_layers, ends)], zero)
 
-    def stage(index: int) -> tuple[LayerChoice, ...]:
-        fewer = (index == 0) * ends[0] + (index == last) * ends[1]
-        return (*[first_end] * (index == 0), *blocks[fewer:], *[last_end] * (index == last))
 
-    return Strategy(frame=frame, stages=tuple(map(stage, range(last + 1))))
+def equal_blocks(frame: Frame, num_layers: int, ends: tuple[int, int] = NEITHER) -> tuple[int, ...]:
+    """Blocks of every virtual stage, where the ends that count take the place of one."""
+    each, last = (num_layers + sum(ends)) // frame.num_virtual_stages, frame.num_virtual_stages - 1
+    return tuple(each - (stage == 0) * ends[0] - (stage == last) * ends[1] for stage in range(last + 1))
+
+
+def staged(frame: Frame, levels: Sequence[Sequence[Recompute]], zero: int) -> Strategy:
+    """`levels[k]` of the blocks of virtual stage k; the embedding before the first and the head after the last stage."""
+    stages = [[layer_choice(LayerKind.BLOCK, zero, level) for level in stage] for stage in levels]
+    stages[0].insert(0, layer_choice(LayerKind.EMBEDDING, zero, Recompute.NONE))
+    stages[-1].append(layer_choice(LayerKind.HEAD, zero, Recompute.NONE))
+    return Strategy(frame=frame, stages=tuple(map(tuple, stages)))
 
 
 def strategies(

@@ -11,6 +11,11 @@ multi-GPU training"; activation checkpointing "for extreme cases"), with the tak
 2104.04473, section 3: tensor parallelism up to the size of a node, then pipeline parallelism; the best micro-batch
 depends on the model and is looked for).
 
+DeepSpeed's pipeline engine refuses ZeRO 2 and 3 (deepspeed/runtime/pipe/engine.py) and cuts the model by one of its own rules
+(planner/baselines/partitions.py); with Megatron's layers it recomputes whole layers or nothing and has no sequence parallelism
+(--deepspeed-activation-checkpointing of bigscience-workshop/Megatron-DeepSpeed 58d92042, pretrain_gpt.py with
+partition_method type:transformer). Merak's runtime is the one of planner/baselines/stage_aware.py on equal stages.
+
 What hides under what, and how fast kernels run, is that of the request's stack for every baseline.
 """
 
@@ -24,11 +29,14 @@ from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.strategy import Frame, Strategy
+from planner.baselines.merak import merak_strategies
 from planner.baselines.optimum import Leanest, Optimum, fastest, leanest
-from planner.baselines.space import data_parallel_frames, megatron_frames, megatron_meshes, strategies
+from planner.baselines.partitions import Partition, blocks_of_stages
+from planner.baselines.space import any_stages, data_parallel_frames, megatron_frames, megatron_meshes, plain_frames, staged, strategies
 from profiles.errors import unknown_name_error
 
 LEVELS = tuple(Recompute)
+WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +62,19 @@ class _Space:
 
     groups: tuple[tuple[Strategy, ...], ...]
 
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return tuple(chain.from_iterable(self.groups))
+
     def answer(self, book: PriceBook, limit_bytes: float) -> Optimum | None:
         for group in self.groups:
             found = fastest(group, book, limit_bytes)
             if found:
                 return found
         return None
+
+
+_Make = Callable[[PriceBook, float], _Space]
 
 
 def _meshes(book: PriceBook) -> tuple[Mesh, ...]:
@@ -70,11 +85,16 @@ def _frames(meshes: Iterable[Mesh], book: PriceBook) -> Iterable[Frame]:
     return chain.from_iterable(megatron_frames(mesh, book.model, book.training) for mesh in meshes)
 
 
-def _megatron(book: PriceBook) -> _Space:
-    return _Space((strategies(_frames(_meshes(book), book), book.model.num_layers, (0, 1), LEVELS),))
+def _megatron(chunks: Callable[[Frame], bool] = lambda _: True) -> _Make:
+    """Every frame whose virtual stages are as asked for."""
+    def make(book: PriceBook, _: float) -> _Space:
+        frames = filter(chunks, _frames(_meshes(book), book))
+        return _Space((strategies(frames, book.model.num_layers, (0, 1), LEVELS),))
+
+    return make
 
 
-def _defaults(book: PriceBook) -> _Space:
+def _defaults(book: PriceBook, _: float) -> _Space:
     """Micro-batch 1, and as little model parallelism as fits; of as many GPUs a replica, tensor parallelism first."""
     whole = (mesh for mesh in _meshes(book) if book.model.num_layers % mesh.pp == 0 and mesh.ep == 1)
     ordered = sorted(whole, key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
@@ -84,7 +104,7 @@ def _defaults(book: PriceBook) -> _Space:
     return _Space(tuple((one,) for one in strategies(plain, book.model.num_layers, (0,), (Recompute.NONE,))))
 
 
-def _guide(book: PriceBook) -> _Space:
+def _guide(book: PriceBook, _: float) -> _Space:
     """The degrees in the guide's order, all without recompute before any with; the fastest micro-batch and interleaving of each."""
     widest = {(mesh.pp, mesh.tp): mesh for mesh in _meshes(book)}  # the last has the largest ep: experts rather by ep than by tp
     meshes = tuple(widest.values())
@@ -96,33 +116,65 @@ def _guide(book: PriceBook) -> _Space:
         for level in LEVELS for mesh in ordered))
 
 
-def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> Callable[[PriceBook], _Space]:
-    def make(book: PriceBook) -> _Space:
+def _deepspeed(book: PriceBook, _: float) -> _Space:
+    """1F1B on stages by any of DeepSpeed's partitions, ZeRO 1 at most with a pipeline; whole layers recomputed, or nothing."""
+    def zeros(mesh: Mesh) -> tuple[int, ...]:
+        return (0,) if mesh.dp == 1 else (0, 1) if mesh.pp > 1 else (0, 1, 2, 3)
+
+    def partitions(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+        return tuple(dict.fromkeys(filter(None, (blocks_of_stages(method, mesh.pp, book) for method in Partition))))
+
+    return _Space((tuple(
+        staged(frame, [(level,) * count for count in blocks], zero)
+        for mesh in any_stages(book.model, book.machine.cluster, book.training) for blocks in partitions(mesh)
+        for frame in plain_frames(mesh, book.training) for zero in zeros(mesh) for level in WHOLE_LAYERS),))
+
+
+def _merak(book: PriceBook, limit_bytes: float) -> _Space:
+    return _Space((merak_strategies(book, limit_bytes),))
+
+
+def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> _Make:
+    def make(book: PriceBook, _: float) -> _Space:
         frames = data_parallel_frames(book.model, book.machine.cluster, book.training)
         return _Space((strategies(frames, book.model.num_layers, (zero,), levels),))
 
     return make
 
 
-_SYSTEMS: dict[str, tuple[str, Callable[[PriceBook], _Space]]] = {
+_SYSTEMS: dict[str, tuple[str, _Make]] = {
     "megatron": (
         "Megatron-LM at its fastest: tp in the node, pp of equal stages, interleaving, sequence parallelism, distributed "
-        "optimizer, one recompute for all layers, any micro-batch, any ep of experts", _megatron),
+        "optimizer, one recompute for all layers, any micro-batch, any ep of experts", _megatron()),
     "megatron-defaults": (
         "the flags left as they are (no sequence parallelism, distributed optimizer, recompute or interleaving), micro-batch 1, "
         "the least model parallelism that fits, tp first", _defaults),
     "megatron-guide": (
         "Megatron-Core's guide: data parallelism, then tp up to the node, then pp until it fits, with sequence parallelism and "
         "distributed optimizer; recompute last; the fastest micro-batch and interleaving", _guide),
+    "megatron-1f1b": (
+        "Megatron-LM without interleaving: the same, with one model chunk a rank", _megatron(lambda frame: frame.virtual_stages == 1)),
+    "megatron-interleaved": (
+        "Megatron-LM with interleaving: the same, with two model chunks a rank or more", _megatron(lambda frame: frame.virtual_stages > 1)),
+    "deepspeed-3d": (
+        "DeepSpeed's 3D parallelism with Megatron's layers: tp in the node, 1F1B on stages cut uniform, by parameters or by type, "
+        "ZeRO 1 with a pipeline, whole layers recomputed or nothing, no sequence parallelism, any micro-batch", _deepspeed),
+    "merak": (
+        "Merak's runtime on equal stages: shifted critical path or 1F1B, recompute of whole layers by its one knob, the least that "
+        "fits, sub-pipelined tp in the node, distributed optimizer, any micro-batch", _merak),
     "zero-1": ("data parallelism with ZeRO 1, the fastest micro-batch and recompute", _data_parallel(1)),
     "zero-2": ("data parallelism with ZeRO 2, the fastest micro-batch and recompute", _data_parallel(2)),
     "zero-3": ("data parallelism with ZeRO 3, the fastest micro-batch and recompute", _data_parallel(3)),
     "fsdp": (
         "ZeRO 3 as FSDP2 is mostly run: whole blocks recomputed, or nothing; the fastest micro-batch",
-        _data_parallel(3, (Recompute.NONE, Recompute.FULL))),
+        _data_parallel(3, WHOLE_LAYERS)),
 }
 ALL = "all"
-GROUPS = {"megatron": ("megatron", "megatron-defaults", "megatron-guide"), ALL: tuple(_SYSTEMS)}
+GROUPS = {
+    "megatron": ("megatron", "megatron-defaults", "megatron-guide"),
+    "3d": ("megatron-1f1b", "megatron-interleaved", "deepspeed-3d", "merak"),
+    ALL: tuple(_SYSTEMS),
+}
 
 
 def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
@@ -130,7 +182,7 @@ def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
     names: dict[str, None] = {}
     for name in asked:
         if name not in _SYSTEMS and name not in GROUPS:
-            raise unknown_name_error("baseline", name, (*_SYSTEMS, ALL))
+            raise unknown_name_error("baseline", name, (*_SYSTEMS, *(group for group in GROUPS if group not in _SYSTEMS)))
         names.update(dict.fromkeys(GROUPS.get(name, (name,))))
     return tuple(names)
 
@@ -138,8 +190,8 @@ def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
 def price_baseline(name: str, book: PriceBook, limit_bytes: float) -> Baseline:
     """What the system called `name` would run on the machine of `book`, within `limit_bytes` of every device."""
     what, make = _SYSTEMS[name]
-    space = make(book)
-    everything = tuple(chain.from_iterable(space.groups))
+    space = make(book, limit_bytes)
+    everything = space.strategies
     optimum = space.answer(book, limit_bytes)
     lean = leanest(everything, book) if everything and optimum is None else None
     return Baseline(

@@ -57,7 +57,8 @@ def _input(main: str, config: Any, seq_length: int) -> tuple[Callable[[int], Ten
     if main == "input_ids":
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and seq_length > positions:
-            raise ConfigError(f"module: seq_length is {seq_length}, the model has {positions} positions", hint=f"use --seq-length {positions}")
+            raise ConfigError(
+                f"module: seq_length is {seq_length}, the model has {positions} positions", hint=f"use --seq-length {positions}")
         vocab = config.get_text_config().vocab_size
         return lambda size: torch.randint(vocab, (size, seq_length)), "tokens"
     if main == "pixel_values":
@@ -87,4 +88,5 @@ def _labels(name: str, config: Any, taken: Any) -> dict[str, Callable[[int, Tens
     if name.endswith(_OTHER_TOKENS):
         vocab, length = config.get_text_config().vocab_size, getattr(config, "max_target_positions", None)
         return {"labels": lambda size, main: torch.randint(vocab, (size, length or main.shape[1]))}
-    raise ConfigError(f"module: nothing says what the labels of {name} are", hint="wrap the model in a function that returns (module, batch)")
+    raise ConfigError(f"module: nothing says what the labels of {name} are",
+                      hint="wrap the model in a function that returns (module, batch)")

@@ -16,22 +16,22 @@ from profiles import model
 from profiles.errors import ConfigError
 from profiles.model import Dim, Operator, OperatorKind, Parameter
 from profiles.traced import BATCH, TracedModel, TracedOperator
-from profiles.tracing.functions import Computation, argument, computation, masks
-from profiles.tracing.record import PARAMETER, Program
+from profiles.tracing.functions import Computation, computation, fused_kernel
+from profiles.tracing.program import PARAMETER, Program, memory_of
 
 _MASK_BYTES, _FP32_BYTES = 1, 4
 
 
-def describe(program: Program, other: Program, *, plain_dropout: bool = False) -> TracedModel:
+def describe(program: Program, other: Program, *, on_cpu: bool = False) -> TracedModel:
     """The operators of `program`; a dim is the batch's where `other`, of another micro-batch size, has it in proportion.
 
-    plain_dropout: dropout is no fused kernel (on a CPU): it keeps what was observed, attention that drops out its scores
+    on_cpu: every operator keeps what was observed; else dropout, attention and norms keep what their kernels on GPUs do
     Raises ConfigError for a module that calls other functions for another micro-batch size, or whose sizes are not in proportion.
     """
     if [node.target for node in program.calls] != [node.target for node in other.calls]:
         raise ConfigError(f"module: {program.workload.name} calls other functions in a larger micro-batch",
                           hint="let the module do the same for every micro-batch size")
-    describer = _Describer(program, other, plain_dropout)
+    describer = _Describer(program, other, on_cpu)
     return TracedModel(
         name=program.workload.name, source=program.workload.source, unit=program.workload.unit,
         micro_batch_size=program.micro_batch_size, inputs=describer.inputs(),
@@ -41,70 +41,77 @@ def describe(program: Program, other: Program, *, plain_dropout: bool = False) -
 class _Describer:
     """Names and dims of the tensors of a program, beside one of another micro-batch size."""
 
-    def __init__(self, program: Program, other: Program, plain_dropout: bool) -> None:
+    def __init__(self, program: Program, other: Program, on_cpu: bool) -> None:
         self.sizes = program.micro_batch_size, other.micro_batch_size
-        self.plain_dropout = plain_dropout
+        self.on_cpu = on_cpu
         nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.again = dict(zip(nodes, (node for node in other.graph.nodes if node.op != "output"), strict=True))
         self.first: dict[int, fx.Node] = {}  # by memory: the node that made it
         for node in nodes:
             if isinstance(node.meta.get("val"), Tensor):
-                self.first.setdefault(_memory(node.meta["val"]), node)
-        self.writers: dict[int, fx.Node] = {}  # by memory: the last call that wrote into it
+                self.first.setdefault(memory_of(node.meta["val"]), node)
 
     def inputs(self) -> tuple[model.Tensor, ...]:
         return tuple(self._tensor(node) for node in self.again if node.op == "placeholder")
 
     def traced(self, node: fx.Node) -> TracedOperator:
-        outputs, written = tuple(_outputs(node)), bool(node.meta["written"])
-        aliased = not written and all(_memory(out.meta["val"]) in {_memory(val) for val in _values(node.meta["aliases"])} for out in outputs)
-        found = Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0])) if aliased else computation(node, self._dims)
-        traced = TracedOperator(
-            operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], in_place=written, view=aliased,
-            constant=not node.meta["depends"], gradient=any(out.meta["val"].requires_grad for out in outputs))
-        self.writers |= {_memory(val): node for val in _values(node.meta["written"])}
-        return traced
+        outputs = tuple(_outputs(node))
+        view = self._is_view(node, outputs)
+        found = Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0])) if view else computation(node, self._dims)
+        if found.products and sum(dim.name == BATCH for dim in found.dims) > 1:
+            raise ConfigError(
+                f"module: {node.meta['line']} multiplies samples by samples ({node.meta['name']}), its FLOPs are not in proportion to them",
+                hint="let the module treat the samples of a batch one by one")
+        writes_buffer = any(each.op == "get_attr" for each in node.meta["written"])
+        return TracedOperator(
+            operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], view=view,
+            in_place=bool(node.meta["written"]) and not writes_buffer, constant=not node.meta["depends"] and not writes_buffer)
+
+    def _is_view(self, node: fx.Node, outputs: tuple[fx.Node, ...]) -> bool:
+        given = {memory_of(each.meta["val"]) for each in node.meta["aliases"]}
+        alias = bool(outputs) and all(memory_of(out.meta["val"]) in given for out in outputs)
+        return alias and not node.meta["written"] and not node.meta["random"]
 
     def _operator(self, node: fx.Node, found: Computation, outputs: tuple[fx.Node, ...]) -> Operator:
-        read = list(dict.fromkeys(self._read(node)))
-        parameters = dict.fromkeys(root for each in node.all_input_nodes if (root := self._parameter(each)) is not None)
+        read = () if found.kind is OperatorKind.VIEW else node.all_input_nodes  # who computes with the view has the parameter
+        parameters = dict.fromkeys(root for each in read if (root := self._parameter(each)) is not None)
+        gradient = any(out.meta["val"].requires_grad for out in outputs)
         operands = sum(each.meta["val"].requires_grad for each in node.all_input_nodes[:2]) if found.products == 1 else 2
         return Operator(
-            name=node.meta["name"], kind=found.kind, dims=found.dims, inputs=tuple(self._tensor(each) for each in read),
+            name=node.meta["name"], kind=found.kind, dims=found.dims, inputs=self._inputs_of(node),
             outputs=tuple(self._tensor(each) for each in outputs), contracted=found.contracted,
-            parameters=tuple(_described(each) for each in parameters), saved=tuple(self._saved(node, found)),
-            flops_forward=found.flops, flops_backward=found.flops * min(operands, 2) if any(
-                out.meta["val"].requires_grad for out in outputs) else 0, causal=found.causal, dropped=found.dropped)
+            parameters=tuple(_described(each) for each in parameters), saved=tuple(self._saved(node, found)), flops_forward=found.flops,
+            flops_backward=found.flops * operands if gradient else 0, causal=found.causal, dropped=found.dropped, gradient=gradient)
 
-    def _read(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The activations that a call reads, and the call that last wrote into their memory."""
-        for each in node.all_input_nodes:
-            if each.op != "get_attr":
-                yield each
-                writer = self.writers.get(_memory(each.meta["val"]))
-                if writer is not None and isinstance(writer.meta["val"], Tensor):
-                    yield writer
+    def _inputs_of(self, node: fx.Node) -> tuple[model.Tensor, ...]:
+        """The activations that a call reads, those first whose memory it writes or gives again."""
+        first = (*node.meta["written"], *node.meta["aliases"])
+        read = sorted(node.all_input_nodes, key=lambda each: each not in first)
+        return tuple(self._tensor(each) for each in read if each.op != "get_attr" and self._parameter(each) is None)
 
     def _parameter(self, node: fx.Node) -> fx.Node | None:
         """The parameter that a node is, or is a view of."""
-        root = self.first.get(_memory(node.meta["val"]))
+        root = self.first.get(memory_of(node.meta["val"]))
         return root if root is not None and root.meta.get("origin") == PARAMETER else None
 
     def _saved(self, node: fx.Node, found: Computation) -> Iterator[model.Tensor]:
         """What autograd keeps, but for parameters, buffers, constants and the batch. Fused kernels as they run on GPUs."""
-        if not self.plain_dropout and found.kind is OperatorKind.ATTENTION:
-            tensors = [argument(node, place, name).meta["val"] for place, name in enumerate(("query", "key", "value"))]
-            yield from self._kept(node, [*tensors, node.meta["val"]], None)
-            yield model.Tensor(name=f"{node.meta['name']}:logsumexp", dims=found.dims[:3], element_bytes=_FP32_BYTES)
-        elif not self.plain_dropout and masks(node) and node.meta["saved"]:
-            yield model.Tensor(name=f"{node.meta['name']}:mask", dims=self._dims(node), element_bytes=_MASK_BYTES)
-        else:
+        fused = None if self.on_cpu or not node.meta["saved"] else fused_kernel(node)
+        if fused is None:
             yield from self._kept(node, list(node.meta["saved"]), list(self.again[node].meta["saved"]))
+            return
+        yield from self._kept(node, [each.meta["val"] for each in fused.kept], None)
+        if fused.rows:
+            dims = found.dims[:3] if found.kind is OperatorKind.ATTENTION else self._dims(node)[: -fused.normalized]
+            yield model.Tensor(
+                name=f"{node.meta['name']}:statistics", dims=(*dims, Dim("statistics", fused.rows)), element_bytes=_FP32_BYTES)
+        if fused.mask:
+            yield model.Tensor(name=f"{node.meta['name']}:mask", dims=self._dims(node), element_bytes=_MASK_BYTES)
 
     def _kept(self, node: fx.Node, tensors: list[Tensor], again: list[Tensor] | None) -> Iterator[model.Tensor]:
         seen: set[int] = set()
         for place, tensor in enumerate(tensors):
-            memory = _memory(tensor)
+            memory = memory_of(tensor)
             maker = self.first.get(memory)
             if memory in seen or (maker is not None and maker.op != "call_function"):
                 continue
@@ -123,20 +130,24 @@ class _Describer:
         return model.Tensor(name=name, dims=self._scaled(whole[:1], whole[1:], name), element_bytes=element)
 
     def _tensor(self, node: fx.Node) -> model.Tensor:
-        name = str(node.meta.get("name", node.name))
-        return model.Tensor(name=name, dims=self._dims(node), element_bytes=node.meta["val"].element_size())
+        """What a node gives, under the name of its memory."""
+        value = node.meta["val"]
+        first = self.first[memory_of(value)]
+        return model.Tensor(name=str(first.meta.get("name", first.name)), dims=self._dims(node), element_bytes=value.element_size())
 
     def _dims(self, node: Any) -> tuple[Dim, ...]:
         value = node.meta["val"]
-        if not isinstance(value, Tensor):  # of a call with several outputs, the first
+        if not isinstance(value, Tensor):  # of a call with several outputs, the first that is used
             node = next(_outputs(node))
             value = node.meta["val"]
         return self._scaled(value.shape, self.again[node].meta["val"].shape, str(node.meta.get("name", node.name)))
 
     def _scaled(self, shape: Any, again: Any, name: str) -> tuple[Dim, ...]:
         own, others = self.sizes
-        if len(shape) == len(again) and all(n == m or n * others == m * own for n, m in zip(shape, again, strict=True)):
-            return tuple(Dim(f"dim{i}" if n == m else BATCH, n) for i, (n, m) in enumerate(zip(shape, again, strict=True)))
+        if len(shape) == len(again):
+            pairs = list(zip(shape, again, strict=True))
+            if all(n == m or n * others == m * own for n, m in pairs):
+                return tuple(Dim(f"dim{i}" if n == m else BATCH, n) for i, (n, m) in enumerate(pairs))
         raise ConfigError(
             f"module: {name} is {list(shape)} for {own} samples and {list(again)} for {others}, its sizes must be in proportion",
             hint="let the module treat the samples of a batch one by one")
@@ -152,13 +163,6 @@ def _outputs(node: fx.Node) -> Iterator[fx.Node]:
             yield from _outputs(user)
 
 
-def _values(nodes: tuple[fx.Node, ...]) -> list[Tensor]:
-    return [node.meta["val"] for node in nodes]
-
-
 def _described(node: fx.Node) -> Parameter:
     return Parameter(name=str(node.target), dims=tuple(Dim(f"dim{i}", size) for i, size in enumerate(node.meta["val"].shape)))
 
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

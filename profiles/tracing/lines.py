@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from types import FrameType, TracebackType
@@ -22,13 +23,19 @@ def line_of_caller() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
+@functools.cache
+def _short(file: str) -> str:
+    """Relative where that is shorter."""
+    return min(file, os.path.relpath(file), key=len)
 
 
 def _is_machinery(file: str) -> bool:
     if file.startswith((_TORCH, _HERE, "<")):
         return True
-    return _LIBRARY in file and _MODELS not in file or file.endswith(f"{os.sep}contextlib.py")
+    return (_LIBRARY in file and _MODELS not in file) or file.endswith(f"{os.sep}contextlib.py")
 
 
 class Paths:

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from profiles.errors import ConfigError
 from profiles.module import ModuleSource
 from profiles.stack import AttentionKernel
 from profiles.tracing.batches import IDS, TARGETS, drawn_batch, next_token_batch, next_token_loss
+from profiles.tracing.deferred import Deferred
 
 ATTENTION = {AttentionKernel.FLASH: "sdpa", AttentionKernel.UNFUSED: "eager"}  # transformers' names
 RUN_ONLY = ("model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "architectures", "_attn_implementation")
@@ -47,16 +49,21 @@ class Workload:
     seq_length: int
 
 
-def open_workload(source: ModuleSource, *, seq_length: int, attention: AttentionKernel = AttentionKernel.FLASH) -> Workload:
+def open_workload(
+    source: ModuleSource, *, seq_length: int, attention: AttentionKernel = AttentionKernel.FLASH, deferred: Deferred | None = None,
+) -> Workload:
     """The module of `source` in training mode, for sequences of `seq_length` tokens where it reads tokens.
+
+    deferred: writes down what gives the parameters their values, for who makes some of them later; parameters that it finds to be
+        small, or that were made elsewhere, have their values
 
     Raises ConfigError: no such function, one that returns something else, transformers is missing or knows no such model.
     """
     if source.huggingface is not None:
-        return _hugging_face(source, source.huggingface, seq_length, attention)
-    with parameters_on_meta():
+        return _hugging_face(source, source.huggingface, seq_length, attention, deferred or parameters_on_meta())
+    with deferred or parameters_on_meta():
         made = function_of(source.factory or "")()
-    return _of_factory(source, made, seq_length)
+    return _of_factory(source, made, seq_length, keeps_values=deferred is not None)
 
 
 @contextlib.contextmanager
@@ -69,7 +76,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32, device="meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign]
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -90,17 +97,19 @@ def function_of(factory: str) -> Callable[[], object]:
     if not callable(function):
         found = f"has no {name}" if function is None else f"has {name}, which is not callable"
         raise ConfigError(f"module: {package} {found}", hint="name a function without arguments: --module package.module:function")
-    return function
+    made: Callable[[], object] = function
+    return made
 
 
-def _of_factory(source: ModuleSource, made: object, seq_length: int) -> Workload:
+def _of_factory(source: ModuleSource, made: object, seq_length: int, *, keeps_values: bool = False) -> Workload:
     parts = made if isinstance(made, tuple) else (made,)
     module, *others = parts
     if not isinstance(module, nn.Module) or len(others) > 2 or not all(callable(other) for other in others):
         found = f"({', '.join(type(part).__name__ for part in parts)})" if isinstance(made, tuple) else type(made).__name__
         raise ConfigError(f"module: {source.factory} returned {found}, it must return a torch.nn.Module",
                           hint="return module, (module, batch) or (module, batch, loss)")
-    _check_parameters(module, source)
+    if not keeps_values:
+        _check_parameters(module, source)
     name = type(module).__name__
     module.train()
     if not others:
@@ -126,7 +135,8 @@ def _checked(batch: Callable[[int], Any], source: ModuleSource) -> Callable[[int
             raise ConfigError(f"module: batch({size}) of {source.factory} gave {type(found).__name__}, it must give a dict of tensors")
         for key, value in found.items():
             if value.ndim == 0 or value.shape[0] != size:
-                raise ConfigError(f"module: {key} in batch({size}) of {source.factory} is {list(value.shape)}, its first dim must be {size}")
+                raise ConfigError(
+                    f"module: {key} in batch({size}) of {source.factory} is {list(value.shape)}, its first dim must be {size}")
         return dict(found)
     return made
 
@@ -151,7 +161,9 @@ def _with_loss(module: nn.Module, loss: Callable[[Any, Batch], Any]) -> Callable
     return loss_of
 
 
-def _hugging_face(source: ModuleSource, values: Mapping[str, Any], seq_length: int, attention: AttentionKernel) -> Workload:
+def _hugging_face(
+    source: ModuleSource, values: Mapping[str, Any], seq_length: int, attention: AttentionKernel, making: AbstractContextManager[Any],
+) -> Workload:
     try:
         import transformers
     except ImportError as error:
@@ -159,9 +171,9 @@ def _hugging_face(source: ModuleSource, values: Mapping[str, Any], seq_length: i
                           hint="pip install transformers") from None
     try:
         config = transformers.AutoConfig.for_model(
-            values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY})
+            str(values.get("model_type")), **{key: values[key] for key in values if key not in RUN_ONLY})
         _settle(config)
-        with parameters_on_meta():
+        with making:
             module = _model_class(transformers, values)._from_config(config, attn_implementation=ATTENTION[attention])
     except (ValueError, TypeError) as error:
         raise ConfigError(f"module: transformers cannot make the model: {error}",
@@ -187,7 +199,7 @@ def _model_class(transformers: Any, values: Mapping[str, Any]) -> Any:
     if named is None:
         known = transformers.AutoModelForCausalLM._model_mapping
         config = type(transformers.AutoConfig.for_model(values.get("model_type")))
-        if config not in known.keys():
+        if config not in known:
             raise ConfigError(f"module: transformers has no causal language model of {values.get('model_type')}",
                               hint="name the class in architectures, as \"architectures\": [\"BertForMaskedLM\"]")
         return known[config]

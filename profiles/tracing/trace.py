@@ -13,9 +13,10 @@ from profiles.tracing.source import open_workload
 
 def trace(
     source: ModuleSource, *, seq_length: int, precision: Precision = Precision.BF16, attention: AttentionKernel = AttentionKernel.FLASH,
-    plain_dropout: bool = False,
+    on_cpu: bool = False,
 ) -> TracedModel:
-    """The operators of `source`, for sequences of `seq_length` tokens where it reads tokens. Raises ConfigError."""
+    """The operators of `source`, for sequences of `seq_length` tokens where it reads tokens; `on_cpu`: they keep what kernels of a CPU
+    keep, else those of a GPU. Raises ConfigError."""
     workload = open_workload(source, seq_length=seq_length, attention=attention)
-    first, second = (record(workload, size, precision) for size in (2, 4))
-    return describe(first, second, plain_dropout=plain_dropout)
+    first, second = (record(workload, size, precision, on_cpu=on_cpu) for size in (2, 3))
+    return describe(first, second, on_cpu=on_cpu)

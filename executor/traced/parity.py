@@ -1,0 +1,123 @@
+"""Train plans of a traced module in a forked world of gloo ranks, and the user's module as it is in one process; compare both."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from costmodels.mesh import Mesh
+from costmodels.schedules import Schedule
+from executor.check.parity import OPTIONS, STEPS, CountCollectives, Outcome, joined, run_ranks
+from executor.optimizer import decays
+from executor.traced.batches import module_batches
+from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
+from executor.traced.values import Opened
+from planner.module_plan import ModulePlan
+from profiles.spec import Precision
+from profiles.tracing.source import Workload
+
+LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
+
+
+def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
+    """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no process is left."""
+    return [joined(results) for results in run_ranks(plans, _train)]
+
+
+def _train(plan: ModulePlan) -> Any:
+    trainer = build_module_trainer(plan, OPTIONS, torch.device("cpu"))
+    with CountCollectives() as counted:
+        trainer.gradients(0)
+    gradients = whole_gradients(trainer)
+    trainer.optimizer.zero_grad()
+    steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
+    return steps, gradients, trainer.state_bytes(), counted.calls
+
+
+def whole_gradients(trainer: ModuleTrainer) -> dict[str, Tensor]:
+    """The gradient of every parameter on this rank, gathered over its data-parallel ranks, by the name in the user's module."""
+    found = {}
+    for stage in trainer.pipeline.stages:
+        for name, parameter in stage.named():
+            if parameter.grad is not None:
+                gradient = parameter.grad
+                found[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+    return found
+
+
+def run_module_reference(plan: ModulePlan, *, by_micro_batch: bool = False) -> Outcome:
+    """The user's module in one process, without a mesh, wrappers or a trace, on whole batches.
+
+    by_micro_batch: or on the plan's micro-batches one after the other, whose losses are averaged: for what depends on which
+        samples are together, as a batch norm and a loss that weighs samples do
+    """
+    opened = opened_of(plan, OPTIONS.seed)
+    workload, module = opened.workload, with_values(opened)
+    optimizer = _optimizer(module)
+    size = plan.pipeline.micro_batch_size if by_micro_batch else plan.training.global_batch_size
+    one = module_batches(_alone(plan), workload, 0, OPTIONS.seed)
+    losses, norms, first = [], [], {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(_backward(workload, module, one(step), size))
+        if step == 0:
+            first = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+        norms.append(nn.utils.clip_grad_norm_(module.parameters(), OPTIONS.clip_gradients).item())
+        optimizer.step()
+    return Outcome(losses=losses, norms=norms, gradients=first, states={}, collectives=Counter())
+
+
+def with_values(opened: Opened) -> nn.Module:
+    """The whole module with the values that the ranks of a plan have."""
+    module = opened.workload.module
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    made = [(opened.value(each[0]), each) for each in names.values()]
+    for value, each in made:
+        for name in each:
+            path, _, key = name.rpartition(".")
+            module.get_submodule(path).register_parameter(key, value)
+    return module
+
+
+def _backward(workload: Workload, module: nn.Module, batch: dict[str, Tensor], size: int) -> float:
+    rows = len(next(iter(batch.values())))
+    total = 0.0
+    for start in range(0, rows, size):
+        part = {key: value[start:start + size] for key, value in batch.items()}
+        loss = workload.loss_of(module, part) * size / rows
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in torch's plain loop, without decay of vectors."""
+    groups = [
+        {"params": [p for p in module.parameters() if decays(p) is decay], "weight_decay": OPTIONS.weight_decay if decay else 0.0}
+        for decay in (True, False)]
+    return torch.optim.AdamW(groups, lr=OPTIONS.learning_rate, betas=OPTIONS.betas, foreach=False)
+
+
+def _alone(plan: ModulePlan) -> ModulePlan:
+    """The same batches, all on one rank."""
+    return replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
+
+
+def fit_to_check(plan: ModulePlan) -> ModulePlan:
+    """The same plan in fp32, with no more micro-batches than fill its schedule: what a check trains."""
+    pipeline, mesh = plan.pipeline, plan.mesh
+    number = min(pipeline.num_micro_batches, max(LEAST_TO_FILL, 2 * mesh.pp))
+    if pipeline.schedule is Schedule.CUSTOM:  # its lists name the micro-batches
+        number = pipeline.num_micro_batches
+    training = replace(
+        plan.training, precision=Precision.FP32, gradient_precision=Precision.FP32,
+        global_batch_size=mesh.dp * number * pipeline.micro_batch_size)
+    return replace(plan, training=training, pipeline=replace(pipeline, num_micro_batches=number))

@@ -1,0 +1,82 @@
+"""The values of a module's parameters and buffers on this process: those of its own stages, and of no other.
+
+The module is made without memory (profiles/tracing/deferred.py); a parameter's value is a function of the seed and of what the module's
+code does with it, so that every layout, and one process that has the whole, starts from the same. What the code reads from files or takes
+from outside is there on every process until it has picked its own: `kept_bytes` says how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from profiles.errors import ConfigError
+from profiles.module import ModuleSource
+from profiles.stack import AttentionKernel
+from profiles.tracing.deferred import AT_LEAST_BYTES, Deferred
+from profiles.tracing.source import Workload, open_workload
+from profiles.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A workload whose buffers have their values, and whose parameters can be given theirs one by one."""
+
+    workload: Workload
+    deferred: Deferred
+    seed: int
+
+    def value(self, name: str) -> nn.Parameter:
+        """The parameter of that full name, on the CPU, in memory that no other parameter has. Raises ConfigError."""
+        parameter = self.workload.module.get_parameter(name)
+        value = self._value(name, parameter)
+        if value.dtype is not torch.float32:
+            raise ConfigError(f"module: parameter {name} is {value.dtype}, it must be fp32",
+                              hint="let the factory make fp32; the plan's precision decides what it computes in")
+        return nn.Parameter(value, parameter.requires_grad)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of parameters that the module's code did not make with calls of torch: every process has them all while it starts."""
+        return sum(p.nbytes for p in self.workload.module.parameters() if not p.is_meta and p.nbytes >= self.deferred.at_least_bytes)
+
+    @property
+    def note(self) -> str | None:
+        """What to say where a process does not only hold its own."""
+        kept = self.kept_bytes
+        held = f"{format_bytes(kept)} of parameters come from outside of the module's code"
+        return f"{held}: every process holds them while it starts" if kept else None
+
+    def _value(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.detach().clone()
+        if not self.deferred.knows(tensor):
+            raise ConfigError(f"module: {name} is on the meta device and nothing gives it values", hint="make it on the CPU in the factory")
+        return self.deferred.value(tensor, self.seed)
+
+
+def open_values(
+    source: ModuleSource, *, seq_length: int, seed: int, attention: AttentionKernel = AttentionKernel.FLASH,
+    at_least_bytes: int = AT_LEAST_BYTES,
+) -> Opened:
+    """The module of `source`, made without the memory of its parameters. Raises ConfigError."""
+    deferred = Deferred(at_least_bytes, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # of what is so small that it is made at once
+        workload = open_workload(source, seq_length=seq_length, attention=attention, deferred=deferred)
+    for module in workload.module.modules():
+        for owner, name, tensor in _others(module):
+            if deferred.knows(tensor):
+                owner[name] = deferred.value(tensor, seed)
+    return Opened(workload=workload, deferred=deferred, seed=seed)
+
+
+def _others(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:
+    """The buffers of a module, and tensors that it holds as plain attributes."""
+    for owner in (module._buffers, module.__dict__):
+        for name, tensor in list(owner.items()):
+            if isinstance(tensor, Tensor):
+                yield owner, name, tensor  # type: ignore[misc]

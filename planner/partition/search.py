@@ -1,0 +1,297 @@
+"""The search over a traced module: trace -> shards -> space -> bounds -> columns -> integer program -> simulation -> ModulePlan.
+
+As for described models (planner/search.py): candidates in the order of a valid lower bound, until the next bound is above the worst of
+those worth replaying; the best are replayed in the event simulator, and the fastest becomes the plan.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from costmodels.recompute import Recompute
+from costmodels.schedules import AHEAD
+from costmodels.step import StepPrice
+from costmodels.strategy import Frame
+from planner.faults import GaveUp, Unanswered
+from planner.infeasible import limit_bytes
+from planner.partition.book import ShardBook
+from planner.partition.columns import Allowed, ShardColumn, StageTable
+from planner.partition.flow import Array
+from planner.partition.labels import LabelTable
+from planner.partition.master import Bounds, ShardChoice, evaluate, fits_together, path, solve
+from planner.partition.price import ShardRun, ShardStrategy, price_shards
+from planner.partition.shards import Sharded
+from planner.partition.space import enumerate_modules, require_known
+from planner.partition.stages import StageRule, ranges
+from planner.partition.tables import Tables
+from planner.plan import Objective
+from planner.request import ZERO_STAGES, Constraints, OnProgress, Progress, SearchOptions
+from planner.space import Space
+from profiles.errors import ConfigError, SolverError
+from profiles.hardware import Cluster
+from profiles.measured import machine_for
+from profiles.spec import TrainingSpec
+
+REPLAYED = 10  # how many of the best frames the simulator replays
+WORTH_REPLAYING = 1.10  # those within 10 % of the best, as in planner/search.py
+MOST_SOLVE_S = 60.0
+ROUNDING = 1e-9  # relative
+WIDENED = (1.05, 1.3, 2.0, np.inf)  # times the least pace: ranges that are tried for a first plan
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSolved:
+    """The best choice of one frame, and a proven lower bound of its closed form."""
+
+    frame: Frame
+    choice: ShardChoice
+    bound: float
+
+    @property
+    def value(self) -> float:
+        return self.choice.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOutcome:
+    """Solved frames, best first; the proven bound; whether the search ran to its end; whether Ctrl-C came; frames left unsolved."""
+
+    solved: tuple[ShardSolved, ...]
+    bound: float
+    finished: bool
+    interrupted: bool
+    left: int
+    failures: tuple[SolverError, ...]
+
+
+class ModuleSearch:
+    """One search over the shards of a traced model."""
+
+    def __init__(
+        self, sharded: Sharded, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions, how: StageRule,
+    ) -> None:
+        require_known(pins)
+        self.sharded, self.options, self.how, self.pins = sharded, options, how, pins.resolved()
+        self.book = ShardBook(sharded, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
+        self.tables = Tables(self.book)
+        self.limit_bytes = limit_bytes(cluster, training.stack, options)
+        self.space: Space = enumerate_modules(len(sharded.shards), cluster, training, pins, how.counts)
+        if not self.space.frames:
+            raise _no_frame_error(self.space, cluster)
+        self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
+        self._labels: dict[tuple[int, tuple[int, ...]], LabelTable] = {}
+
+    def allowed(self, frame: Frame) -> Allowed:
+        """What the pins leave of each stage."""
+        zeros = self.pins.zero or ZERO_STAGES
+        levels = {Recompute.NONE: 0, Recompute.FULL: 1}
+        chosen = self.pins.recompute or tuple(levels)
+        return Allowed(zeros=zeros if frame.mesh.dp > 1 else (0,), levels=tuple(sorted(levels[level] for level in chosen)))
+
+    def labels(self, micro_batch_size: int, levels: tuple[int, ...]) -> LabelTable:
+        """The labels of ranges of shards that may run once (0) or again (1)."""
+        key = micro_batch_size, levels
+        if key not in self._labels:
+            self._labels[key] = LabelTable(self.tables.passes(micro_batch_size).by_shard, levels)
+        return self._labels[key]
+
+    def stages(self, frame: Frame) -> list[StageTable]:
+        """The tables of every virtual stage of a frame."""
+        allowed = self.allowed(frame)
+        return [StageTable(k, frame, self.tables, allowed, self.labels, self.limit_bytes) for k in range(frame.num_virtual_stages)]
+
+    def cut_ranges(self, frame: Frame, stages: Sequence[StageTable]) -> tuple[tuple[int, int], ...] | None:
+        """The ranges that --stages says, None where the search decides.
+
+        With several virtual stages a rank they are even, as those of described models: the slowest takes as little as can be.
+        """
+        fixed = ranges(self.how, self.sharded, frame.num_virtual_stages)
+        return tuple(path([table.least_s for table in stages])) if fixed is None and frame.virtual_stages > 1 else fixed
+
+    def least_times(self, frame: Frame, stages: Sequence[StageTable]) -> list[Array]:
+        """By stage and range the least seconds of a micro-batch, infinite for what can never fit or is not asked for."""
+        times, fixed = [], self.cut_ranges(frame, stages)
+        for stage, table in enumerate(stages):
+            least = np.where(table.least_bytes() <= table.usable_bytes, table.least_s, np.inf)
+            if fixed is not None:
+                only = np.full_like(least, np.inf)
+                only[fixed[stage]] = least[fixed[stage]]
+                least = only
+            times.append(least)
+        return times
+
+    def bound_s(self, frame: Frame) -> float:
+        """A lower bound of the frame's closed form, infinite where nothing fits."""
+        stages = self.stages(frame)
+        times = self.least_times(frame, stages)
+        return Bounds(frame, times, times, [table.least_tail_s for table in stages]).least_s
+
+    def solve(self, frame: Frame, bound_s: float, cut_s: float) -> ShardSolved | None:
+        """The best choice of a frame that takes less than `cut_s`, None where there is none. Raises Unsolved, SolverError."""
+        stages = self.stages(frame)
+        times = self.least_times(frame, stages)
+        finder = Finder(frame, stages, times)
+        known = self._first(finder, cut_s)
+        if known is None:
+            return None
+        options = finder.below(min(cut_s, known.step_s))
+        found = self._solved(finder, options)
+        if found is None or found.step_s > known.step_s:
+            found = evaluate(frame, known.columns, proven=found is not None and found.proven)
+        if frame.schedule in AHEAD and not any(column.again for column in found.columns):
+            return None  # nothing runs again: it is 1F1B
+        return ShardSolved(frame, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s)
+
+    def _first(self, finder: Finder, cut_s: float) -> ShardChoice | None:
+        """A plan to begin with, None where no plan of the frame takes less than `cut_s`, or none fits."""
+        if finder.bounds.least_s >= cut_s:
+            return None
+        for factor in WIDENED:
+            options = finder.near(finder.bounds.least_pace_s * factor, cut_s)
+            known = finder.even(options)
+            if known is None and finder.coupled and all(options):
+                known = self._solved(finder, options)
+            if known is not None:
+                return known
+        return None
+
+    def _solved(self, finder: Finder, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
+        return solve(finder.frame, options, finder.stages, self.options.solver, self.solver_limit_s()) if all(options) else None
+
+    def left_s(self) -> float | None:
+        return None if self.deadline_s is None else self.deadline_s - time.monotonic()
+
+    def solver_limit_s(self) -> float:
+        left_s = self.left_s()
+        return MOST_SOLVE_S if left_s is None else min(max(left_s, 1.0), MOST_SOLVE_S)
+
+    def run(self, on_progress: OnProgress | None) -> ShardOutcome:
+        """All frames, as long as one may be among the best. Raises KeyboardInterrupt before the first plan, SolverError."""
+        solved: list[ShardSolved] = []
+        open_, proven, finished, interrupted, reached = Unanswered(), 0.0, True, False, 0
+        ordered: list[tuple[float, int, Frame]] = []
+        try:
+            bounded = ((self.bound_s(frame), index, frame) for index, frame in enumerate(self.space.frames))
+            ordered = sorted(one for one in bounded if np.isfinite(one[0]))
+            for reached, (bound, _, frame) in enumerate(ordered):
+                cut, left_s, proven = _worth_replaying(solved), self.left_s(), bound
+                if bound >= cut:
+                    break
+                if solved and left_s is not None and left_s <= 0:
+                    finished = False
+                    break
+                found = open_.attempt(partial(self.solve, frame, bound, cut), bound)
+                if found:
+                    solved = sorted([*solved, found], key=lambda one: one.value)
+                _report(on_progress, reached + 1, len(ordered), solved, min(bound, _best(solved), *open_.bounds))
+            else:
+                proven = np.inf
+        except GaveUp:
+            finished, reached = False, reached + 1
+        except KeyboardInterrupt:
+            if not solved:
+                raise
+            finished, interrupted = False, True
+        if not solved and open_.failures:
+            raise open_.failures[-1]
+        left = len(open_.bounds) + (0 if finished else len(ordered) - reached)
+        bound = min(proven, _best(solved), *open_.bounds, *(one.bound for one in solved))
+        return ShardOutcome(
+            solved=tuple(solved), bound=bound, finished=finished and not open_.bounds, interrupted=interrupted, left=left,
+            failures=tuple(open_.failures))
+
+    def replayed(self, outcome: ShardOutcome) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
+        """The best solved frames priced in full, the fastest first."""
+        worth = [one for one in outcome.solved[:REPLAYED] if one.value <= WORTH_REPLAYING * _best(outcome.solved)]
+        strategies = [to_strategy(one) for one in worth]
+        priced = [(one, made, price_shards(made, self.tables)) for one, made in zip(worth, strategies, strict=True)]
+        return sorted(priced, key=lambda found: found[2].step_s)
+
+
+class Finder:
+    """The columns of one frame, made for ranges as they are asked for; `coupled`: whether stages must fit together besides."""
+
+    def __init__(self, frame: Frame, stages: Sequence[StageTable], times: Sequence[Array]) -> None:
+        self.frame, self.stages, self.times = frame, stages, times
+        walks = times if frame.schedule not in AHEAD else [
+            np.where(np.isfinite(least), np.minimum(least, table.base_s + _least_data(table)), np.inf)
+            for least, table in zip(times, stages, strict=True)]
+        self.bounds = Bounds(frame, times, walks, [table.least_tail_s for table in stages])
+        self.coupled = frame.virtual_stages > 1 or bool(stages[0].tables.book.sharded.shared)
+        self._made: dict[tuple[int, int, int], list[ShardColumn]] = {}
+
+    def columns(self, stage: int, first: int, end: int) -> list[ShardColumn]:
+        """The columns of a range on a stage."""
+        key = stage, first, end
+        if key not in self._made:
+            self._made[key] = self.stages[stage].columns(first, end)
+        return self._made[key]
+
+    def near(self, pace_s: float, cut_s: float) -> list[list[ShardColumn]]:
+        """By stage, the columns of ranges that may take `pace_s` at most, in a plan of less than `cut_s`."""
+        return [
+            [column for first, end in np.argwhere((self.times[stage] <= pace_s) & (self.bounds.least(stage) < cut_s))
+             for column in self.columns(stage, int(first), int(end))]
+            for stage in range(len(self.stages))]
+
+    def even(self, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
+        """The ranges whose slowest is fastest, each with its fastest column; None where there are none, or they do not fit together."""
+        exact = [np.full_like(times, np.inf) for times in self.times]
+        for stage, columns in enumerate(options):
+            for column in columns:
+                exact[stage][column.first, column.end] = min(column.time_s, exact[stage][column.first, column.end])
+        try:
+            found = list(path(exact))
+        except ValueError:
+            return None
+        chosen = [min(self.columns(stage, *one), key=lambda column: (column.time_s, column.tail_s)) for stage, one in enumerate(found)]
+        return evaluate(self.frame, chosen, proven=False) if fits_together(self.frame, chosen, self.stages) else None
+
+    def below(self, cut_s: float) -> list[list[ShardColumn]]:
+        """By stage, every column that a plan of at most `cut_s` may have."""
+        options = []
+        for stage in range(len(self.stages)):
+            near = np.argwhere(self.bounds.least(stage) <= cut_s)
+            found = [column for first, end in near for column in self.columns(stage, int(first), int(end))]
+            options.append([column for column in found if self.bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)])
+        return options
+
+
+def _least_data(table: StageTable) -> Array:
+    return np.asarray(np.minimum.reduce([held.per_micro_batch_s for held in table.held.values()]))
+
+
+def to_strategy(solved: ShardSolved) -> ShardStrategy:
+    """The strategy of a choice."""
+    return ShardStrategy(frame=solved.frame, stages=tuple(
+        ShardRun(first=column.first, end=column.end, zero=column.zero, again=column.again) for column in solved.choice.columns))
+
+
+def _best(solved: Sequence[ShardSolved]) -> float:
+    return solved[0].value if solved else np.inf
+
+
+def _worth_replaying(solved: Sequence[ShardSolved]) -> float:
+    tenth = solved[REPLAYED - 1].value if len(solved) >= REPLAYED else np.inf
+    return min(tenth, WORTH_REPLAYING * _best(solved))
+
+
+def _report(on_progress: Callable[[Progress], None] | None, done: int, total: int, solved: Sequence[ShardSolved], bound: float) -> None:
+    if on_progress:
+        incumbent = solved[0].value if solved else None
+        on_progress(Progress(objective=Objective.THROUGHPUT, done=done, total=total, incumbent=incumbent, bound=bound))
+
+
+def _no_frame_error(space: Space, cluster: Cluster) -> ConfigError:
+    """The most common reason why no candidate is legal."""
+    reasons = Counter(pruned.reason for pruned in space.pruned)
+    reason, _ = max(reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0))
+    return ConfigError(
+        f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates most fall because {reason}",
+        hint="choose another --gpus or --global-batch-size, or drop a pinned degree")
