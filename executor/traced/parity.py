@@ -37,7 +37,7 @@ def _train(plan: ModulePlan) -> Any:
     gradients = whole_gradients(trainer)
     trainer.optimizer.zero_grad()
     steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
-    return steps, gradients, trainer.state_bytes(), counted.calls
+    return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight
 
 
 def whole_gradients(trainer: ModuleTrainer) -> dict[str, Tensor]:
