@@ -39,7 +39,7 @@ def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
 
 def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     """Trace the module, search its plan, write it and print its summary; the exit code."""
-    from planner.module_options import module_question
+    from planner.module_options import assumed_of, module_question
     from planner.options import all_assumed, constraints, require_writable, search_options
     from planner.partition.plan import plan_module
     from planner.partition.stages import StageRule, parse_stages
@@ -61,7 +61,7 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
     context = Context(
-        assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
+        assumed=all_assumed(assumed_of(plan, question), options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
         plan_file="" if output == STDOUT else str(output))
     _deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
