@@ -92,7 +92,7 @@ def setting_of(model: str, global_batch_size: int, stack: str) -> Setting:
 
 def techniques(setting: Setting) -> Iterator[tuple[str, Callable[[], Iterator[Strategy]]]]:
     """What each technique adds to the strategies before it, on equal stages."""
-    book, limit, num_layers = setting.book, setting.limit_bytes, setting.book.model.num_layers
+    book, num_layers = setting.book, setting.book.model.num_layers
     plain = tuple(one_chunk_frames(book))
     halves = tuple(overlapped(plain, book))
     yield FULL_RECOMPUTE, lambda: iter(strategies(plain, num_layers, ZEROS, (Recompute.FULL,)))
@@ -113,8 +113,8 @@ def plan_text(plan: Plan) -> str:
         again[names.get(plan.layer_plans[name].recompute, "some operators").split(" (")[0]] += count
     zeros = sorted({zero_text(layer) for layer in plan.layer_plans.values()})
     sequence = ("sequence parallel",) if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ()
-    shares = " + ".join(f"{name} {count}" for name, count in again.items())
-    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *sequence, f"ZeRO {'/'.join(zeros)}", f"recompute {shares}"))
+    layers = f"ZeRO {'/'.join(zeros)}", f"recompute {' + '.join(f'{name} {count}' for name, count in again.items())}"
+    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *sequence, *layers))
 
 
 def _row(setting: Setting, system: str, plan: Plan, started: float, before: Row | None = None) -> Row:
@@ -174,16 +174,18 @@ def summary(rows: list[Row]) -> dict[str, object]:
 
 
 def _print(setting: Setting, rows: list[Row], out: Console) -> None:
-    training = setting.book.training
-    say(out, f"{setting.model} on {GPUS} {GPU}, {training.global_batch_size} x {training.seq_length} tokens, fp16; predicted, analytic", "bold")
-    ours = rows[-1]
-    heading = ("system", "step", "ours faster", "gain", "tok/s/GPU", "MFU", "peak GiB", "plan")
-    print_table(out, heading, [
+    training, ours = setting.book.training, rows[-1]
+    tokens = f"{training.global_batch_size} x {training.seq_length} tokens"
+    say(out, f"{setting.model} on {GPUS} {GPU}, {tokens}, fp16; predicted, analytic", "bold")
+    heading = ("system", "step", "ours faster", "gain", "tokens/s/GPU", "MFU", "peak GiB", "plan")
+    cells = [
         (row.system, seconds_text(row.step_s), "" if row is ours else f"{row.step_s / ours.step_s:.2f} x",
-         f"{row.gain:.3f} x" if row.gain else "", f"{row.tokens_per_s_per_gpu:,.0f}", f"{100 * row.mfu:.1f} %", f"{row.peak_gib:.1f}", row.plan)
-        for row in rows], left=("system", "plan"))
+         f"{row.gain:.3f} x" if row.gain else "", f"{row.tokens_per_s_per_gpu:,.0f}", f"{100 * row.mfu:.1f} %", f"{row.peak_gib:.1f}",
+         row.plan) for row in rows]
+    print_table(out, heading, cells, left=("system", "plan"))
     found = summary(rows)
-    say(out, f"  {found['speedup_over_best']:.2f} x the best baseline, {found['best_baseline']}; published: up to {found['published_up_to']} x")
+    published = f"published: up to {found['published_up_to']} x" if found["published_up_to"] else "none published"
+    say(out, f"  {found['speedup_over_best']:.2f} x the best baseline, {found['best_baseline']}; {published}")
     say(out)
 
 
