@@ -134,7 +134,7 @@ class StageTable:
 
         def chosen(needs: Array) -> Rows:
             fits = np.flatnonzero(needs <= room)
-            return fits[:1] if self.alone else _spread(fits)
+            return fits[:1] if self.alone or not len(fits) else np.unique(np.append(_spread(fits), needs.argmin()))
 
         return self._of_rows(first, end, zero, chosen)
 
@@ -182,7 +182,7 @@ def _least(needs: Array) -> Rows:
 
 
 def _spread(rows: Rows) -> Rows:
-    """POINTS of the rows, the first and the last with them."""
+    """POINTS of the rows, the first and the last among them."""
     if len(rows) <= POINTS:
         return rows
     return np.asarray(rows[np.unique(np.linspace(0, len(rows) - 1, POINTS).round().astype(np.int64))])

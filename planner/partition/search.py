@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from costmodels.recompute import Recompute
-from costmodels.schedules import AHEAD
+from costmodels.schedules import AHEAD, Schedule
 from costmodels.step import StepPrice
 from costmodels.strategy import Frame
 from planner.faults import GaveUp, Unanswered
@@ -84,6 +84,7 @@ class ModuleSearch:
         self.space: Space = enumerate_modules(len(sharded.shards), cluster, training, pins, how.counts)
         if not self.space.frames:
             raise _no_frame_error(self.space, cluster)
+        self.also_1f1b = any(frame.mesh.pp > 1 and frame.schedule is Schedule.ONE_F_ONE_B for frame in self.space.frames)
         self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
         self._labels: dict[tuple[int, tuple[int, ...]], LabelTable] = {}
 
@@ -144,8 +145,8 @@ class ModuleSearch:
         found = self._solved(finder, options)
         if found is None or found.step_s > known.step_s:
             found = evaluate(frame, known.columns, proven=found is not None and found.proven)
-        if frame.schedule in AHEAD and not any(column.again for column in found.columns):
-            return None  # nothing runs again: it is 1F1B
+        if frame.schedule in AHEAD and self.also_1f1b and not any(column.again for column in found.columns):
+            return None  # nothing runs again: it is 1F1B, which is searched as well
         return ShardSolved(frame, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s)
 
     def _first(self, finder: Finder, cut_s: float) -> ShardChoice | None:

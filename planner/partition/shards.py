@@ -117,7 +117,7 @@ class _Counted:
 
     def rank(self, place: int) -> tuple[int, int, int]:
         """Orders cuts of equal parameters, the best first."""
-        return self.values.alive_bytes[place], self.depth(place), -place
+        return self.values.alive_bytes[place], self.depth(place), place
 
     def name(self, first: int, end: int) -> str:
         """The module that operators [first, end) with parameters are in, and which parts of it where they are not all."""
