@@ -15,18 +15,40 @@ from costmodels.mesh import Mesh
 from executor.check.parity import OPTIONS, STEPS, CountCollectives, Outcome, joined, run_ranks
 from executor.optimizer import decays
 from executor.traced.batches import module_batches
+from executor.traced.rules import validate_module_plan
 from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
 from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
+from profiles.errors import ConfigError
+from profiles.spec import Precision
+from profiles.tracing.record import record
 from profiles.tracing.source import Workload
+
+
+MOST_RANKS = 8  # of gloo processes on one machine
+
+
+def comparable(plan: ModulePlan) -> ModulePlan:
+    """The plan in fp32. Raises ConfigError for one that cannot be compared with one process."""
+    validate_module_plan(plan)
+    if plan.mesh.num_ranks > MOST_RANKS:
+        raise ConfigError(f"mesh: {plan.mesh} is {plan.mesh.num_ranks} ranks, a traced module is compared on up to {MOST_RANKS}",
+                          hint="make a plan for fewer GPUs")
+    small = replace(plan, training=replace(plan.training, precision=Precision.FP32))
+    for call in record(opened_of(small, OPTIONS.seed).workload, small.pipeline.micro_batch_size).calls:
+        if call.meta["random"]:
+            raise ConfigError(f"module: {call.meta['line']} draws random numbers, which every rank draws for itself",
+                              hint="set dropout to 0 for the comparison")
+    return small
 
 
 def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
     """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no process is left."""
-    return [joined(results) for results in run_ranks(plans, _train)]
+    return [joined(results) for results in run_ranks(plans, train_module)]
 
 
-def _train(plan: ModulePlan) -> Any:
+def train_module(plan: ModulePlan) -> Any:
+    """What this rank finds."""
     trainer = build_module_trainer(plan, OPTIONS, torch.device("cpu"))
     with CountCollectives() as counted:
         trainer.gradients(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from planner.module_plan import ModulePlan
 from planner.plan import Plan
 from planner.report.text import joined, print_table, say
 
@@ -20,8 +21,8 @@ class Parity:
     agree: whether all ranks hold the same; as_predicted: whether every rank holds the predicted bytes of states
     """
 
-    plan: Plan
-    small: Plan
+    plan: Plan | ModulePlan
+    small: Plan | ModulePlan
     losses: tuple[tuple[float, float], ...]
     gradients: Mapping[str, float]
     agree: bool
@@ -46,7 +47,7 @@ class Parity:
 def print_parity(parity: Parity, out: Console) -> None:
     """Losses, the error of every parameter, and the verdict as the last line."""
     small = parity.small
-    say(out, f"{small.model.name}: {small.mesh} on gloo, fp32, against one process", "bold")
+    say(out, f"{_name(small)}: {small.mesh} on gloo, fp32, against one process", "bold")
     say(out, joined(_kept(parity), ", ", out.width, start="  shrunk    ", indent=12))
     say(out)
     rows = [(f"{step}", f"{a:.7f}", f"{b:.7f}", f"{abs(a / b - 1):.1e}") for step, (a, b) in enumerate(parity.losses, 1)]
@@ -58,8 +59,14 @@ def print_parity(parity: Parity, out: Console) -> None:
     say(out, joined(verdict(parity).split(" "), " ", out.width, indent=2), "bold")
 
 
+def _name(plan: Plan | ModulePlan) -> str:
+    return plan.traced.name if isinstance(plan, ModulePlan) else plan.model.name
+
+
 def _kept(parity: Parity) -> list[str]:
     plan, small = parity.plan, parity.small
+    if isinstance(plan, ModulePlan) or isinstance(small, ModulePlan):
+        return ["nothing: the module as it is"]
     parts = [f"{plan.mesh} to {small.mesh}", f"{plan.model.num_layers} blocks to {small.model.num_layers}"]
     parts += [f"hidden {plan.model.hidden_size} to {small.model.hidden_size}"]
     for name, text in (("virtual_stages", "virtual stages"), ("micro_batch_size", "micro-batch"), ("num_micro_batches", "micro-batches")):
@@ -74,7 +81,7 @@ def _gradient_rows(parity: Parity) -> list[tuple[str, str, str]]:
     """One row for each parameter of a layer, with the layer where its error is worst."""
     found: dict[str, tuple[float, str]] = {}
     for name, error in parity.gradients.items():
-        layer, parameter = name.split(".", 1)
+        layer, _, parameter = name.partition(".")
         key = parameter if layer.startswith("block") else name
         found[key] = max(found.get(key, (0.0, layer)), (error, layer))
     return [(name, f"{error:.1e}", layer) for name, (error, layer) in found.items()]
@@ -96,7 +103,7 @@ def parity_document(parity: Parity) -> dict[str, Any]:
     small = parity.small
     return {
         "passed": parity.passed, "verdict": verdict(parity), "ranks_agree": parity.agree, "states_as_predicted": parity.as_predicted,
-        "mesh": str(small.mesh), "num_layers": small.model.num_layers,
+        "mesh": str(small.mesh), **({} if isinstance(small, ModulePlan) else {"num_layers": small.model.num_layers}),
         "losses": [{"found": found, "one_process": expected} for found, expected in parity.losses],
         "gradient_errors": dict(parity.gradients), "loss_tolerance": parity.loss_tolerance, "gradient_tolerance": parity.gradient_tolerance,
     }
