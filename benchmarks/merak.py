@@ -208,7 +208,8 @@ def main(models: str, global_batch_size: int, stack: str, tp: int | None, as_jso
     if as_json:
         click.echo(json.dumps({
             "kind": "analytic", "gpus": GPUS, "gpu": GPU, "seq_length": SEQ_LENGTH, "global_batch_size": global_batch_size,
-            "stack": stack, "tp": tp, "rows": [asdict(row) for rows in every for row in rows], "summaries": [summary(rows) for rows in every]}, indent=2))
+            "stack": stack, "tp": tp, "rows": [asdict(row) for rows in every for row in rows],
+            "summaries": [summary(rows) for rows in every]}, indent=2))
         return
     say(out, f"{time.monotonic() - started:.0f} s", "dim")
 
