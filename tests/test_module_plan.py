@@ -93,7 +93,8 @@ def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):
     text = out.getvalue()
     assert text.startswith("gpt, 4.24 M parameters, 45 operators in 10 shards")
     assert "assumed: --gpus-per-node 8" in text
-    assert "mesh      pp 4 x dp 2 x tp 1  1F1B" in text
+    assert "mesh      pp 4 x dp 2 x tp 1 " in text
+    assert "1F1B, micro-batch" in text
     assert "wte to h.0" in text
     assert "tokens/s/GPU" in text
     assert "band unknown: no measured steps of traced modules" in text
