@@ -24,7 +24,6 @@ from profiles.spec import Precision
 from profiles.tracing.record import record
 from profiles.tracing.source import Workload
 
-
 MOST_RANKS = 8  # of gloo processes on one machine
 
 
