@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+import cli_module
 import cli_profile
 import cli_run
 from cli_options import (
@@ -29,8 +27,9 @@ from cli_options import (
     asked,
     explaining,
     searching,
+    tracing,
 )
-from cli_style import INTERRUPTED, List, Main, option, show_version
+from cli_style import INTERRUPTED, List, Main, noticing_ctrl_c, option, print_json, show_version
 
 if TYPE_CHECKING:
     from planner.options import Question
@@ -49,6 +48,7 @@ STDOUT = Path("-")
     epilog="  plan --model gpt-20b --gpus 64\n  plan --model llama3-70b --gpus 128 --gpu h100-80gb --objective memory --tp 4,8\n"
            "  plan --model gpt-20b --gpus 64 --objective pareto --plot front.png")
 @asked
+@tracing
 @aim
 @searching
 @explaining
@@ -64,6 +64,9 @@ def main(ctx: click.Context, **options: Any) -> int | None:
     Needs no GPU: step times are priced by a cost model. The plan goes to plan.yaml, its summary to the terminal.
     """
     if ctx.invoked_subcommand is None:
+        source = cli_module.source_of(options)
+        if source is not None:
+            return cli_module.search(options, source)
         return _front(options) if options["objective"] == "pareto" else _search(options)
     for param in ctx.command.params:
         if param.name in options and ctx.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE:
@@ -121,7 +124,7 @@ def _front(options: dict[str, Any]) -> int:
         _explain(question, pins, to_stderr=options["as_json"])
     require_possible(question, pins)
     started_s = time.monotonic()
-    with _noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr)) as (on_progress, on_search):
+    with noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr)) as (on_progress, on_search):
         front = find_front(
             question.model, question.cluster, question.training, constraints=pins, options=how,
             on_progress=on_progress, on_search=on_search, **({} if options["points"] is None else {"num_points": options["points"]}))
@@ -144,7 +147,7 @@ def _deliver_front(front: Front, context: Context, output: Path, plot: Path | No
             write(point.plan, path)
     finally:
         if as_json:
-            _print_json(front_document(front, paths, context.elapsed_s or 0.0))
+            print_json(front_document(front, paths, context.elapsed_s or 0.0))
         else:
             print_front(front, paths, console(sys.stdout), context)
     beyond = plan_paths(output, len(paths) + 1)[-1]
@@ -164,7 +167,7 @@ def _find(question: Question, pins: Constraints, how: SearchOptions, objective: 
     from planner.report.text import console
     from planner.search import find_plan
 
-    with _noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
+    with noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
         plan = find_plan(
             question.model, question.cluster, question.training, objective, constraints=pins, options=how, on_progress=on_progress,
             explain=explained_error)
@@ -178,26 +181,6 @@ def _with_module(plan: Plan, question: Question) -> Plan:
     plan = replace(plan, module=question.module)
     validate_module(plan)
     return plan
-
-
-@contextlib.contextmanager
-def _noticing_ctrl_c() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C came: the search answers it with its best plan, which is not an error."""
-    interrupts: list[int] = []
-
-    def on_interrupt(number: int, _: object) -> None:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:  # a background job of a shell: Ctrl-C is not meant for it
-        yield interrupts
-        return
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _explain(question: Question, pins: Constraints, *, to_stderr: bool) -> None:
@@ -235,11 +218,7 @@ def _deliver(plan: Plan, context: Context, output: Path | None, *, as_json: bool
 def _print_plan_json(plan: Plan, elapsed_s: float | None = None) -> None:
     from planner.report.documents import plan_document
 
-    _print_json(plan_document(plan, elapsed_s))
-
-
-def _print_json(value: object) -> None:
-    click.echo(json.dumps(value, indent=2))
+    print_json(plan_document(plan, elapsed_s))
 
 
 @main.command(epilog="  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s")
@@ -247,13 +226,16 @@ def _print_json(value: object) -> None:
 @as_json
 def show(plan_file: Path, as_json: bool) -> None:
     """Print the summary of a plan file, its layer plans, the placement of every operator, and what is redundant."""
-    from planner.plan import read
+    from planner.module_plan import ModulePlan, read
     from planner.report.layers import print_layers
     from planner.report.redundancy import print_redundancy
     from planner.report.summary import Context, print_summary
     from planner.report.text import console
 
     plan = read(plan_file)
+    if isinstance(plan, ModulePlan):
+        cli_module.show(plan, Context(whole=True, plan_file=str(plan_file)), as_json=as_json)
+        return
     if as_json:
         _print_plan_json(plan)
         return
@@ -303,7 +285,7 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
         plan, interrupts = _find(question, pins, how, options["objective"])
     found = compare(plan, names, how)
     if options["as_json"]:
-        _print_json(comparison_document(found))
+        print_json(comparison_document(found))
     else:
         print_comparison(found, console(sys.stdout), assumed=assumed, pinned=pins != Constraints())
     return INTERRUPTED if interrupts else 0
@@ -379,7 +361,7 @@ def explain(**options: Any) -> None:
     frame, book = layout_book(question_of(options), options)
     found = list(operator_strategies(frame, options["zero"], book, options["operator"]))
     if options["as_json"]:
-        _print_json(strategies_document(found))
+        print_json(strategies_document(found))
     else:
         print_strategies(found, console(sys.stdout), str(frame.mesh))
 
@@ -414,7 +396,7 @@ def validate(steps: Path | None, sources: tuple[str, ...], rows: bool, fitted: b
         if not as_json:
             report.print_fitted(fitted_terms(), out)
     if as_json:
-        _print_json(document)
+        print_json(document)
     if plot:
         click.echo(f"wrote {plot}", err=as_json)
 
@@ -462,7 +444,7 @@ def _list(rows: Callable[[], Sequence[object]], show_table: Callable[[Any], None
     from planner.report.text import console
 
     if as_json:
-        _print_json(rows())
+        print_json(rows())
     else:
         show_table(console(sys.stdout))
 
@@ -474,7 +456,7 @@ def schema(profile: bool) -> None:
     from planner.report.documents import plan_schema
     from profiles.own import schema as profile_schema
 
-    _print_json(profile_schema() if profile else plan_schema())
+    print_json(profile_schema() if profile else plan_schema())
 
 
 for command in (cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):

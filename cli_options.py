@@ -6,7 +6,7 @@ import click
 
 from cli_style import List, option, together
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations")
 PRECISIONS = ("bf16", "fp16", "fp32")
@@ -15,7 +15,8 @@ BASELINES = "Baselines"
 WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
 
 asked = together(
-    option(WHAT, "--model", metavar="NAME|PATH", help="A name of `plan models`, a YAML of that form, or a Hugging Face config.json."),
+    option(WHAT, "--model", metavar="NAME|PATH|PKG.MOD:FUNC",
+           help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module."),
     option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
     option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
     option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of weights and activations. [default: bf16, or the profile's]"),
@@ -33,6 +34,11 @@ asked = together(
     option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
     option(WHERE, "--profile", metavar="FILE", help="A hardware profile of your own, of `plan profile` or `plan calibrate`."),
     option(WHERE, "--force-profile", is_flag=True, help="Take it also for another device, stack or precision, or beside other prices."),
+)
+tracing = together(
+    option(WHAT, "--trace", is_flag=True, help="Trace the model of a config.json, also where its family is described."),
+    option(PINS, "--stages", metavar="RULE|N,..", help="Of a traced module: uniform, parameters, ilp, or shards by stage. [default: ilp]"),
+    option(PINS, "--cross-skips", is_flag=True, help="Of a traced module: let skip connections cross stages."),
 )
 searching = together(
     option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),

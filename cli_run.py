@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+import cli_module
 from cli_options import OUTPUT, as_json
 from cli_style import Command, option
 
 if TYPE_CHECKING:
-    from executor.check.parity import Outcome
-    from planner.module_plan import ModulePlan
     from planner.plan import Plan
 
 STDOUT = Path("-")
@@ -35,18 +34,18 @@ def check(plan_file: Path, ranks: tuple[int, ...], execute: bool, as_json: bool)
     """Run a plan without its GPUs: what it really holds and sends, or whether it trains as one process does.
 
     Builds one rank of every pipeline stage at full size, on tensors without data, and counts bytes and collectives of a step.
-    With --execute, the same plan of a small model of the same structure: losses and gradients against one process. A traced
-    module is not shrunk: its plan is executed as it is, on up to 8 processes.
+    With --execute, the same plan of a small model of the same structure: losses and gradients against one process.
     Exit code 3 when a stage does not fit its device, 2 when losses or gradients differ.
     """
     from executor.rules.all import validate
     from planner.module_plan import ModulePlan, read
 
     plan = read(plan_file)
-    _require_torch()
     if isinstance(plan, ModulePlan):
-        return _execute_module(plan, execute=execute, as_json=as_json)
+        _require_torch()
+        return cli_module.check(plan, execute=execute, as_json=as_json)
     validate(plan)
+    _require_torch()
     return _execute(plan, as_json=as_json) if execute else _dry_run(plan, ranks, as_json=as_json)
 
 
@@ -86,6 +85,7 @@ def _execute(plan: Plan, *, as_json: bool) -> int:
     from executor.check import parity
     from executor.check.shrink import shrunk
     from executor.rules.all import validate
+    from planner.report.parity import Parity, parity_document, print_parity
     from planner.report.text import console
 
     small = shrunk(plan)
@@ -93,30 +93,6 @@ def _execute(plan: Plan, *, as_json: bool) -> int:
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     with console(sys.stderr).status(f"training {small.mesh} of {small.model.name}, and one process"):
         (found,), expected = parity.run_plans([small]), parity.run_reference(small)
-    return _say_parity(plan, small, found, expected, as_json=as_json)
-
-
-def _execute_module(plan: ModulePlan, *, execute: bool, as_json: bool) -> int:
-    import torch
-
-    from executor.traced.parity import comparable, run_module_plans, run_module_reference
-    from planner.report.text import console
-    from profiles.errors import ConfigError
-
-    if not execute:
-        raise ConfigError("plan check: the plan of a traced module has no dry run", hint="add --execute, for a small module")
-    small = comparable(plan)
-    torch.set_num_threads(1)  # a fork must not inherit a pool of threads
-    with console(sys.stderr).status(f"training {small.mesh} of {small.traced.name}, and one process"):
-        (found,), expected = run_module_plans([small]), run_module_reference(small, by_micro_batch=True)
-    return _say_parity(plan, small, found, expected, as_json=as_json)
-
-
-def _say_parity(plan: Plan | ModulePlan, small: Plan | ModulePlan, found: Outcome, expected: Outcome, *, as_json: bool) -> int:
-    from executor.check import parity
-    from planner.report.parity import Parity, parity_document, print_parity
-    from planner.report.text import console
-
     result = Parity(
         plan=plan, small=small, losses=tuple(zip(found.losses, expected.losses, strict=True)),
         gradients=parity.gradient_errors(found, expected), agree=found.agree,

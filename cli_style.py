@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -130,3 +133,28 @@ def show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
     except PackageNotFoundError:
         click.echo("plan, from a source tree that is not installed")
     ctx.exit()
+
+
+@contextlib.contextmanager
+def noticing_ctrl_c() -> Iterator[list[int]]:
+    """A list that is not empty once Ctrl-C came: the search answers it with its best plan, which is not an error."""
+    interrupts: list[int] = []
+
+    def on_interrupt(number: int, _: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:  # a background job of a shell: Ctrl-C is not meant for it
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def print_json(value: object) -> None:
+    """A result for programs: nothing else may go to stdout."""
+    click.echo(json.dumps(value, indent=2))

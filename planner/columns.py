@@ -23,13 +23,14 @@ from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.fronts import front
+from planner.fronts import Ints, front
 from planner.layer_plans import LayerOption, catalogue_of
 from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
 
 Array = npt.NDArray[np.float64]
+PICOSECOND = 12  # decimals of seconds
 Mix = tuple[tuple[LayerOption, int], ...]
 
 
@@ -190,7 +191,8 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         waiting += book.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and frame.splits_backward)
     workspaces[LayerKind.EMBEDDING] += book.table_workspace_bytes(mesh, sharding)
     return Fixed(
-        time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, saved=saved, ideal_held=ideal_held, zero_buffer=buffer,
+        time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, saved=saved, ideal_held=ideal_held,
+        zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
         step_copies=step_copies, waiting=waiting)
 
@@ -307,8 +309,9 @@ class RankColumns:
         for zero in self.stages:
             priced = self._priced(self.table.get(self.frame, self.rank, num_blocks), zero)
             fits = np.flatnonzero(priced.allocated <= usable)
-            rows = fits[front(priced.time_s[fits], getattr(priced, names[-1])[fits])]
-            found += [(priced, int(row)) for row in rows]
+            for rows in _of_equal_tail(priced, fits) if self.frame.recomputes_ahead else (fits,):
+                kept = rows[front(priced.time_s[rows], getattr(priced, names[-1])[rows])]
+                found += [(priced, int(row)) for row in kept]
         if not found:
             return []
         values = np.array([[*(getattr(priced, name)[row] for name in names), priced.allocated[row]] for priced, row in found])
@@ -374,6 +377,12 @@ class RankColumns:
         pure = pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
         priced = (self._priced(pure, zero) for zero in self.stages)
         return min((self._column(p, int(p.allocated.argmin())) for p in priced), key=lambda column: column.memory_bytes)
+
+
+def _of_equal_tail(priced: _Priced, rows: Ints) -> list[Ints]:
+    """`rows` in groups: the tail is that of a layout of the weights, of which there are few."""
+    _, group = np.unique(np.round(priced.tail_s[rows], PICOSECOND), return_inverse=True)
+    return [rows[group == one] for one in range(group.max(initial=-1) + 1)]
 
 
 def _least_share(own: Array, room: Array) -> tuple[Array, Array]:

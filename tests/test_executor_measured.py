@@ -52,6 +52,7 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
     pytest.param({}, id="loop"),
     pytest.param({"pp": 2}, id="1f1b"),
     pytest.param({"pp": 2, "schedule": Schedule.INTERLEAVED, "virtual_stages": 2}, id="interleaved"),
+    pytest.param({"pp": 2, "schedule": Schedule.SCP}, id="scp"),
 ])
 def test_every_action_is_a_span_in_the_order_of_the_schedule(layout):
     plan = make_plan(num_micro_batches=4, **layout)
@@ -62,7 +63,7 @@ def test_every_action_is_a_span_in_the_order_of_the_schedule(layout):
     for rank in run.ranks:
         expected = actions(pipeline.schedule, rank.pp, pp, pipeline.num_micro_batches, pipeline.virtual_stages)
         spans = sorted(rank.spans, key=lambda span: span.start_s)
-        assert [name for name, _ in groupby(span.name for span in spans if span.work in "FB")] == [
+        assert [name for name, _ in groupby(span.name for span in spans if span.work in "FRB")] == [
             f"{action.work}{action.chunk * pp + rank.pp}.{action.micro_batch}" for action in expected]
         assert spans[0].work == "data"
         assert spans[-1].work == "optimizer"

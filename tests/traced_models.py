@@ -65,9 +65,9 @@ def linear(path: str, x: Tensor, out: str, width: int = WIDTH, *, weight: str | 
         parameters=(parameter,), contracted="contracted", flops_forward=flops, flops_backward=2 * flops))
 
 
-def join(path: str, inputs: tuple[Tensor, ...], out: str, **marks: bool) -> TracedOperator:
-    """An element-wise operator of `inputs`, as wide as the first; `marks`: in_place, view, constant."""
-    made = value(out, inputs[0].dims[-1].size)
+def join(path: str, inputs: tuple[Tensor, ...], out: str, width: int | None = None, **marks: bool) -> TracedOperator:
+    """An element-wise operator of `inputs`, as wide as the first unless given; `marks`: in_place, view, constant."""
+    made = value(out, width or inputs[0].dims[-1].size)
     return TracedOperator(path=path, line="net.py:2", **marks, operator=Operator(
         name=f"{path}_{out}", kind=OperatorKind.ELEMENTWISE, dims=made.dims, inputs=inputs, outputs=(made,), saved=()))
 

@@ -12,33 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from costmodels.mesh import Mesh
+from costmodels.schedules import Schedule
 from executor.check.parity import OPTIONS, STEPS, CountCollectives, Outcome, joined, run_ranks
 from executor.optimizer import decays
 from executor.traced.batches import module_batches
-from executor.traced.rules import validate_module_plan
 from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
 from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
-from profiles.errors import ConfigError
 from profiles.spec import Precision
-from profiles.tracing.record import record
 from profiles.tracing.source import Workload
 
-MOST_RANKS = 8  # of gloo processes on one machine
-
-
-def comparable(plan: ModulePlan) -> ModulePlan:
-    """The plan in fp32. Raises ConfigError for one that cannot be compared with one process."""
-    validate_module_plan(plan)
-    if plan.mesh.num_ranks > MOST_RANKS:
-        raise ConfigError(f"mesh: {plan.mesh} is {plan.mesh.num_ranks} ranks, a traced module is compared on up to {MOST_RANKS}",
-                          hint="make a plan for fewer GPUs")
-    small = replace(plan, training=replace(plan.training, precision=Precision.FP32))
-    for call in record(opened_of(small, OPTIONS.seed).workload, small.pipeline.micro_batch_size).calls:
-        if call.meta["random"]:
-            raise ConfigError(f"module: {call.meta['line']} draws random numbers, which every rank draws for itself",
-                              hint="set dropout to 0 for the comparison")
-    return small
+LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
 
 
 def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
@@ -126,3 +110,15 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 def _alone(plan: ModulePlan) -> ModulePlan:
     """The same batches, all on one rank."""
     return replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
+
+
+def fit_to_check(plan: ModulePlan) -> ModulePlan:
+    """The same plan in fp32, with no more micro-batches than fill its schedule: what a check trains."""
+    pipeline, mesh = plan.pipeline, plan.mesh
+    number = min(pipeline.num_micro_batches, max(LEAST_TO_FILL, 2 * mesh.pp))
+    if pipeline.schedule is Schedule.CUSTOM:  # its lists name the micro-batches
+        number = pipeline.num_micro_batches
+    training = replace(
+        plan.training, precision=Precision.FP32, gradient_precision=Precision.FP32,
+        global_batch_size=mesh.dp * number * pipeline.micro_batch_size)
+    return replace(plan, training=training, pipeline=replace(pipeline, num_micro_batches=number))

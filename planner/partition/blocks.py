@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from profiles.model import PRODUCTS
-from profiles.traced import TracedModel, TracedOperator
+from profiles.traced import TracedModel
 
 LEAST_PRODUCTS = 2  # with parameters in a block: the linears of one attention are alike too, and no blocks
 
@@ -23,22 +23,14 @@ class Block:
     end: int
 
 
-def signature(traced: TracedOperator) -> Hashable:
-    """What an operator computes, whatever its name: two operators of one signature have one price."""
-    of = traced.operator
-    return (
-        of.kind, tuple((dim.name, dim.size) for dim in of.dims), tuple(parameter.shape for parameter in of.parameters),
-        len(of.inputs), len(of.outputs), traced.view, traced.in_place, traced.constant)
-
-
 def repeated_blocks(model: TracedModel) -> tuple[Block, ...]:
     """The blocks in the order in which they ran; none where nothing repeats.
 
     Sibling modules of which at least two are alike, the outermost such; where the modules say nothing, as of one that is called
     several times, the longest run of operators that repeats at once.
     """
-    marks = _marks(model)
-    found = _of_siblings(model, marks, "", list(range(len(model.operators)))) or _in_a_row(model, marks)
+    found = _of_siblings(model, _marks(model, paths=False), "", list(range(len(model.operators))))
+    found = found or _in_a_row(model, _marks(model, paths=True))
     return tuple(sorted(found))
 
 
@@ -56,10 +48,11 @@ def _named(path: str) -> str:
     return ".".join(parts[: numbered + 1])
 
 
-def _marks(model: TracedModel) -> npt.NDArray[np.int64]:
-    """A number for each operator, the same for those of one signature."""
+def _marks(model: TracedModel, *, paths: bool) -> npt.NDArray[np.int64]:
+    """A number for each operator, the same for those of one signature; `paths`: and of one module."""
     known: dict[Hashable, int] = {}
-    return np.array([known.setdefault(signature(traced), len(known)) for traced in model.operators], dtype=np.int64)
+    looks = ((traced.signature, traced.path if paths else "") for traced in model.operators)
+    return np.array([known.setdefault(look, len(known)) for look in looks], dtype=np.int64)
 
 
 def _is_block(model: TracedModel, places: Sequence[int]) -> bool:

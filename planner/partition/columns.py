@@ -48,6 +48,9 @@ class ShardColumn:
     shares: bool
 
 
+Labelled = Callable[[int, tuple[int, ...]], LabelTable]  # of a micro-batch size, and of what a shard may do
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowed:
     """What pins leave of a stage: ZeRO stages, and whether a shard may run once (0) or again (1)."""
@@ -59,7 +62,7 @@ class Allowed:
 class StageTable:
     """Everything about one virtual stage of a frame, by range [first, end): least seconds first, columns when they are asked for."""
 
-    def __init__(self, stage: int, frame: Frame, tables: Tables, allowed: Allowed, labels: LabelTable, limit_bytes: float) -> None:
+    def __init__(self, stage: int, frame: Frame, tables: Tables, allowed: Allowed, labels: Labelled, limit_bytes: float) -> None:
         self.stage, self.frame, self.tables, self.labels = stage, frame, tables, labels
         self.rank, self.zeros = frame.rank_of(stage), allowed.zeros
         self.usable_bytes = usable_bytes(limit_bytes, frame.mesh, tables.book)
@@ -69,7 +72,6 @@ class StageTable:
         self.stashes = max(held[frame.stages_of(self.rank).index(stage)] for held in held_stashes(frame, self.rank))
         last = stage == frame.num_virtual_stages - 1
         self.levels = (0,) if last and frame.schedule in LAST_KEEPS_ALL else allowed.levels
-        self.once = LabelTable(self.passes.by_shard, (0,))
         self.sent = frame.num_micro_batches * self.passes.sent * tables.book.training.stack.keeps_sent
         self.base_s = self.passes.time_s + self.passes.constants_s + self._received_s()
         self.base_s[np.arange(tables.size)[:, None] >= np.arange(tables.size + 1)[None, :]] = np.inf
@@ -106,10 +108,13 @@ class StageTable:
         return np.asarray(states + self.stashes * (kept + self.passes.besides) + self.sent)
 
     def columns(self, first: int, end: int) -> list[ShardColumn]:
-        """The columns of one range that fit the device by themselves."""
+        """The columns of one range that fit the device by themselves, but for those that another stands for."""
         found = [column for zero in self.zeros for column in self._of_zero(first, end, zero)]
-        return [column for index, column in enumerate(found) if not any(_beats(other, column) for other in found[:index])
-                and not any(_beats(other, column) and not _beats(column, other) for other in found[index + 1:])]
+        kept: list[ShardColumn] = []
+        for column in sorted(found, key=_values):
+            if not any(_beats(other, column) for other in kept):
+                kept.append(column)
+        return kept
 
     def leanest(self, first: int, end: int) -> ShardColumn:
         """The column of a range that holds least, whether it fits or not."""
@@ -129,20 +134,21 @@ class StageTable:
 
         def chosen(needs: Array) -> Rows:
             fits = np.flatnonzero(needs <= room)
-            return fits[:1] if self.alone else _spread(fits)
+            return fits[:1] if self.alone or not len(fits) else np.unique(np.append(_spread(fits), needs.argmin()))
 
         return self._of_rows(first, end, zero, chosen)
 
     def _of_rows(self, first: int, end: int, zero: int, chosen: Callable[[Array], Rows]) -> list[ShardColumn]:
         """Columns of the labels that `chosen` picks by the bytes that each needs besides the fixed ones."""
         passes, at = self.passes, (first, end)
-        labels = (self.labels if self.levels == self.labels.levels else self.once).of_range(first, end)
+        table = self.labels(self.frame.micro_batch_size, self.levels)
+        labels = table.of_range(first, end)
         ahead = passes.saved[0][at] - labels.kept + passes.temporaries[at]  # all that runs again is there at once
         peak = np.where(self.ahead & (labels.added_s > 0), ahead, labels.temporaries)
         return [
             self._column(
                 first, end, zero, float(labels.added_s[row]), float(labels.kept[row]), float(peak[row]),
-                self.labels.again(first, end, int(row)) if labels.added_s[row] else ())
+                table.again(first, end, int(row)) if labels.added_s[row] else ())
             for row in chosen(self.stashes * labels.kept + peak)]
 
     def _fixed_bytes(self, first: int, end: int, zero: int) -> float:
@@ -160,12 +166,15 @@ class StageTable:
             kept_bytes=kept + float(self.passes.besides[at]), peak_bytes=peak, shares=bool(held.shares[at]))
 
 
+def _values(column: ShardColumn) -> tuple[float, ...]:
+    return column.time_s, column.walk_s, column.tail_s, column.fixed_bytes, column.kept_bytes, column.peak_bytes
+
+
 def _beats(one: ShardColumn, other: ShardColumn) -> bool:
     """Whether a column is at least as good as another of the same range, which it can stand for."""
     if one.shares and (one.zero > 0) != (other.zero > 0):
         return False
-    ours, theirs = ((c.time_s, c.walk_s, c.tail_s, c.fixed_bytes, c.kept_bytes, c.peak_bytes) for c in (one, other))
-    return all(a <= b for a, b in zip(ours, theirs, strict=True))
+    return all(a <= b for a, b in zip(_values(one), _values(other), strict=True))
 
 
 def _least(needs: Array) -> Rows:
@@ -173,7 +182,7 @@ def _least(needs: Array) -> Rows:
 
 
 def _spread(rows: Rows) -> Rows:
-    """POINTS of the rows, the first and the last with them."""
+    """POINTS of the rows, the first and the last among them."""
     if len(rows) <= POINTS:
         return rows
     return np.asarray(rows[np.unique(np.linspace(0, len(rows) - 1, POINTS).round().astype(np.int64))])

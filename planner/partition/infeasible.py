@@ -14,6 +14,7 @@ from planner.partition.columns import StageTable
 from planner.partition.master import path
 from planner.partition.price import ShardRun, ShardStrategy, price_shards
 from planner.partition.search import ModuleSearch
+from planner.partition.space import enumerate_modules
 from planner.partition.stages import Rule
 from profiles.errors import InfeasibleError
 from profiles.units import gib
@@ -67,7 +68,10 @@ def _hint(search: ModuleSearch) -> str:
     pins = replace(search.pins, pp=None, dp=None)
     nodes = cluster.nodes
     while (nodes := 2 * nodes) <= MOST_TIMES_LARGER * cluster.nodes:
-        larger = ModuleSearch(search.sharded, replace(cluster, nodes=nodes), search.book.training, pins, search.options, search.how)
+        more = replace(cluster, nodes=nodes)
+        if not enumerate_modules(len(search.sharded.shards), more, search.book.training, pins, search.how.counts).frames:
+            continue
+        larger = ModuleSearch(search.sharded, more, search.book.training, pins, search.options, search.how)
         for frame in _frames(larger):
             price = price_shards(leanest(larger, frame), larger.tables)
             if max(memory.total for memory in price.memory) <= larger.limit_bytes:
@@ -86,8 +90,8 @@ def leanest_ranges(frame: Frame, stages: list[StageTable]) -> tuple[tuple[int, i
 
 def leanest(search: ModuleSearch, frame: Frame) -> ShardStrategy:
     """The way to run a frame that holds least: its cuts by memory, every stage at its leanest ZeRO stage and recompute."""
-    stages = search.stages(frame, np.inf)
-    cuts = search.cut_ranges(frame) or leanest_ranges(frame, stages)
+    stages = search.stages(frame)
+    cuts = search.cut_ranges(frame, stages) or leanest_ranges(frame, stages)
     return ShardStrategy(frame=frame, stages=tuple(
         _leanest_run(table, *cut) for table, cut in zip(stages, cuts, strict=True)))
 

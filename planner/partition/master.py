@@ -83,6 +83,28 @@ class Bounds:
         paced = (m - share) * pace if m > share else 0.0  # not 0 times infinity
         return np.asarray(paced + share * walk + self.tail_s[stage])
 
+    def least_of(self, stage: int, column: ShardColumn) -> float:
+        """The same for a column of that stage."""
+        share, m = 1 / self.frame.virtual_stages, self.frame.num_micro_batches
+        walk_s = float(self.walk[0][stage][column.first] + self.walk[1][stage + 1][column.end]) + column.walk_s
+        pace_s = max(float(self.pace[0][stage][column.first]), float(self.pace[1][stage + 1][column.end]), column.time_s,
+                     walk_s / self.frame.mesh.pp)
+        return (m - share) * pace_s + share * walk_s + column.tail_s
+
+
+def fits_together(frame: Frame, columns: Sequence[ShardColumn], stages: Sequence[StageTable]) -> bool:
+    """Whether one column for each virtual stage keeps (C5) and (C6)."""
+    if len({column.zero > 0 for column in columns if column.shares}) > 1:
+        return False
+    for rank in range(frame.mesh.pp if frame.virtual_stages > 1 else 0):
+        own = [columns[stage] for stage in frame.stages_of(rank)]
+        fixed, peak = sum(column.fixed_bytes for column in own), max(column.peak_bytes for column in own)
+        for held in held_stashes(frame, rank):
+            kept = sum(count * column.kept_bytes for count, column in zip(held, own, strict=True))
+            if fixed + kept + peak > stages[frame.stages_of(rank)[0]].usable_bytes:
+                return False
+    return True
+
 
 def _from_both_ends(values: Sequence[Array], joined: Any) -> tuple[list[Array], list[Array]]:
     """The least of the stages before stage k that end at each cut, and of those from stage k on that begin there."""

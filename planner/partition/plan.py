@@ -49,9 +49,9 @@ def plan_module(
 
     if on_phase:
         on_phase("trace")
-    plain = training.stack.plain_dropout_on_cpu and cluster.device.name == CPU
     model = trace(
-        source, seq_length=training.seq_length, precision=training.precision, attention=training.attention, plain_dropout=plain)
+        source, seq_length=training.seq_length, precision=training.precision, attention=training.attention,
+        on_cpu=cluster.device.name == CPU)
     if on_phase:
         on_phase("search")
     return find_module_plan(

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from costmodels.recompute import Recompute
-from costmodels.schedules import AHEAD
+from costmodels.schedules import AHEAD, Schedule
 from costmodels.step import StepPrice
 from costmodels.strategy import Frame
 from planner.faults import GaveUp, Unanswered
@@ -24,7 +24,7 @@ from planner.partition.book import ShardBook
 from planner.partition.columns import Allowed, ShardColumn, StageTable
 from planner.partition.flow import Array
 from planner.partition.labels import LabelTable
-from planner.partition.master import Bounds, ShardChoice, evaluate, path, solve
+from planner.partition.master import Bounds, ShardChoice, evaluate, fits_together, path, solve
 from planner.partition.price import ShardRun, ShardStrategy, price_shards
 from planner.partition.shards import Sharded
 from planner.partition.space import enumerate_modules, require_known
@@ -84,8 +84,9 @@ class ModuleSearch:
         self.space: Space = enumerate_modules(len(sharded.shards), cluster, training, pins, how.counts)
         if not self.space.frames:
             raise _no_frame_error(self.space, cluster)
+        self.also_1f1b = any(frame.mesh.pp > 1 and frame.schedule is Schedule.ONE_F_ONE_B for frame in self.space.frames)
         self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
-        self._labels: dict[int, LabelTable] = {}
+        self._labels: dict[tuple[int, tuple[int, ...]], LabelTable] = {}
 
     def allowed(self, frame: Frame) -> Allowed:
         """What the pins leave of each stage."""
@@ -94,21 +95,29 @@ class ModuleSearch:
         chosen = self.pins.recompute or tuple(levels)
         return Allowed(zeros=zeros if frame.mesh.dp > 1 else (0,), levels=tuple(sorted(levels[level] for level in chosen)))
 
-    def stages(self, frame: Frame, limit: float | None = None) -> list[StageTable]:
-        """The tables of every virtual stage of a frame."""
-        allowed, b = self.allowed(frame), frame.micro_batch_size
-        if b not in self._labels:
-            self._labels[b] = LabelTable(self.tables.passes(b).by_shard, allowed.levels)
-        within = self.limit_bytes if limit is None else limit
-        return [StageTable(k, frame, self.tables, allowed, self._labels[b], within) for k in range(frame.num_virtual_stages)]
+    def labels(self, micro_batch_size: int, levels: tuple[int, ...]) -> LabelTable:
+        """The labels of ranges of shards that may run once (0) or again (1)."""
+        key = micro_batch_size, levels
+        if key not in self._labels:
+            self._labels[key] = LabelTable(self.tables.passes(micro_batch_size).by_shard, levels)
+        return self._labels[key]
 
-    def cut_ranges(self, frame: Frame) -> tuple[tuple[int, int], ...] | None:
-        """The ranges that --stages says, None where the search decides."""
-        return ranges(self.how, self.sharded, frame.num_virtual_stages)
+    def stages(self, frame: Frame) -> list[StageTable]:
+        """The tables of every virtual stage of a frame."""
+        allowed = self.allowed(frame)
+        return [StageTable(k, frame, self.tables, allowed, self.labels, self.limit_bytes) for k in range(frame.num_virtual_stages)]
+
+    def cut_ranges(self, frame: Frame, stages: Sequence[StageTable]) -> tuple[tuple[int, int], ...] | None:
+        """The ranges that --stages says, None where the search decides.
+
+        With several virtual stages a rank they are even, as those of described models: the slowest takes as little as can be.
+        """
+        fixed = ranges(self.how, self.sharded, frame.num_virtual_stages)
+        return tuple(path([table.least_s for table in stages])) if fixed is None and frame.virtual_stages > 1 else fixed
 
     def least_times(self, frame: Frame, stages: Sequence[StageTable]) -> list[Array]:
         """By stage and range the least seconds of a micro-batch, infinite for what can never fit or is not asked for."""
-        times, fixed = [], self.cut_ranges(frame)
+        times, fixed = [], self.cut_ranges(frame, stages)
         for stage, table in enumerate(stages):
             least = np.where(table.least_bytes() <= table.usable_bytes, table.least_s, np.inf)
             if fixed is not None:
@@ -128,21 +137,33 @@ class ModuleSearch:
         """The best choice of a frame that takes less than `cut_s`, None where there is none. Raises Unsolved, SolverError."""
         stages = self.stages(frame)
         times = self.least_times(frame, stages)
-        finder = _Finder(frame, stages, times)
-        known = finder.first(cut_s)
+        finder = Finder(frame, stages, times)
+        known = self._first(finder, cut_s)
         if known is None:
             return None
         options = finder.below(min(cut_s, known.step_s))
-        best = known
-        if any(len(columns) > 1 for columns in options):
-            found = solve(frame, options, stages, self.options.solver, self.solver_limit_s())
-            if found is not None and (found.step_s < known.step_s or found.proven):
-                best = found if found.step_s <= known.step_s else evaluate(frame, known.columns, proven=found.proven)
-        else:
-            best = evaluate(frame, known.columns, proven=True)
-        if frame.schedule in AHEAD and not any(column.again for column in best.columns):
-            return None  # nothing runs again: it is 1F1B
-        return ShardSolved(frame, best, best.step_s * (1 - ROUNDING) if best.proven else bound_s)
+        found = self._solved(finder, options)
+        if found is None or found.step_s > known.step_s:
+            found = evaluate(frame, known.columns, proven=found is not None and found.proven)
+        if frame.schedule in AHEAD and self.also_1f1b and not any(column.again for column in found.columns):
+            return None  # nothing runs again: it is 1F1B, which is searched as well
+        return ShardSolved(frame, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s)
+
+    def _first(self, finder: Finder, cut_s: float) -> ShardChoice | None:
+        """A plan to begin with, None where no plan of the frame takes less than `cut_s`, or none fits."""
+        if finder.bounds.least_s >= cut_s:
+            return None
+        for factor in WIDENED:
+            options = finder.near(finder.bounds.least_pace_s * factor, cut_s)
+            known = finder.even(options)
+            if known is None and finder.coupled and all(options):
+                known = self._solved(finder, options)
+            if known is not None:
+                return known
+        return None
+
+    def _solved(self, finder: Finder, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
+        return solve(finder.frame, options, finder.stages, self.options.solver, self.solver_limit_s()) if all(options) else None
 
     def left_s(self) -> float | None:
         return None if self.deadline_s is None else self.deadline_s - time.monotonic()
@@ -194,60 +215,52 @@ class ModuleSearch:
         return sorted(priced, key=lambda found: found[2].step_s)
 
 
-class _Finder:
-    """The columns of one frame, made for ranges as they are asked for."""
+class Finder:
+    """The columns of one frame, made for ranges as they are asked for; `coupled`: whether stages must fit together besides."""
 
     def __init__(self, frame: Frame, stages: Sequence[StageTable], times: Sequence[Array]) -> None:
         self.frame, self.stages, self.times = frame, stages, times
-        self.tails = [table.least_tail_s for table in stages]
-        self.walks = times if frame.schedule not in AHEAD else [
+        walks = times if frame.schedule not in AHEAD else [
             np.where(np.isfinite(least), np.minimum(least, table.base_s + _least_data(table)), np.inf)
             for least, table in zip(times, stages, strict=True)]
-        self.bounds = Bounds(frame, times, self.walks, self.tails)
+        self.bounds = Bounds(frame, times, walks, [table.least_tail_s for table in stages])
+        self.coupled = frame.virtual_stages > 1 or bool(stages[0].tables.book.sharded.shared)
         self._made: dict[tuple[int, int, int], list[ShardColumn]] = {}
 
     def columns(self, stage: int, first: int, end: int) -> list[ShardColumn]:
+        """The columns of a range on a stage."""
         key = stage, first, end
         if key not in self._made:
             self._made[key] = self.stages[stage].columns(first, end)
         return self._made[key]
 
-    def first(self, cut_s: float) -> ShardChoice | None:
-        """A plan to begin with: the ranges whose slowest is fastest, of those that fit; None where none takes less than `cut_s`."""
-        if self.bounds.least_s >= cut_s:
+    def near(self, pace_s: float, cut_s: float) -> list[list[ShardColumn]]:
+        """By stage, the columns of ranges that may take `pace_s` at most, in a plan of less than `cut_s`."""
+        return [
+            [column for first, end in np.argwhere((self.times[stage] <= pace_s) & (self.bounds.least(stage) < cut_s))
+             for column in self.columns(stage, int(first), int(end))]
+            for stage in range(len(self.stages))]
+
+    def even(self, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
+        """The ranges whose slowest is fastest, each with its fastest column; None where there are none, or they do not fit together."""
+        exact = [np.full_like(times, np.inf) for times in self.times]
+        for stage, columns in enumerate(options):
+            for column in columns:
+                exact[stage][column.first, column.end] = min(column.time_s, exact[stage][column.first, column.end])
+        try:
+            found = list(path(exact))
+        except ValueError:
             return None
-        for factor in WIDENED:
-            pace_s = self.bounds.least_pace_s * factor
-            exact = [self._exact(stage, pace_s, cut_s) for stage in range(len(self.stages))]
-            try:
-                chosen = [self._fastest(stage, *found) for stage, found in enumerate(path(exact))]
-            except ValueError:
-                continue
-            if self._fits_together(chosen):
-                return evaluate(self.frame, chosen, proven=False)
-        return None
-
-    def _exact(self, stage: int, pace_s: float, cut_s: float) -> Array:
-        """By range, the seconds of its fastest column, where its least are below `pace_s`."""
-        exact = np.full_like(self.times[stage], np.inf)
-        for first, end in zip(*np.nonzero((self.times[stage] <= pace_s) & (self.bounds.least(stage) < cut_s)), strict=True):
-            made = self.columns(stage, int(first), int(end))
-            if made:
-                exact[first, end] = min(column.time_s for column in made)
-        return exact
-
-    def _fastest(self, stage: int, first: int, end: int) -> ShardColumn:
-        return min(self.columns(stage, first, end), key=lambda column: (column.time_s, column.tail_s))
-
-    def _fits_together(self, chosen: Sequence[ShardColumn]) -> bool:
-        return True
+        chosen = [min(self.columns(stage, *one), key=lambda column: (column.time_s, column.tail_s)) for stage, one in enumerate(found)]
+        return evaluate(self.frame, chosen, proven=False) if fits_together(self.frame, chosen, self.stages) else None
 
     def below(self, cut_s: float) -> list[list[ShardColumn]]:
-        """By stage, every column that a plan of less than `cut_s`, or as much, may have."""
+        """By stage, every column that a plan of at most `cut_s` may have."""
         options = []
         for stage in range(len(self.stages)):
             near = np.argwhere(self.bounds.least(stage) <= cut_s)
-            options.append([column for first, end in near for column in self.columns(stage, int(first), int(end))])
+            found = [column for first, end in near for column in self.columns(stage, int(first), int(end))]
+            options.append([column for column in found if self.bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)])
         return options
 
 

@@ -117,18 +117,21 @@ class _Counted:
 
     def rank(self, place: int) -> tuple[int, int, int]:
         """Orders cuts of equal parameters, the best first."""
-        return self.values.alive_bytes[place], self.depth(place), -place
+        return self.values.alive_bytes[place], self.depth(place), place
 
     def name(self, first: int, end: int) -> str:
         """The module that operators [first, end) with parameters are in, and which parts of it where they are not all."""
         own = [self.paths[place] for place in range(first, end) if self.holds[place]] or self.paths[first:end]
         common = _prefix(own)
         whole = [place for place in range(len(self.paths)) if self.holds[place] and self.paths[place][: len(common)] == common]
-        if all(first <= place < end for place in whole) and common:
+        if common and all(first <= place < end for place in whole):
             return ".".join(common)
-        parts = list(dict.fromkeys(path[len(common)] for path in own if len(path) > len(common)))
-        inner = f" ({parts[0]} to {parts[-1]})" if len(parts) > 2 else f" ({', '.join(parts)})" if parts else ""
-        return (".".join(common) + inner).strip() or f"operators {first} to {end - 1}"
+        depth = len(common) + 1 if common else None
+        parts = list(dict.fromkeys(".".join(path[len(common):depth]) for path in own if len(path) > len(common)))
+        inner = f"{parts[0]} to {parts[-1]}" if len(parts) > 2 else ", ".join(parts)
+        if not common:
+            return inner or f"operators {first} to {end - 1}"
+        return ".".join(common) + (f" ({inner})" if inner else "")
 
 
 def _prefix(paths: Sequence[Sequence[str]]) -> list[str]:
@@ -201,7 +204,7 @@ def _next_end(counted: _Counted, first: int, cuts: Sequence[int], quota: float) 
             if not counted.embeds[index]:
                 names.update(counted.holds[index])
         place, sizes[cut] = cut, sum(names.values())
-        if sizes[cut] > quota * (1 + NEAR):
+        if sizes[cut] > min((size for size in sizes.values() if size > quota), default=quota) + NEAR * quota:
             break
     enough = [cut for cut, size in sizes.items() if size >= SMALL * quota]
     if not enough:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.module_plan import ModulePlan
+from planner.module_plan import to_document as module_to_document
 from planner.plan import PLAN_VERSION, Plan, to_document
 from profiles.catalog import cluster_schema
 from profiles.schema import json_schema
@@ -18,15 +20,31 @@ def plan_document(plan: Plan, elapsed_s: float | None = None) -> dict[str, Any]:
     return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}
 
 
+def module_document(plan: ModulePlan, elapsed_s: float | None = None) -> dict[str, Any]:
+    """The same of a traced module's plan."""
+    body = module_to_document(plan)
+    return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}
+
+
 def plan_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the plan file. The cluster is that of a cluster file, with units in its key names."""
-    schema, cluster = json_schema(Plan), _public(cluster_schema())
+    """JSON Schema (2020-12) of the plan file; of a traced module's, which has the key `traced`, it is `#/$defs/ModulePlan`.
+
+    The cluster is that of a cluster file, with units in its key names.
+    """
+    schema = _schema(Plan)
+    of_module = _schema(ModulePlan)
+    definitions = of_module.pop("$defs") | schema.pop("$defs") | {"ModulePlan": of_module}
+    return {"$schema": _DRAFT, **schema, "$defs": {name: definitions[name] for name in sorted(definitions)}}
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    schema, cluster = json_schema(kind), _public(cluster_schema())
     definitions = {name: body for name, body in schema.pop("$defs").items() if name not in _INSIDE}
     definitions |= {_public(name): body for name, body in cluster.pop("$defs").items()}
     definitions["Cluster"] = cluster
     schema["properties"]["cluster"] = {"$ref": "#/$defs/Cluster"}
     schema["properties"]["plan_version"] = {"const": PLAN_VERSION, "title": "Plan Version"}
-    return {"$schema": _DRAFT, **schema, "$defs": {name: definitions[name] for name in sorted(definitions)}}
+    return {**schema, "$defs": definitions}
 
 
 def _public(value: Any) -> Any:

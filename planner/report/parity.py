@@ -12,6 +12,8 @@ from planner.module_plan import ModulePlan
 from planner.plan import Plan
 from planner.report.text import joined, print_table, say
 
+WORST = 10  # parameters of a module that are listed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
@@ -66,22 +68,29 @@ def _name(plan: Plan | ModulePlan) -> str:
 def _kept(parity: Parity) -> list[str]:
     plan, small = parity.plan, parity.small
     if isinstance(plan, ModulePlan) or isinstance(small, ModulePlan):
-        return ["nothing: the module as it is"]
+        return [*_changed(parity), "the module as it is", f"all {len(plan.stages)} stages kept"]
     parts = [f"{plan.mesh} to {small.mesh}", f"{plan.model.num_layers} blocks to {small.model.num_layers}"]
-    parts += [f"hidden {plan.model.hidden_size} to {small.model.hidden_size}"]
-    for name, text in (("virtual_stages", "virtual stages"), ("micro_batch_size", "micro-batch"), ("num_micro_batches", "micro-batches")):
-        before, after = getattr(plan.pipeline, name), getattr(small.pipeline, name)
-        parts += [f"{text} {before} to {after}"] if before != after else []
+    parts += [f"hidden {plan.model.hidden_size} to {small.model.hidden_size}", *_changed(parity)]
     parts += ["no dropout"] if plan.model.dropout else []
     used = {run.plan for stage in small.stages for run in stage.layers}
     return [*parts, f"all {len(used)} layer plans kept"]
 
 
+def _changed(parity: Parity) -> list[str]:
+    before, after = parity.plan.pipeline, parity.small.pipeline
+    names = (("virtual_stages", "virtual stages"), ("micro_batch_size", "micro-batch"), ("num_micro_batches", "micro-batches"))
+    pairs = ((text, getattr(before, name), getattr(after, name)) for name, text in names)
+    return [f"{text} {old} to {new}" for text, old, new in pairs if old != new]
+
+
 def _gradient_rows(parity: Parity) -> list[tuple[str, str, str]]:
-    """One row for each parameter of a layer, with the layer where its error is worst."""
+    """One row for each parameter of a layer, with the layer where its error is worst; of a module the worst ones."""
+    if isinstance(parity.small, ModulePlan):
+        worst = sorted(parity.gradients.items(), key=lambda item: -item[1])[:WORST]
+        return [(name, f"{error:.1e}", "") for name, error in worst]
     found: dict[str, tuple[float, str]] = {}
     for name, error in parity.gradients.items():
-        layer, _, parameter = name.partition(".")
+        layer, parameter = name.split(".", 1)
         key = parameter if layer.startswith("block") else name
         found[key] = max(found.get(key, (0.0, layer)), (error, layer))
     return [(name, f"{error:.1e}", layer) for name, (error, layer) in found.items()]
@@ -101,9 +110,10 @@ def verdict(parity: Parity) -> str:
 def parity_document(parity: Parity) -> dict[str, Any]:
     """The same for programs."""
     small = parity.small
+    size = {} if isinstance(small, ModulePlan) else {"num_layers": small.model.num_layers}
     return {
         "passed": parity.passed, "verdict": verdict(parity), "ranks_agree": parity.agree, "states_as_predicted": parity.as_predicted,
-        "mesh": str(small.mesh), **({} if isinstance(small, ModulePlan) else {"num_layers": small.model.num_layers}),
+        "mesh": str(small.mesh), **size,
         "losses": [{"found": found, "one_process": expected} for found, expected in parity.losses],
         "gradient_errors": dict(parity.gradients), "loss_tolerance": parity.loss_tolerance, "gradient_tolerance": parity.gradient_tolerance,
     }

@@ -7,6 +7,7 @@ from itertools import groupby
 
 from rich.console import Console
 
+from planner.module_plan import ModulePlan
 from planner.plan import Plan, StageMemory
 from planner.report.text import aligned, gib_text, say
 from profiles.model import LayerKind
@@ -41,7 +42,7 @@ class Row:
         return tuple(f"{getattr(self.memory, name):.{digits}f}" for name in CLASSES)
 
 
-def fullest(plan: Plan) -> StageMemory:
+def fullest(plan: Plan | ModulePlan) -> StageMemory:
     """The memory of the stage that needs most of its device."""
     return max(plan.predicted.memory_gib, key=lambda memory: memory.total)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from costmodels.mesh import Mesh
 from planner.missing import Coverage
+from planner.module_plan import ModulePlan
 from planner.plan import Objective, Plan, RunnerUp, Status
 from planner.report.coverage import coverage_notes, coverage_text, found_coverage
 from planner.report.names import (
@@ -27,6 +28,7 @@ from planner.report.text import LABEL_WIDTH, aligned, band_text, gib_text, joine
 from profiles.provenance import Kind
 from profiles.units import format_count, gib
 
+AnyPlan = Plan | ModulePlan
 RUNNERS_UP = 3  # of the short form
 NOTHING = 1e-9  # share of the step below which a time is rounding
 _CAUSES = (
@@ -65,12 +67,12 @@ def print_summary(plan: Plan, out: Console, context: Context) -> None:
     for line in aligned(((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in facts), out.width, left=(0, 1, 2)):
         say(out, line)
     say(out)
-    say(out, _time(plan, out.width))
-    say(out, _redundancy(plan, out.width))
+    say(out, time_line(plan, out.width))
+    say(out, redundancy_line(plan, out.width))
     say(out)
     print_stages(plan, out, whole=context.whole)
     say(out)
-    _print_runners_up(plan, out, whole=context.whole)
+    print_runners_up(plan, out, whole=context.whole)
     _print_ties(plan, out)
     own = coverage_notes(measured, plan, context.profile, context.plan_file) if measured else ()
     for index, note in enumerate((*_notes(plan), *own)):
@@ -128,7 +130,7 @@ def _facts(plan: Plan, context: Context, measured: Coverage | None) -> Iterator[
     predicted, worst = plan.predicted, fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *layers_phrases(plan))
-    yield ("stack", *_stack(plan))
+    yield ("stack", *stack_phrases(plan))
     if measured:
         device = plan.cluster.device.name
         yield "profile", f"{context.profile} of {device}" if context.profile else device, coverage_text(measured)
@@ -146,7 +148,7 @@ def _facts(plan: Plan, context: Context, measured: Coverage | None) -> Iterator[
     if host := max(memory.host for memory in plan.predicted.memory_gib):
         node = f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of {gib(plan.cluster.host_memory_bytes):,.0f}"
         yield "host", f"{gib_text(host)} GiB for a GPU", node
-    yield _proof(plan, context)
+    yield proof(plan, context)
     front = plan.search.front
     if front:
         place = f"point {front.number} of {front.points}, fastest first"
@@ -163,7 +165,7 @@ def layers_phrases(plan: Plan) -> tuple[str, str]:
     return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}"
 
 
-def _stack(plan: Plan) -> tuple[str, str]:
+def stack_phrases(plan: AnyPlan) -> tuple[str, str]:
     """The software that the prices are for, its attention kernel, and whether it reduces gradients under compute."""
     training = plan.training
     attention = attention_text(training.attention, training.stack.flash_kernel)
@@ -176,7 +178,8 @@ def _shares(counts: Counter[str]) -> Iterator[str]:
         yield name if len(counts) == 1 else f"{name} on {count}{' blocks' if index == 0 else ''}"
 
 
-def _proof(plan: Plan, context: Context) -> tuple[str, str, str]:
+def proof(plan: AnyPlan, context: Context) -> tuple[str, str, str]:
+    """What the search proved, of how many candidates."""
     search = plan.search
     if search.status is Status.ESTIMATE:
         return "proven", "nothing", "priced by hand, not searched"
@@ -192,7 +195,7 @@ def _proof(plan: Plan, context: Context) -> tuple[str, str, str]:
     return "proven", gap, reason + counts
 
 
-def _time(plan: Plan, width: int) -> str:
+def time_line(plan: AnyPlan, width: int) -> str:
     """Where the step goes; causes that cost nothing are left out."""
     step_s = plan.predicted.step_time_s.value
     scale, unit = (1.0, "s") if step_s >= 1 else (1e3, "ms")
@@ -203,13 +206,15 @@ def _time(plan: Plan, width: int) -> str:
     return joined((f"{phrases[0]} {unit}", *phrases[1:]), " | ", width, start=labelled("time"))
 
 
-def _redundancy(plan: Plan, width: int) -> str:
+def redundancy_line(plan: AnyPlan, width: int) -> str:
+    """What the cluster holds beyond one copy of everything, by class."""
     redundancy = plan.predicted.redundancy_gib
     parts = [f"{name} {gib_text(getattr(redundancy, name))}" for name in _REDUNDANT if getattr(redundancy, name)]
     return joined((f"{gib_text(redundancy.total)} GiB over all GPUs", *parts), " | ", width, start=labelled("redundant"))
 
 
-def _print_runners_up(plan: Plan, out: Console, *, whole: bool) -> None:
+def print_runners_up(plan: AnyPlan, out: Console, *, whole: bool) -> None:
+    """The candidates that were nearly as good."""
     found = plan.search.runners_up if whole else _best_of_each_mesh(plan.search.runners_up)[:RUNNERS_UP]
     if not found:
         return
@@ -226,7 +231,7 @@ def _best_of_each_mesh(runners_up: Sequence[RunnerUp]) -> tuple[RunnerUp, ...]:
     return tuple(best.values())
 
 
-def _runner_up(other: RunnerUp, plan: Plan) -> tuple[str, str, str, str]:
+def _runner_up(other: RunnerUp, plan: AnyPlan) -> tuple[str, str, str, str]:
     step_s = other.step_time_s.value
     slower = step_s / plan.predicted.step_time_s.value - 1
     memory = f"{gib_text(other.peak_memory_gib)} GiB"
@@ -240,7 +245,7 @@ def _name(other: RunnerUp) -> str:
     return ", ".join((str(other.mesh), *pipeline_phrases(other.pipeline, other.mesh), *sequence))
 
 
-def _is_tie(other: RunnerUp, plan: Plan) -> bool:
+def _is_tie(other: RunnerUp, plan: AnyPlan) -> bool:
     """Whether the prices cannot say that `other` is worse: they can, where redundant memory is what counts."""
     return other.inside_error_band and plan.search.objective is Objective.THROUGHPUT
 

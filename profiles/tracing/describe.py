@@ -58,6 +58,10 @@ class _Describer:
         outputs = tuple(_outputs(node))
         view = self._is_view(node, outputs)
         found = Computation(kind=OperatorKind.VIEW, dims=self._dims(outputs[0])) if view else computation(node, self._dims)
+        if found.products and sum(dim.name == BATCH for dim in found.dims) > 1:
+            raise ConfigError(
+                f"module: {node.meta['line']} multiplies samples by samples ({node.meta['name']}), its FLOPs are not in proportion to them",
+                hint="let the module treat the samples of a batch one by one")
         writes_buffer = any(each.op == "get_attr" for each in node.meta["written"])
         return TracedOperator(
             operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], view=view,
@@ -69,7 +73,8 @@ class _Describer:
         return alias and not node.meta["written"] and not node.meta["random"]
 
     def _operator(self, node: fx.Node, found: Computation, outputs: tuple[fx.Node, ...]) -> Operator:
-        parameters = dict.fromkeys(root for each in node.all_input_nodes if (root := self._parameter(each)) is not None)
+        read = () if found.kind is OperatorKind.VIEW else node.all_input_nodes  # who computes with the view has the parameter
+        parameters = dict.fromkeys(root for each in read if (root := self._parameter(each)) is not None)
         gradient = any(out.meta["val"].requires_grad for out in outputs)
         operands = sum(each.meta["val"].requires_grad for each in node.all_input_nodes[:2]) if found.products == 1 else 2
         return Operator(

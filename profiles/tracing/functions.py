@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from profiles.model import Dim, OperatorKind
+from profiles.traced import BATCH
 
 Dims = tuple[Dim, ...]
 DimsOf = Callable[[Any], Dims]  # the dims of what a node gives
@@ -72,14 +73,19 @@ def _product(node: fx.Node, function: str, output: Dims, dims_of: DimsOf) -> Com
     if function == "__rmatmul__":
         first = 1
     left = dims_of(argument(node, first, "mat1" if first else "input"))
-    contracted = Dim("contracted", left[-1].size)
-    return Computation(kind=OperatorKind.MATMUL, dims=(*_rows(output), contracted), contracted="contracted", products=1)
+    contracted = _named(left[-1], "contracted")
+    return Computation(kind=OperatorKind.MATMUL, dims=(*_rows(output), contracted), contracted=contracted.name, products=1)
+
+
+def _named(dim: Dim, name: str) -> Dim:
+    """`dim` under a name of its own, unless it is the batch's."""
+    return dim if dim.name == BATCH else Dim(name, dim.size)
 
 
 def _rows(output: Dims) -> Dims:
     """The dims of an output of a product; one of vectors alone has rows or features of 1."""
     *rows, features = output or (Dim("features", 1),)
-    return (*(rows or [Dim("dim0", 1)]), Dim("features", features.size) if features.name != "batch" else features)
+    return (*(rows or [Dim("dim0", 1)]), _named(features, "features"))
 
 
 def _convolution(node: fx.Node, function: str, dims_of: DimsOf) -> Computation:
@@ -99,9 +105,9 @@ def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
     *outer, sequence, head_dim = query
     *batch, heads = outer if len(outer) > 1 else (*outer, Dim("heads", 1))
     dropout_p = argument(node, 4, "dropout_p", 0.0)
-    sizes = (
-        Dim("batch", math.prod(dim.size for dim in batch)), Dim("heads", heads.size), Dim("sequence", sequence.size),
-        Dim("keys", keys[-2].size), Dim("head_dim", head_dim.size))
+    samples = Dim(BATCH if any(dim.name == BATCH for dim in batch) else "rows", math.prod(dim.size for dim in batch))
+    sizes = (samples, *(_named(dim, name) for dim, name in (
+        (heads, "heads"), (sequence, "sequence"), (keys[-2], "keys"), (head_dim, "head_dim"))))
     return Computation(
         kind=OperatorKind.ATTENTION, dims=sizes, products=2, causal=bool(argument(node, 5, "is_causal", False)), dropped=dropout_p > 0)
 

@@ -164,6 +164,7 @@ class Recorder(TorchFunctionMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise self._depends_on_values(name) from None
         written = [tensor for tensor, before in zip(inputs, versions, strict=True) if tensor._version != before]
+        written += _counted(name, args, kwargs)
         made = list(tensors_of(out))
         if written or (made and not (name in _CASTS and out is inputs[0])):
             self._note(func, name, args, kwargs, written, tuple(saved), out)
@@ -280,6 +281,14 @@ def _draws(name: str, args: Any, kwargs: Any) -> bool:
         probability, training = (*args[1:], kwargs.get("p", 0.5))[0], (*args[2:], kwargs.get("training", kwargs.get("train", True)))[0]
         return bool(probability and training)
     return name in _RANDOM or (bool((*args[4:], kwargs.get("dropout_p"))[0]) and name == "scaled_dot_product_attention")
+
+
+def _counted(name: str, args: Any, kwargs: Any) -> list[Tensor]:
+    """The running statistics that a batch norm writes, which torch does not say of it."""
+    training = args[5] if len(args) > 5 else kwargs.get("training", False)
+    if name != "batch_norm" or not training:
+        return []
+    return [each for each in (*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")) if isinstance(each, Tensor)]
 
 
 def _without_masks(index: Any) -> Any:

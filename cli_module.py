@@ -1,0 +1,149 @@
+"""Traced modules on the command line: their search, their summary and their check. All but click is imported where it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli_style import INTERRUPTED, noticing_ctrl_c, print_json
+
+if TYPE_CHECKING:
+    from planner.module_plan import ModulePlan
+    from planner.report.summary import Context
+    from profiles.module import ModuleSource
+
+STDOUT = Path("-")
+MOST_RANKS = 8  # that a check starts
+NOT_EQUAL = 2  # the plan does not train as one process does
+
+
+def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
+    """The module that the options ask to trace, None for a model that is described. Raises ConfigError."""
+    from planner.module_options import traced_source
+    from profiles.errors import ConfigError
+
+    source = traced_source(options["model"], trace=options["trace"])
+    for name in ("stages", "cross_skips") if source is None else ():
+        if options[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} is for traced modules, --model is {options['model']}", hint="leave it out")
+    return source
+
+
+def search(options: Mapping[str, Any], source: ModuleSource) -> int:
+    """Trace the module, search its plan, write it and print its summary; the exit code."""
+    from planner.module_options import assumed_of, module_question
+    from planner.options import all_assumed, constraints, require_writable, search_options
+    from planner.partition.plan import plan_module
+    from planner.partition.stages import StageRule, parse_stages
+    from planner.report.progress import progress_bar
+    from planner.report.summary import Context
+    from planner.report.text import console
+
+    output: Path = options["output"]
+    if output != STDOUT:
+        require_writable(output)
+    question, pins, how = module_question(options, source), constraints(options), search_options(options)
+    stages = parse_stages(options["stages"]) if options["stages"] else StageRule()
+    _require_torch("a module is traced")
+    started_s = time.monotonic()
+    with _users_modules(), noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
+        plan = plan_module(
+            source, question.cluster, question.training, constraints=pins, options=how, how=stages, cross_skips=options["cross_skips"],
+            on_progress=on_progress)
+    if plan.search.solver_failure:
+        click.echo(f"warning: {plan.search.solver_failure}", err=True)
+    context = Context(
+        assumed=all_assumed(assumed_of(plan, question), options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
+        plan_file="" if output == STDOUT else str(output))
+    _deliver(plan, context, output, as_json=options["as_json"])
+    return INTERRUPTED if interrupts else 0
+
+
+def _deliver(plan: ModulePlan, context: Context, output: Path, *, as_json: bool) -> None:
+    """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
+    from executor.layout import torchrun_line
+    from planner.module_plan import to_yaml, write
+    from planner.report.module_summary import print_module_summary
+    from planner.report.text import console
+
+    if output == STDOUT and not as_json:
+        click.echo(to_yaml(plan), nl=False)
+        print_module_summary(plan, console(sys.stderr), context)
+        return
+    try:
+        if output != STDOUT:
+            write(plan, output)
+    finally:
+        show(plan, context, as_json=as_json)
+    if not as_json:
+        click.echo(f"wrote {output}; run it with\n  {torchrun_line(plan, shlex.quote(str(output)))}")
+
+
+def show(plan: ModulePlan, context: Context, *, as_json: bool) -> None:
+    """Print a plan for a person, or as JSON."""
+    from planner.report.documents import module_document
+    from planner.report.module_summary import print_module_summary
+    from planner.report.text import console
+
+    if as_json:
+        print_json(module_document(plan, context.elapsed_s))
+    else:
+        print_module_summary(plan, console(sys.stdout), context)
+
+
+def check(plan: ModulePlan, *, execute: bool, as_json: bool) -> int:
+    """Train the module as planned on gloo processes, and as it is in one process; 2 when losses or gradients differ."""
+    from profiles.errors import ConfigError
+
+    if not execute:
+        raise ConfigError("a plan of a traced module has no dry run", hint="add --execute: it is trained as planned on gloo processes")
+    if plan.mesh.num_ranks > MOST_RANKS:
+        raise ConfigError(
+            f"the plan is of {plan.mesh.num_ranks} ranks, a check starts at most {MOST_RANKS}, and cannot shrink a module of yours",
+            hint=f"check a plan of a smaller one: --gpus {MOST_RANKS} --gpu cpu --precision fp32")
+    import torch
+
+    from executor.check.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, gradient_errors
+    from executor.traced.parity import fit_to_check, run_module_plans, run_module_reference
+    from planner.report.parity import Parity, parity_document, print_parity
+    from planner.report.text import console
+
+    small = fit_to_check(plan)
+    torch.set_num_threads(1)  # a fork must not inherit a pool of threads
+    with _users_modules(), console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
+        (found,), expected = run_module_plans([small]), run_module_reference(small, by_micro_batch=True)
+    result = Parity(
+        plan=plan, small=small, losses=tuple(zip(found.losses, expected.losses, strict=True)), gradients=gradient_errors(found, expected),
+        agree=found.agree, as_predicted=all(predicted == measured for predicted, measured in found.states.values()),
+        loss_tolerance=LOSS_TOLERANCE, gradient_tolerance=GRADIENT_TOLERANCE)
+    if as_json:
+        print_json(parity_document(result))
+    else:
+        print_parity(result, console(sys.stdout))
+    return 0 if result.passed else NOT_EQUAL
+
+
+@contextlib.contextmanager
+def _users_modules() -> Iterator[None]:
+    """Modules of the folder that the command runs in can be imported, as with python -m."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _require_torch(what: str) -> None:
+    from profiles.errors import ConfigError
+
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"{what}, which needs torch: it is not installed", hint="pip install 'parplan[torch]'")
