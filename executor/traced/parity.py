@@ -19,7 +19,9 @@ from executor.traced.batches import module_batches
 from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
 from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
+from profiles.errors import ConfigError
 from profiles.spec import Precision
+from profiles.tracing.record import record
 from profiles.tracing.source import Workload
 
 LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
@@ -27,7 +29,18 @@ LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
 
 def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
     """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no process is left."""
+    for plan in plans:
+        _require_no_random(plan)
     return [joined(results) for results in run_ranks(plans, train_module)]
+
+
+def _require_no_random(plan: ModulePlan) -> None:
+    """Raises ConfigError for a module whose ranks draw numbers that one process would not."""
+    program = record(opened_of(plan, OPTIONS.seed).workload, plan.pipeline.micro_batch_size, plan.training.precision)
+    for call in program.calls:
+        if call.meta["random"]:
+            raise ConfigError(f"module: {call.meta['line']} draws random numbers, every rank its own: one process draws others",
+                              hint="set dropout to 0 to compare")
 
 
 def train_module(plan: ModulePlan) -> Any:
@@ -108,8 +121,9 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _alone(plan: ModulePlan) -> ModulePlan:
-    """The same batches, all on one rank."""
-    return replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
+    """The same batches in fp32, all on one rank."""
+    training = replace(plan.training, precision=Precision.FP32, gradient_precision=Precision.FP32)
+    return replace(plan, mesh=Mesh(pp=1, dp=1, tp=1), training=training)
 
 
 def fit_to_check(plan: ModulePlan) -> ModulePlan:
