@@ -53,7 +53,7 @@ def planned(name: str) -> ModulePlan:
     model = trace(source, seq_length=SEQ_LENGTH, precision=Precision.FP32)
     return find_module_plan(
         model, with_gpus(load_cluster("a100-80gb"), 4), training, cross_skips=name == "unet",
-        constraints=Constraints(**pins, micro_batch_sizes=(2,), schedules=(Schedule.ONE_F_ONE_B,))).plan
+        constraints=Constraints(**pins, micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,))).plan
 
 
 def _train(plan: ModulePlan) -> Any:

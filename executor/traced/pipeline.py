@@ -89,7 +89,7 @@ def build_traced_pipeline(
     steps = tuple(_step(plan, ranks, stage, cuts, after_backward, span) for stage in stages) if len(cuts) > 1 else ()
     if steps:
         schedule = build_runtime(
-            action_rows(plan), ranks.coordinate("pp"), steps, plan.pipeline.num_micro_batches, lambda loss, _: loss / _share(plan))
+            action_rows(plan), ranks.coordinate("pp"), steps, plan.pipeline.num_micro_batches, lambda loss, _: loss.float() / _share(plan))
         run = partial(_scheduled, schedule, stages, plan)
     else:
         run = partial(_loop, stages[0], plan, after_backward, span)
@@ -108,7 +108,7 @@ def _loop(stage: TracedStage, plan: ModulePlan, after_backward: After, span: Spa
     losses = []
     for index in range(plan.pipeline.num_micro_batches):
         with span("F", 0, index):
-            loss = stage(**argument_names({key: parts[index] for key, parts in split.items()})) / _share(plan)
+            loss = stage(**argument_names({key: parts[index] for key, parts in split.items()})).float() / _share(plan)
         with span("B", 0, index):
             loss.backward()
         after_backward()

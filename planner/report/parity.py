@@ -90,7 +90,7 @@ def _gradient_rows(parity: Parity) -> list[tuple[str, str, str]]:
         return [(name, f"{error:.1e}", "") for name, error in worst]
     found: dict[str, tuple[float, str]] = {}
     for name, error in parity.gradients.items():
-        layer, _, parameter = name.partition(".")
+        layer, parameter = name.split(".", 1)
         key = parameter if layer.startswith("block") else name
         found[key] = max(found.get(key, (0.0, layer)), (error, layer))
     return [(name, f"{error:.1e}", layer) for name, (error, layer) in found.items()]
