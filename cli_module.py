@@ -16,12 +16,13 @@ import click
 from cli_style import INTERRUPTED, noticing_ctrl_c, print_json
 
 if TYPE_CHECKING:
+    from executor.check.parity import Outcome
     from planner.module_plan import ModulePlan
+    from planner.plan import Plan
     from planner.report.summary import Context
     from profiles.module import ModuleSource
 
 STDOUT = Path("-")
-MOST_RANKS = 8  # that a check starts
 NOT_EQUAL = 2  # the plan does not train as one process does
 
 
@@ -39,7 +40,7 @@ def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
 
 def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     """Trace the module, search its plan, write it and print its summary; the exit code."""
-    from planner.module_options import module_question
+    from planner.module_options import assumed_of, module_question
     from planner.options import all_assumed, constraints, require_writable, search_options
     from planner.partition.plan import plan_module
     from planner.partition.stages import StageRule, parse_stages
@@ -61,7 +62,7 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
     context = Context(
-        assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
+        assumed=all_assumed(assumed_of(plan, question), options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
         plan_file="" if output == STDOUT else str(output))
     _deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
@@ -105,21 +106,26 @@ def check(plan: ModulePlan, *, execute: bool, as_json: bool) -> int:
 
     if not execute:
         raise ConfigError("a plan of a traced module has no dry run", hint="add --execute: it is trained as planned on gloo processes")
-    if plan.mesh.num_ranks > MOST_RANKS:
-        raise ConfigError(
-            f"the plan is of {plan.mesh.num_ranks} ranks, a check starts at most {MOST_RANKS}, and cannot shrink a module of yours",
-            hint=f"check a plan of a smaller one: --gpus {MOST_RANKS} --gpu cpu --precision fp32")
     import torch
 
+    from executor.traced.parity import comparable, run_module_plans, run_module_reference
+    from planner.report.text import console
+
+    torch.set_num_threads(1)  # a fork must not inherit a pool of threads
+    with _users_modules(), console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
+        small = comparable(plan)
+        (found,), expected = run_module_plans([small]), run_module_reference(small, by_micro_batch=True)
+    return say_parity(plan, small, found, expected, as_json=as_json)
+
+
+def say_parity(
+    plan: Plan | ModulePlan, small: Plan | ModulePlan, found: Outcome, expected: Outcome, *, as_json: bool,
+) -> int:
+    """Print how far ranks are from one process; the exit code of `plan check --execute`."""
     from executor.check.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, gradient_errors
-    from executor.traced.parity import fit_to_check, run_module_plans, run_module_reference
     from planner.report.parity import Parity, parity_document, print_parity
     from planner.report.text import console
 
-    small = fit_to_check(plan)
-    torch.set_num_threads(1)  # a fork must not inherit a pool of threads
-    with _users_modules(), console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
-        (found,), expected = run_module_plans([small]), run_module_reference(small, by_micro_batch=True)
     result = Parity(
         plan=plan, small=small, losses=tuple(zip(found.losses, expected.losses, strict=True)), gradients=gradient_errors(found, expected),
         agree=found.agree, as_predicted=all(predicted == measured for predicted, measured in found.states.values()),

@@ -6,7 +6,7 @@ import click
 
 from cli_style import List, option, together
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations")
 PRECISIONS = ("bf16", "fp16", "fp32")

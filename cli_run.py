@@ -34,7 +34,8 @@ def check(plan_file: Path, ranks: tuple[int, ...], execute: bool, as_json: bool)
     """Run a plan without its GPUs: what it really holds and sends, or whether it trains as one process does.
 
     Builds one rank of every pipeline stage at full size, on tensors without data, and counts bytes and collectives of a step.
-    With --execute, the same plan of a small model of the same structure: losses and gradients against one process.
+    With --execute, the same plan of a small model of the same structure: losses and gradients against one process. A traced
+    module is not shrunk: its plan is executed as it is, on up to 8 processes.
     Exit code 3 when a stage does not fit its device, 2 when losses or gradients differ.
     """
     from executor.rules.all import validate
@@ -85,7 +86,6 @@ def _execute(plan: Plan, *, as_json: bool) -> int:
     from executor.check import parity
     from executor.check.shrink import shrunk
     from executor.rules.all import validate
-    from planner.report.parity import Parity, parity_document, print_parity
     from planner.report.text import console
 
     small = shrunk(plan)
@@ -93,16 +93,7 @@ def _execute(plan: Plan, *, as_json: bool) -> int:
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     with console(sys.stderr).status(f"training {small.mesh} of {small.model.name}, and one process"):
         (found,), expected = parity.run_plans([small]), parity.run_reference(small)
-    result = Parity(
-        plan=plan, small=small, losses=tuple(zip(found.losses, expected.losses, strict=True)),
-        gradients=parity.gradient_errors(found, expected), agree=found.agree,
-        as_predicted=all(predicted == measured for predicted, measured in found.states.values()),
-        loss_tolerance=parity.LOSS_TOLERANCE, gradient_tolerance=parity.GRADIENT_TOLERANCE)
-    if as_json:
-        click.echo(json.dumps(parity_document(result), indent=2))
-    else:
-        print_parity(result, console(sys.stdout))
-    return 0 if result.passed else NOT_EQUAL
+    return cli_module.say_parity(plan, small, found, expected, as_json=as_json)
 
 
 @click.command(cls=Command, epilog="  plan calibrate run.json -o mygpu.yaml\n  plan calibrate tp1/run.json tp2/run.json -o mygpu.yaml\n"

@@ -74,26 +74,28 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A model on the cluster, with its prices and what a plan may fill of a device."""
+    """A model on the cluster, with its prices and what a plan may fill of a device; `tp` of the techniques where it is held."""
 
     model: str
     book: PriceBook
     limit_bytes: float
+    tp: int | None = None
 
 
-def setting_of(model: str, global_batch_size: int, stack: str) -> Setting:
+def setting_of(model: str, global_batch_size: int, stack: str, tp: int | None) -> Setting:
     """fp16 with fp16 gradients, which the step copies to fp32, as Megatron-LM and DeepSpeed train in fp16."""
     asked = question(Asked(
         model=model, gpus=GPUS, gpu=GPU, global_batch_size=global_batch_size, seq_length=SEQ_LENGTH, precision="fp16",
         gradient_precision="fp16", stack=stack))
     book = PriceBook(asked.model, asked.training, machine_for(asked.cluster))
-    return Setting(model=model, book=book, limit_bytes=limit_bytes(asked.cluster, asked.training.stack, SearchOptions()))
+    limit = limit_bytes(asked.cluster, asked.training.stack, SearchOptions())
+    return Setting(model=model, book=book, limit_bytes=limit, tp=tp)
 
 
 def techniques(setting: Setting) -> Iterator[tuple[str, Callable[[], Iterator[Strategy]]]]:
     """What each technique adds to the strategies before it, on equal stages."""
-    book, limit, num_layers = setting.book, setting.limit_bytes, setting.book.model.num_layers
-    plain = tuple(one_chunk_frames(book))
+    book, num_layers = setting.book, setting.book.model.num_layers
+    plain = tuple(frame for frame in one_chunk_frames(book) if setting.tp in (None, frame.mesh.tp))
     halves = tuple(overlapped(plain, book))
     yield FULL_RECOMPUTE, lambda: iter(strategies(plain, num_layers, ZEROS, (Recompute.FULL,)))
     yield "+ shifted critical path", lambda: last_keeps_all(shifted(plain), num_layers)
@@ -113,8 +115,8 @@ def plan_text(plan: Plan) -> str:
         again[names.get(plan.layer_plans[name].recompute, "some operators").split(" (")[0]] += count
     zeros = sorted({zero_text(layer) for layer in plan.layer_plans.values()})
     sequence = ("sequence parallel",) if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ()
-    shares = " + ".join(f"{name} {count}" for name, count in again.items())
-    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *sequence, f"ZeRO {'/'.join(zeros)}", f"recompute {shares}"))
+    layers = f"ZeRO {'/'.join(zeros)}", f"recompute {' + '.join(f'{name} {count}' for name, count in again.items())}"
+    return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *sequence, *layers))
 
 
 def _row(setting: Setting, system: str, plan: Plan, started: float, before: Row | None = None) -> Row:
@@ -154,10 +156,9 @@ def technique_rows(setting: Setting) -> Iterator[Row]:
         if best:
             before = _row(setting, name, _assembled(best[1], best[0], setting.book), started, before)
             yield before
-    started = time.monotonic()
+    started, pins = time.monotonic(), Constraints(tp=(setting.tp,) if setting.tp else None, tp_overlap=(0, 1, 2, 3))
     try:
-        plan = find_plan(
-            setting.book.model, setting.book.machine.cluster, setting.book.training, constraints=Constraints(tp_overlap=(0, 1, 2, 3)))
+        plan = find_plan(setting.book.model, setting.book.machine.cluster, setting.book.training, constraints=pins)
     except InfeasibleError:
         return
     yield _row(setting, SEARCH, plan, started, before)
@@ -174,16 +175,18 @@ def summary(rows: list[Row]) -> dict[str, object]:
 
 
 def _print(setting: Setting, rows: list[Row], out: Console) -> None:
-    training = setting.book.training
-    say(out, f"{setting.model} on {GPUS} {GPU}, {training.global_batch_size} x {training.seq_length} tokens, fp16; predicted, analytic", "bold")
-    ours = rows[-1]
-    heading = ("system", "step", "ours faster", "gain", "tok/s/GPU", "MFU", "peak GiB", "plan")
-    print_table(out, heading, [
+    training, ours = setting.book.training, rows[-1]
+    tokens = f"{training.global_batch_size} x {training.seq_length} tokens"
+    say(out, f"{setting.model} on {GPUS} {GPU}, {tokens}, fp16; predicted, analytic", "bold")
+    heading = ("system", "step", "ours faster", "gain", "tokens/s/GPU", "MFU", "peak GiB", "plan")
+    cells = [
         (row.system, seconds_text(row.step_s), "" if row is ours else f"{row.step_s / ours.step_s:.2f} x",
-         f"{row.gain:.3f} x" if row.gain else "", f"{row.tokens_per_s_per_gpu:,.0f}", f"{100 * row.mfu:.1f} %", f"{row.peak_gib:.1f}", row.plan)
-        for row in rows], left=("system", "plan"))
+         f"{row.gain:.3f} x" if row.gain else "", f"{row.tokens_per_s_per_gpu:,.0f}", f"{100 * row.mfu:.1f} %", f"{row.peak_gib:.1f}",
+         row.plan) for row in rows]
+    print_table(out, heading, cells, left=("system", "plan"))
     found = summary(rows)
-    say(out, f"  {found['speedup_over_best']:.2f} x the best baseline, {found['best_baseline']}; published: up to {found['published_up_to']} x")
+    published = f"published: up to {found['published_up_to']} x" if found["published_up_to"] else "none published"
+    say(out, f"  {found['speedup_over_best']:.2f} x the best baseline, {found['best_baseline']}; {published}")
     say(out)
 
 
@@ -191,20 +194,22 @@ def _print(setting: Setting, rows: list[Row], out: Console) -> None:
 @click.option("--models", default=",".join(PUBLISHED), show_default=True, help="Comma-separated names of `plan models`.")
 @click.option("--global-batch-size", type=click.IntRange(1), default=128, show_default=True, help="Sequences in a step; an assumption.")
 @click.option("--stack", default=STACK, show_default=True, help="Software that is priced, for all rows.")
+@click.option("--tp", type=click.IntRange(1), help="Tensor parallel degree of the techniques, which else choose it; baselines are free.")
 @click.option("--json", "as_json", is_flag=True, help="Print all rows as JSON and nothing else.")
-def main(models: str, global_batch_size: int, stack: str, as_json: bool) -> None:
+def main(models: str, global_batch_size: int, stack: str, tp: int | None, as_json: bool) -> None:
     """Price the baselines and every technique for each model."""
     out, started = Console(width=170, highlight=False, markup=False), time.monotonic()
     every: list[list[Row]] = []
     for model in models.split(","):
-        setting = setting_of(model, global_batch_size, stack)
+        setting = setting_of(model, global_batch_size, stack, tp)
         every.append([*baseline_rows(setting), *technique_rows(setting)])
         if not as_json:
             _print(setting, every[-1], out)
     if as_json:
         click.echo(json.dumps({
-            "kind": "analytic", "gpus": GPUS, "gpu": GPU, "seq_length": SEQ_LENGTH, "global_batch_size": global_batch_size, "stack": stack,
-            "rows": [asdict(row) for rows in every for row in rows], "summaries": [summary(rows) for rows in every]}, indent=2))
+            "kind": "analytic", "gpus": GPUS, "gpu": GPU, "seq_length": SEQ_LENGTH, "global_batch_size": global_batch_size,
+            "stack": stack, "tp": tp, "rows": [asdict(row) for rows in every for row in rows],
+            "summaries": [summary(rows) for rows in every]}, indent=2))
         return
     say(out, f"{time.monotonic() - started:.0f} s", "dim")
 

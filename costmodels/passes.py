@@ -7,7 +7,7 @@ Without recompute ahead e = 0 and n = u = t. With it (a = 1) a rank recomputes i
 
     early recompute      e = 0    u of the last rank is t: it waits for nobody
     last-no-recompute    e = 1
-    SCP                  e = 2    u of rank P - 2 is n + max(0, r - (b - f)), r, b, f its recompute, backward and forward
+    SCP                  e = 2    u of rank P - 2 is n + max(0, r - max(0, b - f)), r, b, f its recompute, backward and forward
 
 On equal ranks, the last of the last two without recompute, this is EQUATIONS P's table: e passes of the slowest rank have
 their recompute hidden. T is never below what the same ranks take without any recompute, (M - 1) max n + sum n. [derived]
@@ -51,5 +51,8 @@ def plain_and_ramp(
     plain_s = time_s - recompute_s
     if schedule is not Schedule.SCP or rank != num_ranks - 2:
         return plain_s, plain_s
-    late_s = recompute_s - longer_s
-    return plain_s, plain_s + (late_s + abs(late_s)) / 2
+    return plain_s, plain_s + _positive(recompute_s - _positive(longer_s))
+
+
+def _positive(value_s: _Seconds) -> _Seconds:
+    return (value_s + abs(value_s)) / 2

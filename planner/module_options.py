@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from planner.module_plan import ModulePlan
 from planner.options import Asked, Options, asked_cluster, asked_training
 from profiles.applied import applied
 from profiles.catalog import find_config
@@ -20,6 +21,7 @@ from profiles.spec import TrainingSpec
 
 GLOBAL_BATCH_SIZE = 512  # sequences, or samples: as a Hugging Face model that is described gets
 LONGEST_SEQ_LENGTH = 8192
+EXECUTORS_STACK = "parplan"  # no other runs a module as it was traced
 SEQ_LENGTH = 1024  # of a module that says no number of positions
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _WHOLE, _FASTEST = "a traced module is not divided inside a stage", "a traced module is planned for throughput"
@@ -62,11 +64,18 @@ def module_question(options: Options, source: ModuleSource) -> ModuleQuestion:
     own = None if asked.profile is None else read(Path(asked.profile))
     cluster, assumed_cluster = asked_cluster(asked, own)
     defaults = GLOBAL_BATCH_SIZE, _seq_length(source.huggingface or {})
-    training, assumed = asked_training(asked, *defaults, own, whose="a default")
+    training, assumed = asked_training(asked, *defaults, own, whose="a default", default_stack=EXECUTORS_STACK)
     cluster.device.peak(training.precision)
     if own and asked.profile is not None:
         cluster, training = applied(own, cluster, training, asked.profile, force=asked.force_profile)
     return ModuleQuestion(source=source, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed))
+
+
+def assumed_of(plan: ModulePlan, question: ModuleQuestion) -> ModuleQuestion:
+    """The question with the defaults that matter to the plan that was found: samples have no length."""
+    if plan.training.seq_length == question.training.seq_length:
+        return question
+    return replace(question, assumed=tuple(text for text in question.assumed if not text.startswith("--seq-length ")))
 
 
 def _require_plain(options: Options) -> None:

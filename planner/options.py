@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from costmodels.actions import placement_of
 from costmodels.book import PriceBook
@@ -74,6 +74,16 @@ class Question:
     module: ModuleSource | None = None
 
 
+class Assuming(Protocol):
+    """A question, of a described model or of a traced module."""
+
+    @property
+    def training(self) -> TrainingSpec: ...
+
+    @property
+    def assumed(self) -> tuple[str, ...]: ...
+
+
 def question(asked: Asked) -> Question:
     """Resolve what was asked. Raises ConfigError: something missing, unknown, or a precision the device lacks."""
     if asked.model is None:
@@ -130,10 +140,11 @@ def _cluster_of_file(asked: Asked, name: str) -> Cluster:
 
 def asked_training(
     asked: Asked, global_batch_size: int, seq_length: int, own: OwnProfile | None, *, whose: str = "the model's",
+    default_stack: str = DEFAULT_STACK,
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
     """One step, of the batch and sequence that are `whose` where none were asked for, and the defaults. Raises ConfigError."""
     measured_at, run_by = (precision_of(own, str(asked.profile)), stack_of(own)) if own else (None, None)
-    stack = load_stack(asked.stack or run_by or DEFAULT_STACK)
+    stack = load_stack(asked.stack or run_by or default_stack)
     training = TrainingSpec(
         global_batch_size=global_batch_size if asked.global_batch_size is None else asked.global_batch_size,
         seq_length=seq_length if asked.seq_length is None else asked.seq_length,
@@ -177,7 +188,7 @@ def search_options(options: Options) -> SearchOptions:
         memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit))
 
 
-def all_assumed(question: Question, options: Options, how: SearchOptions) -> tuple[str, ...]:
+def all_assumed(question: Assuming, options: Options, how: SearchOptions) -> tuple[str, ...]:
     """Every default that a search took: those of the question, and the shares that bound it."""
     assumed = question.assumed
     if options["memory_margin"] is None and options["memory_limit"] is None:

@@ -189,6 +189,70 @@ def test_no_baseline_of_the_megatron_family_beats_its_optimum():
         assert best.price.step_s <= other.price.step_s * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("request_", [Request("gpt-1.5b", 4, 8, limit_gib=limit) for limit in (None, 14.0)], ids=["free", "memory-binds"])
+def test_megatron_is_the_faster_of_itself_with_and_without_interleaving(request_):
+    parts = [request_.baseline(name) for name in ("megatron-1f1b", "megatron-interleaved")]
+    whole, fitting = request_.baseline("megatron"), [part.optimum for part in parts if part.optimum]
+
+    assert whole.candidates == sum(part.candidates for part in parts)
+    assert whole.optimum is not None
+    assert whole.optimum.price.step_s == min(found.price.step_s for found in fitting)
+    for part, interleaves in zip(parts, (False, True), strict=True):
+        if part.optimum:
+            assert (part.optimum.strategy.frame.virtual_stages > 1) is interleaves
+
+
+def every_deepspeed_price(request: Request) -> Iterator[tuple[Frame, StepPrice]]:
+    """DeepSpeed's space with stages of as many blocks as can be (`type:transformer`), written out here."""
+    model, cluster, _ = request.parts()
+    book = request.book()
+    for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, request.gpus + 1)):
+        if request.gpus % (tp * pp) or any(size % tp for size in (cluster.gpus_per_node, model.num_heads, model.padded_vocab_size)):
+            continue
+        dp = request.gpus // tp // pp
+        for b in (size for size in range(1, request.batch + 1) if request.batch % (dp * size) == 0):
+            frame = Frame(
+                mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=b,
+                num_micro_batches=request.batch // dp // b, sequence_parallel=False)
+            blocks = [model.num_layers // pp + (rank < model.num_layers % pp) for rank in range(pp)]
+            zeros = (0, 1) if pp > 1 else (0, 1, 2, 3)
+            for zero, level in itertools.product(zeros if dp > 1 else (0,), (Recompute.NONE, Recompute.FULL)):
+                yield frame, price_step(uniform_strategy(frame, blocks, zero=zero, recompute=level, book=book), book)
+
+
+@pytest.mark.parametrize("request_", [
+    Request("gpt-1.5b", 4, 8), Request("gpt-2.5b", 8, 8, gpu="a10g-24gb", limit_gib=14.0)], ids=["free", "memory-binds"])
+def test_deepspeed_is_no_slower_than_its_stages_of_equal_blocks_and_has_no_sequence_parallelism(request_):
+    found = request_.baseline("deepspeed-3d").optimum
+    equal = [price for _, price in every_deepspeed_price(request_) if peak_bytes(price) <= request_.limit_bytes()]
+
+    assert found is not None
+    assert found.price.step_s <= min(price.step_s for price in equal) * (1 + 1e-12)
+    assert peak_bytes(found.price) <= request_.limit_bytes()
+    assert not found.strategy.frame.sequence_parallel
+    zeros = {choice.zero for stage in found.strategy.stages for choice in stage}
+    assert found.strategy.frame.mesh.pp == 1 or zeros <= {0, 1}
+    if [len(stage) for stage in found.strategy.stages] == [len(stage) for stage in uniform_blocks(request_, found.strategy.frame)]:
+        assert found.price.step_s == pytest.approx(min(price.step_s for price in equal), rel=1e-12)
+
+
+def uniform_blocks(request: Request, frame: Frame):
+    layers, pp = request.parts()[0].num_layers, frame.mesh.pp
+    blocks = [layers // pp + (rank < layers % pp) for rank in range(pp)]
+    return uniform_strategy(frame, blocks, zero=0, recompute=Recompute.NONE, book=request.book()).stages
+
+
+def test_merak_is_no_slower_than_1f1b_of_whole_layers_and_within_memory():
+    tight = Request("gpt-1.5b", 4, 8, gpu="a10g-24gb", limit_gib=12.0)
+    found = tight.baseline("merak").optimum
+    plain = every_megatron_price(tight, lambda f, _, level: f.virtual_stages == 1 and level is Recompute.NONE)
+    fitting = [price.step_s for *_, price in plain if peak_bytes(price) <= tight.limit_bytes()]
+
+    assert found is not None
+    assert found.price.step_s <= min(fitting) * (1 + 1e-12)
+    assert peak_bytes(found.price) <= tight.limit_bytes()
+
+
 def test_the_embedding_and_the_loss_may_count_as_layers_where_the_layers_alone_do_not_divide():
     uneven = Request("llama3-405b", 512, 256, gpu="h100-80gb")  # 126 layers: of powers of two only 2 divides them
 
@@ -213,7 +277,8 @@ def test_megatron_brings_its_companions_and_all_is_all_each_once():
 
     assert baseline_names(["megatron"]) == family
     assert baseline_names(["zero-3", "megatron", "megatron-guide"]) == ("zero-3", *family)
-    assert set(baseline_names([ALL])) == {*family, "zero-1", "zero-2", "zero-3", "fsdp"}
+    assert set(baseline_names([ALL])) == {*family, "deepspeed-3d", "merak", "zero-1", "zero-2", "zero-3", "fsdp"}
+    assert baseline_names(["3d"]) == ("megatron-1f1b", "megatron-interleaved", "deepspeed-3d", "merak")
 
 
 def test_an_unknown_baseline_is_refused_with_the_nearest_name():

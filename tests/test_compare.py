@@ -144,7 +144,7 @@ def test_the_json_has_every_number_and_nothing_else_is_printed():
     document = json.loads(printed(*SMALL, "--baseline", "all", "--json"))
 
     assert [row["name"] for row in document["baselines"]] == [
-        "megatron", "megatron-defaults", "megatron-guide", "zero-1", "zero-2", "zero-3", "fsdp"]
+        "megatron", "megatron-defaults", "megatron-guide", "deepspeed-3d", "merak", "zero-1", "zero-2", "zero-3", "fsdp"]
     ours = document["ours"]
     for row in document["baselines"]:
         assert row["fits"]

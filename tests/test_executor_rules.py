@@ -113,6 +113,9 @@ BROKEN = {
     "full-recompute-split": Broken(  # what it costs is counted in tests/test_executor_schedules.py
         "split recompute", make_plan(LLAMA, pp=2, recompute="full", **ZBV), "of a layer that is recomputed in full",
         r"set recompute to \[\] on layer plan block-0", "no effect"),
+    "a-last-stage-that-recomputes": Broken(  # in time that the schedule has not
+        "last stage", make_plan(LLAMA, pp=2, recompute="full", schedule=Schedule.SCP, num_micro_batches=4),
+        "under scp the last stage has layers of block-0, which are recomputed", r"plans with recompute \[\]", "no effect"),
     "three-experts-on-two-ranks": Broken(
         "expert parallel", make_plan(dataclasses.replace(MIXTRAL, num_experts=3), dp=2, ep=2), "ep 2 does not divide the 3 experts",
         "set ep to 1", "fails"),

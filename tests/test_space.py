@@ -119,6 +119,7 @@ def test_the_frames_of_one_small_cluster_by_hand():
     assert sorted(describe(f) for f in found.frames) == sorted([
         "pp 1 x dp 2 x tp 1, 1f1b, micro-batch 1 x 1",
         "pp 2 x dp 1 x tp 1, 1f1b, micro-batch 1 x 2",
+        "pp 2 x dp 1 x tp 1, early-recompute, micro-batch 1 x 2",
         "pp 2 x dp 1 x tp 1, interleaved x 2 virtual stages, micro-batch 1 x 2",
         "pp 2 x dp 1 x tp 1, interleaved x 3 virtual stages, micro-batch 1 x 2",  # 4 blocks, embedding and head over 6 stages
         "pp 2 x dp 1 x tp 1, gpipe, micro-batch 2 x 1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from profiles.errors import ConfigError
 from profiles.model import OperatorKind
 from profiles.module import ModuleSource
-from profiles.spec import Precision
 from profiles.stack import AttentionKernel
+from profiles.traced import TracedModel
 from profiles.tracing import source as source_module
 from profiles.tracing.describe import describe
 from profiles.tracing.program import BUFFER, Program
@@ -34,14 +35,25 @@ SOURCES |= {name: ModuleSource(huggingface=config) for name, config in HUGGING_F
 SEQ_LENGTH = 8
 
 
+@cache
 def opened(name: str) -> Workload:
     return open_workload(SOURCES[name], seq_length=SEQ_LENGTH)
+
+
+@cache
+def recorded(name: str, size: int) -> Program:
+    return record(opened(name), size)
+
+
+@cache
+def described(name: str) -> TracedModel:
+    return describe(recorded(name, 2), recorded(name, 3))
 
 
 def opened_with_values(name: str) -> Workload:
     """The same made as any other module."""
     with patch.object(source_module, "parameters_on_meta", nullcontext), patch.object(source_module, "_check_parameters"):
-        return opened(name)
+        return open_workload(SOURCES[name], seq_length=SEQ_LENGTH)
 
 
 def workload_of(module: nn.Module, *shape: int) -> Workload:
@@ -68,7 +80,7 @@ def calls_again(program: Program, module: nn.Module, batch: dict[str, Tensor]) -
 
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_recorded_calls_give_the_loss_gradients_and_buffers_of_the_module(name):
-    program, real = record(opened(name), 2), opened_with_values(name)
+    program, real = recorded(name, 2), opened_with_values(name)
     again, batch = copy.deepcopy(real.module), real.batch(2)
 
     expected = real.loss_of(real.module, {key: value.clone() for key, value in batch.items()})
@@ -85,7 +97,7 @@ def test_recorded_calls_give_the_loss_gradients_and_buffers_of_the_module(name):
 
 
 def test_constants_that_are_written_are_fresh_for_every_micro_batch():
-    program, real = record(opened("in_place"), 2), opened_with_values("in_place")
+    program, real = recorded("in_place", 2), opened_with_values("in_place")
     first, second = real.batch(2), real.batch(2)
 
     calls_again(program, real.module, first)
@@ -95,10 +107,7 @@ def test_constants_that_are_written_are_fresh_for_every_micro_batch():
 
 @pytest.mark.parametrize("name", list(SOURCES))
 def test_a_description_scaled_is_that_of_a_recording_of_that_size(name):
-    workload = opened(name)
-    two, three, five, six = (record(workload, size, Precision.BF16) for size in (2, 3, 5, 6))
-
-    assert describe(two, three).scaled(5) == describe(five, six)
+    assert described(name).scaled(5) == describe(recorded(name, 5), recorded(name, 2))
 
 
 @pytest.mark.parametrize("name", list(SOURCES))
@@ -108,7 +117,7 @@ def test_flops_and_parameters_are_those_that_torch_counts(name):
     with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
         workload.loss_of(workload.module, workload.batch(2))
 
-    found = describe(record(opened(name), 2), record(opened(name), 3))
+    found = described(name)
 
     assert sum(traced.operator.flops_forward for traced in found.operators) == counted.get_total_flops()
     assert found.num_parameters == sum(parameter.numel() for parameter in workload.module.parameters())
@@ -141,7 +150,7 @@ def test_kept_bytes_are_those_that_autograd_holds(name):
 
 
 def test_names_paths_and_lines_are_those_of_the_calling_module():
-    program = record(opened("mixer"), 2)
+    program = recorded("mixer", 2)
     found = {node.meta["name"]: node.meta for node in program.calls}
 
     assert found["blocks.1.tokens.0.linear"]["path"] == "blocks.1.tokens.0"
@@ -151,7 +160,7 @@ def test_names_paths_and_lines_are_those_of_the_calling_module():
 
 
 def test_views_have_the_name_of_what_they_view_and_cost_nothing():
-    model = describe(record(opened("mixer"), 2), record(opened("mixer"), 3))
+    model = described("mixer")
     by_name = {traced.operator.name: traced for traced in model.operators}
 
     view, linear = by_name["blocks.0.transpose"], by_name["blocks.0.tokens.0.linear"]
@@ -165,7 +174,7 @@ def test_views_have_the_name_of_what_they_view_and_cost_nothing():
 
 
 def test_operators_in_place_name_what_they_write_first():
-    model = describe(record(opened("resnet"), 2), record(opened("resnet"), 3))
+    model = described("resnet")
     written = [traced.operator for traced in model.operators if traced.in_place]
 
     assert {operator.function for operator in written} == {"relu", "add"}
@@ -173,7 +182,7 @@ def test_operators_in_place_name_what_they_write_first():
 
 
 def test_counting_in_a_buffer_is_no_constant_and_not_in_place():
-    program = record(opened("resnet"), 2)
+    program = recorded("resnet", 2)
     model = describe(program, record(opened("resnet"), 3))
     counts = [
         traced for node, traced in zip(program.calls, model.operators, strict=True)
@@ -184,7 +193,7 @@ def test_counting_in_a_buffer_is_no_constant_and_not_in_place():
 
 
 def test_blocks_that_are_alike_have_the_same_signatures():
-    model = describe(record(opened("bert"), 2), record(opened("bert"), 3))
+    model = described("bert")
 
     first, last = ([traced.signature for traced in model.operators if traced.path.startswith(f"bert.encoder.layer.{i}")] for i in (0, 3))
 
@@ -193,7 +202,7 @@ def test_blocks_that_are_alike_have_the_same_signatures():
 
 
 def test_attention_of_a_decoder_over_an_encoder_has_its_own_number_of_keys():
-    model = describe(record(opened("translator"), 2), record(opened("translator"), 3))
+    model = described("translator")
     attention = [each.operator for each in model.operators if each.operator.kind is OperatorKind.ATTENTION]
     sizes = {(operator.size("sequence"), operator.size("keys")) for operator in attention}
 
@@ -360,11 +369,8 @@ def test_what_cannot_be_opened_is_an_error(source, needed):
 
 
 def test_parameters_take_no_memory_and_random_numbers_are_left_alone():
-    state = torch.get_rng_state()
-    workload = opened("t5")
-    made = torch.get_rng_state()
+    workload, state = opened("t5"), torch.get_rng_state()
     record(workload, 2)
 
     assert all(parameter.is_meta for parameter in workload.module.parameters())
-    assert torch.equal(torch.get_rng_state(), made)
-    assert len(state) == len(made)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -20,8 +20,9 @@ from tests.executor_plans import make_plan
 
 
 def hand_plan(
-    module: str | Mapping[str, Any], *, pp: int = 1, dp: int = 1, virtual_stages: int = 1, shards_a_stage: int = 2, zero: int = 0, recompute: bool = False,
-    num_micro_batches: int = 4, micro_batch_size: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B, precision: Precision = Precision.FP32,
+    module: str | Mapping[str, Any], *, pp: int = 1, dp: int = 1, virtual_stages: int = 1, shards_a_stage: int = 2, zero: int = 0,
+    recompute: bool = False, num_micro_batches: int = 4, micro_batch_size: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B,
+    precision: Precision = Precision.FP32,
 ) -> ModulePlan:
     """A plan of a factory's module, or of a Hugging Face config's; with `recompute` the first shard of every stage runs again."""
     like = make_plan(

@@ -88,10 +88,12 @@ class Recipes:
     """The recipes of one layer. A tensor is known by its memory for as long as that lives.
 
     on_host: what is kept is kept on the host, but for parameters
+    in_halves: whether the layer hands on sums that are still under way, which are no tensors to keep
     """
 
     def __init__(self, *, on_host: bool = False) -> None:
         self.on_host = on_host
+        self.in_halves = False
         self._parameters: set[int] = set()
         self.ahead = Ahead()
         self._runs_ahead = False

@@ -34,10 +34,7 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
     if unknown:
         raise ConfigError(f"{where}: recompute names {unknown[0]}, the layer has {', '.join(names)}", hint="make the plan again")
     if operators and set(operators) == set(names):
-        if recipes is None:
-            return checkpointed(layer)
-        layer.forward = partial(recipes.checkpoint, layer.forward)
-        return _watched(layer, recipes)
+        return _checkpointed(layer, recipes)
     discarded = [name for name in operators if name != ATTENTION]
     _check_random(layer, discarded, where)
     if not operators and recipes is None:
@@ -51,6 +48,17 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
     elif attention is not None:
         _follow_copies(attention, recipes)
     return _watched(layer, recipes)
+
+
+def _checkpointed(layer: nn.Module, recipes: Recipes | None) -> nn.Module:
+    """`layer` run again as a whole: by torch, or where inputs are gathered by `recipes`, which then need not keep them whole."""
+    if recipes is not None and not recipes.in_halves:
+        layer.forward = partial(recipes.checkpoint, layer.forward)
+        return _watched(layer, recipes)
+    layer = checkpointed(layer)
+    if recipes is not None and recipes.on_host:
+        recipes.watch(layer)  # its input is all that it keeps
+    return layer
 
 
 def _watched(layer: nn.Module, recipes: Recipes) -> nn.Module:

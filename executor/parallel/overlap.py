@@ -235,4 +235,5 @@ def block_in_halves(block: Block, mesh: DeviceMesh, recipes: Recipes, last_choic
 
     for linear in (block.qkv, block.fc1):
         linear.register_forward_pre_hook(summed_gradient)
+    recipes.in_halves = True
     block.forward = _Program(block, mesh, recipes, hands_on)

@@ -16,28 +16,55 @@ from costmodels.schedules import Schedule
 from executor.check.parity import OPTIONS, STEPS, CountCollectives, Outcome, joined, run_ranks
 from executor.optimizer import decays
 from executor.traced.batches import module_batches
+from executor.traced.rules import validate_module_plan
 from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
 from executor.traced.values import Opened
 from planner.module_plan import ModulePlan
+from profiles.errors import ConfigError
 from profiles.spec import Precision
+from profiles.tracing.record import record
 from profiles.tracing.source import Workload
 
 LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
+MOST_RANKS = 8  # of gloo processes on one machine
+
+
+def comparable(plan: ModulePlan) -> ModulePlan:
+    """The plan in fp32, with no more micro-batches than fill its schedule. Raises ConfigError for one that cannot be compared with one
+    process."""
+    validate_module_plan(plan)
+    if plan.mesh.num_ranks > MOST_RANKS:
+        raise ConfigError(f"mesh: {plan.mesh} is {plan.mesh.num_ranks} ranks, a traced module is compared on up to {MOST_RANKS}",
+                          hint="make a plan for fewer GPUs")
+    pipeline = plan.pipeline
+    number = min(pipeline.num_micro_batches, max(LEAST_TO_FILL, 2 * plan.mesh.pp))
+    if pipeline.schedule is Schedule.CUSTOM:  # its lists name the micro-batches
+        number = pipeline.num_micro_batches
+    training = replace(
+        plan.training, precision=Precision.FP32, gradient_precision=Precision.FP32,
+        global_batch_size=plan.mesh.dp * number * pipeline.micro_batch_size)
+    small = replace(plan, training=training, pipeline=replace(pipeline, num_micro_batches=number))
+    for call in record(opened_of(small, OPTIONS.seed).workload, small.pipeline.micro_batch_size).calls:
+        if call.meta["random"]:
+            raise ConfigError(f"module: {call.meta['line']} draws random numbers, which every rank draws for itself",
+                              hint="set dropout to 0 for the comparison")
+    return small
 
 
 def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
     """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no process is left."""
-    return [joined(results) for results in run_ranks(plans, _train)]
+    return [joined(results) for results in run_ranks(plans, train_module)]
 
 
-def _train(plan: ModulePlan) -> Any:
+def train_module(plan: ModulePlan) -> Any:
+    """What this rank finds."""
     trainer = build_module_trainer(plan, OPTIONS, torch.device("cpu"))
     with CountCollectives() as counted:
         trainer.gradients(0)
     gradients = whole_gradients(trainer)
     trainer.optimizer.zero_grad()
     steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
-    return steps, gradients, trainer.state_bytes(), counted.calls
+    return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight
 
 
 def whole_gradients(trainer: ModuleTrainer) -> dict[str, Tensor]:
@@ -109,15 +136,3 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
 def _alone(plan: ModulePlan) -> ModulePlan:
     """The same batches, all on one rank."""
     return replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))
-
-
-def fit_to_check(plan: ModulePlan) -> ModulePlan:
-    """The same plan in fp32, with no more micro-batches than fill its schedule: what a check trains."""
-    pipeline, mesh = plan.pipeline, plan.mesh
-    number = min(pipeline.num_micro_batches, max(LEAST_TO_FILL, 2 * mesh.pp))
-    if pipeline.schedule is Schedule.CUSTOM:  # its lists name the micro-batches
-        number = pipeline.num_micro_batches
-    training = replace(
-        plan.training, precision=Precision.FP32, gradient_precision=Precision.FP32,
-        global_batch_size=mesh.dp * number * pipeline.micro_batch_size)
-    return replace(plan, training=training, pipeline=replace(pipeline, num_micro_batches=number))

@@ -47,6 +47,7 @@ class TracedPipeline:
     copies: Mapping[str, tuple[int, ...]]
     shared: tuple[Shared, ...]
     span: Span = no_span
+    steps: tuple[PipelineStep, ...] = ()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -57,6 +58,11 @@ class TracedPipeline:
     def own(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by name, without copies of what an earlier stage holds."""
         return {name: p for stage in self.stages for name, p in stage.named() if self.copies.get(name, (stage.index,))[0] == stage.index}
+
+    @property
+    def in_flight(self) -> dict[int, int]:
+        """By stage of this rank, the most micro-batches that it held at once; nothing without a pipeline."""
+        return {step.stage_index: step.in_flight for step in self.steps}
 
     def step(self, batch: Batch) -> Tensor:
         """Gradients of this rank's samples of a batch; returns this rank's share of the mean loss."""
@@ -80,12 +86,15 @@ def build_traced_pipeline(
     check_shared(plan, cuts)
     here = [k for k, stage in enumerate(plan.stages) if stage.rank == ranks.coordinate("pp")]
     stages = tuple(build_stage(plan, k, cuts[k], program, opened, ranks) for k in here)
-    if len(plan.stages) == 1:
-        run = partial(_loop, stages[0], plan, after_backward, span)
+    steps = tuple(_step(plan, ranks, stage, cuts, after_backward, span) for stage in stages) if len(cuts) > 1 else ()
+    if steps:
+        schedule = build_runtime(
+            action_rows(plan), ranks.coordinate("pp"), steps, plan.pipeline.num_micro_batches, lambda loss, _: loss.float() / _share(plan))
+        run = partial(_scheduled, schedule, stages, plan)
     else:
-        run = partial(_scheduled, _schedule(plan, ranks, stages, cuts, after_backward, span), stages, plan)
+        run = partial(_loop, stages[0], plan, after_backward, span)
     return TracedPipeline(
-        stages=stages, run=run, copies=shared_names(cuts), shared=build_shared(plan, cuts, stages), span=span)
+        stages=stages, run=run, copies=shared_names(cuts), shared=build_shared(plan, cuts, stages), span=span, steps=steps)
 
 
 def _share(plan: ModulePlan) -> int:
@@ -99,7 +108,7 @@ def _loop(stage: TracedStage, plan: ModulePlan, after_backward: After, span: Spa
     losses = []
     for index in range(plan.pipeline.num_micro_batches):
         with span("F", 0, index):
-            loss = stage(**argument_names({key: parts[index] for key, parts in split.items()})) / _share(plan)
+            loss = stage(**argument_names({key: parts[index] for key, parts in split.items()})).float() / _share(plan)
         with span("B", 0, index):
             loss.backward()
         after_backward()
@@ -114,15 +123,6 @@ def _scheduled(schedule: _PipelineScheduleRuntime, stages: Sequence[TracedStage]
     no_targets = torch.empty(plan.pipeline.num_micro_batches, device=device)  # a part for each loss: it is made inside of the module
     schedule.step(target=no_targets if ends else None, losses=losses, return_outputs=False, **argument_names(batch))
     return torch.stack(losses).sum().detach() if ends else torch.zeros((), device=device)
-
-
-def _schedule(
-    plan: ModulePlan, ranks: Ranks, stages: Sequence[TracedStage], cuts: Sequence[StageCut], after_backward: After, span: Span,
-) -> _PipelineScheduleRuntime:
-    """The runtime with the plan's action lists, which it completes with sends and receives."""
-    steps = [_step(plan, ranks, stage, cuts, after_backward, span) for stage in stages]
-    return build_runtime(
-        action_rows(plan), ranks.coordinate("pp"), steps, plan.pipeline.num_micro_batches, lambda loss, _: loss / _share(plan))
 
 
 def _step(

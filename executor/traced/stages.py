@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from executor.memory.ahead import checkpointed
 from executor.parallel.sharded import Unit, begin_step, reduce_gradients, shard_root, shard_unit
 from executor.parallel.stages import Ranks
 from executor.traced.cut import ShardCut, StageCut, check_recompute
@@ -101,7 +101,7 @@ def build_stage(plan: ModulePlan, index: int, cut: StageCut, program: Program, o
             modules[place] = shards[place]
             if planned.first + place in planned.recompute:
                 check_recompute(cut.shards[place], plan.shards[planned.first + place])
-                modules[place] = checkpoint_wrapper(shards[place])
+                modules[place] = checkpointed(shards[place])
         if own:
             units.append(Unit(layers=tuple(modules[place] for place in group), zero=zero, mesh=ranks.dp_mesh, casts_inputs=False))
             del own

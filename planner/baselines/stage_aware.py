@@ -61,8 +61,10 @@ def every_knob(blocks: Sequence[int], frame: Frame) -> tuple[Counts, ...]:
     floor(n_s r_s) changes where n_s r_s reaches a whole number j: at r0 = 1 - (1 - j / n_s) (P - 1 - s) / (P - 1).
     """
     last = frame.mesh.pp - 1
+    like = [min(stage, last - 2) if frame.schedule is Schedule.SCP and last > 1 else stage for stage in range(last)]
     at = {Fraction(0), *(
-        1 - (1 - Fraction(j, blocks[stage])) * Fraction(last - stage, last) for stage in range(last) for j in range(1, blocks[stage] + 1))}
+        1 - (1 - Fraction(j, blocks[stage])) * Fraction(last - like[stage], last)
+        for stage in range(last) for j in range(1, blocks[stage] + 1))}
     return tuple(dict.fromkeys(recomputed(blocks, one_knob(r0, frame)) for r0 in sorted(at)))
 
 
