@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from costmodels.actions import Action, Work
+from costmodels.actions import Work
 from costmodels.memory import StateBytes, ideal_states
 from costmodels.occupancy import RankMemory, communicator_bytes
 from costmodels.pace import layouts_of
 from costmodels.recompute import Recompute
 from costmodels.redundancy import RedundantBytes
-from costmodels.schedules import AHEAD
+from costmodels.schedules import AHEAD, actions, in_flight
 from costmodels.simulate import StageCost
 from costmodels.step import RankTime, StepPrice, closed_form_s, norm_and_loss, replayed
 from costmodels.strategy import Frame
@@ -146,10 +146,12 @@ def _whole_bytes(strategy: ShardStrategy, stage: int, tables: Tables) -> float:
     return own + float(tables.passes(b).besides[run.first, run.end])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def held_stashes(frame: Frame, rank: int) -> tuple[tuple[int, ...], ...]:
     """How many micro-batches of each chunk a rank holds at once, at the moments of which one is the fullest, whatever the bytes."""
-    order: tuple[Action, ...] = frame.orders()[rank]
+    if frame.virtual_stages == 1:
+        return ((in_flight(frame.schedule, rank, frame.mesh.pp, frame.num_micro_batches),),)
+    order = actions(frame.schedule, rank, frame.mesh.pp, frame.num_micro_batches, frame.virtual_stages)
     changes = {Work.FORWARD: 1, Work.BACKWARD: -1}
     held, seen = [0] * frame.virtual_stages, set[tuple[int, ...]]()
     for action in order:

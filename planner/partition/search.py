@@ -32,6 +32,7 @@ from planner.partition.stages import StageRule, ranges
 from planner.partition.tables import Tables
 from planner.plan import Objective
 from planner.request import ZERO_STAGES, Constraints, OnProgress, Progress, SearchOptions
+from planner.solver import Unsolved
 from planner.space import Space
 from profiles.errors import ConfigError, SolverError
 from profiles.hardware import Cluster
@@ -40,7 +41,8 @@ from profiles.spec import TrainingSpec
 
 REPLAYED = 10  # how many of the best frames the simulator replays
 WORTH_REPLAYING = 1.10  # those within 10 % of the best, as in planner/search.py
-MOST_SOLVE_S = 60.0
+LEAST_SOLVE_S, MOST_SOLVE_S = 1.0, 20.0  # of one program, as in planner/search.py
+REPLAY_SOLVE_S = 1.0  # of a frame that is only worth replaying
 ROUNDING = 1e-9  # relative
 WIDENED = (1.05, 1.3, 2.0, np.inf)  # times the least pace: ranges that are tried for a first plan
 
@@ -84,6 +86,7 @@ class ModuleSearch:
         self.space: Space = enumerate_modules(len(sharded.shards), cluster, training, pins, how.counts)
         if not self.space.frames:
             raise _no_frame_error(self.space, cluster)
+        self.most_solve_s = MOST_SOLVE_S
         self.also_1f1b = any(frame.mesh.pp > 1 and frame.schedule is Schedule.ONE_F_ONE_B for frame in self.space.frames)
         self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
         self._labels: dict[tuple[int, tuple[int, ...]], LabelTable] = {}
@@ -133,34 +136,44 @@ class ModuleSearch:
         times = self.least_times(frame, stages)
         return Bounds(frame, times, times, [table.least_tail_s for table in stages]).least_s
 
-    def solve(self, frame: Frame, bound_s: float, cut_s: float) -> ShardSolved | None:
-        """The best choice of a frame that takes less than `cut_s`, None where there is none. Raises Unsolved, SolverError."""
+    def solve(self, frame: Frame, bound_s: float, cut_s: float, best_s: float) -> ShardSolved | None:
+        """The best choice of a frame that takes less than `cut_s`, None where there is none. Raises Unsolved, SolverError.
+
+        One that cannot beat `best_s`, but may in the simulator, gets little of the solver's time.
+        """
+        self.most_solve_s = MOST_SOLVE_S if bound_s < best_s * (1 - ROUNDING) else REPLAY_SOLVE_S
         stages = self.stages(frame)
         times = self.least_times(frame, stages)
         finder = Finder(frame, stages, times)
-        known = self._first(finder, cut_s)
+        known, among = self._first(finder, cut_s)
         if known is None:
             return None
         options = finder.below(min(cut_s, known.step_s))
-        found = self._solved(finder, options)
+        if known.proven and all(set(columns) <= set(others) for columns, others in zip(options, among, strict=True)):
+            found: ShardChoice | None = known
+        else:
+            try:
+                found = self._solved(finder, options)
+            except Unsolved:
+                found = None
         if found is None or found.step_s > known.step_s:
             found = evaluate(frame, known.columns, proven=found is not None and found.proven)
         if frame.schedule in AHEAD and self.also_1f1b and not any(column.again for column in found.columns):
             return None  # nothing runs again: it is 1F1B, which is searched as well
         return ShardSolved(frame, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s)
 
-    def _first(self, finder: Finder, cut_s: float) -> ShardChoice | None:
-        """A plan to begin with, None where no plan of the frame takes less than `cut_s`, or none fits."""
+    def _first(self, finder: Finder, cut_s: float) -> tuple[ShardChoice | None, list[list[ShardColumn]]]:
+        """A plan to begin with and the columns that it was chosen among; None where none takes less than `cut_s`, or none fits."""
         if finder.bounds.least_s >= cut_s:
-            return None
+            return None, []
         for factor in WIDENED:
             options = finder.near(finder.bounds.least_pace_s * factor, cut_s)
             known = finder.even(options)
             if known is None and finder.coupled and all(options):
                 known = self._solved(finder, options)
             if known is not None:
-                return known
-        return None
+                return known, options
+        return None, []
 
     def _solved(self, finder: Finder, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
         return solve(finder.frame, options, finder.stages, self.options.solver, self.solver_limit_s()) if all(options) else None
@@ -170,7 +183,7 @@ class ModuleSearch:
 
     def solver_limit_s(self) -> float:
         left_s = self.left_s()
-        return MOST_SOLVE_S if left_s is None else min(max(left_s, 1.0), MOST_SOLVE_S)
+        return self.most_solve_s if left_s is None else min(max(left_s, LEAST_SOLVE_S), self.most_solve_s)
 
     def run(self, on_progress: OnProgress | None) -> ShardOutcome:
         """All frames, as long as one may be among the best. Raises KeyboardInterrupt before the first plan, SolverError."""
@@ -187,7 +200,7 @@ class ModuleSearch:
                 if solved and left_s is not None and left_s <= 0:
                     finished = False
                     break
-                found = open_.attempt(partial(self.solve, frame, bound, cut), bound)
+                found = open_.attempt(partial(self.solve, frame, bound, cut, _best(solved)), bound)
                 if found:
                     solved = sorted([*solved, found], key=lambda one: one.value)
                 _report(on_progress, reached + 1, len(ordered), solved, min(bound, _best(solved), *open_.bounds))
