@@ -41,9 +41,11 @@ from profiles.spec import TrainingSpec
 
 REPLAYED = 10  # how many of the best frames the simulator replays
 WORTH_REPLAYING = 1.10  # those within 10 % of the best, as in planner/search.py
-LEAST_SOLVE_S, MOST_SOLVE_S = 1.0, 20.0  # of one program, as in planner/search.py
+LEAST_SOLVE_S, MOST_SOLVE_S = 1.0, 2.0  # of one program; a frame that needs longer keeps its bound, and the gap says so
+WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program, as in planner/search.py
 REPLAY_SOLVE_S = 1.0  # of a frame that is only worth replaying
 ROUNDING = 1e-9  # relative
+WORTH_SOLVING = 0.01  # a frame that is only worth replaying is not solved for less
 WIDENED = (1.05, 1.3, 2.0, np.inf)  # times the least pace: ranges that are tried for a first plan
 
 
@@ -141,14 +143,19 @@ class ModuleSearch:
 
         One that cannot beat `best_s`, but may in the simulator, gets little of the solver's time.
         """
-        self.most_solve_s = MOST_SOLVE_S if bound_s < best_s * (1 - ROUNDING) else REPLAY_SOLVE_S
+        self.most_solve_s = MOST_SOLVE_S if bound_s < best_s * (1 - WORTH_PROVING) else REPLAY_SOLVE_S
         stages = self.stages(frame)
         times = self.least_times(frame, stages)
         finder = Finder(frame, stages, times)
         known, among = self._first(finder, cut_s)
         if known is None:
             return None
-        options = finder.below(min(cut_s, known.step_s))
+        options, least_s = finder.tightened(finder.below(min(cut_s, known.step_s)), min(cut_s, known.step_s))
+        bound_s = max(bound_s, min(least_s, known.step_s) * (1 - ROUNDING))
+        near, self.most_solve_s = (
+            (ROUNDING, MOST_SOLVE_S) if bound_s < best_s * (1 - WORTH_PROVING) else (WORTH_SOLVING, REPLAY_SOLVE_S))
+        if known.step_s <= least_s * (1 + near):
+            return self._worthwhile(frame, evaluate(frame, known.columns, proven=known.step_s <= least_s * (1 + ROUNDING)), bound_s)
         if known.proven and all(set(columns) <= set(others) for columns, others in zip(options, among, strict=True)):
             found: ShardChoice | None = known
         else:
@@ -158,8 +165,12 @@ class ModuleSearch:
                 found = None
         if found is None or found.step_s > known.step_s:
             found = evaluate(frame, known.columns, proven=found is not None and found.proven)
+        return self._worthwhile(frame, found, bound_s)
+
+    def _worthwhile(self, frame: Frame, found: ShardChoice, bound_s: float) -> ShardSolved | None:
+        """A choice with its bound; None for a schedule with recompute ahead in which nothing runs again: that is 1F1B."""
         if frame.schedule in AHEAD and self.also_1f1b and not any(column.again for column in found.columns):
-            return None  # nothing runs again: it is 1F1B, which is searched as well
+            return None
         return ShardSolved(frame, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s)
 
     def _first(self, finder: Finder, cut_s: float) -> tuple[ShardChoice | None, list[list[ShardColumn]]]:
@@ -275,6 +286,31 @@ class Finder:
             found = [column for first, end in near for column in self.columns(stage, int(first), int(end))]
             options.append([column for column in found if self.bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)])
         return options
+
+    def tightened(self, options: Sequence[Sequence[ShardColumn]], cut_s: float) -> tuple[list[list[ShardColumn]], float]:
+        """Of the columns of at most `cut_s` those that are so with what fits in place of the least, and no plan takes less than."""
+        listed = [list(columns) for columns in options]
+        least_s, before = np.inf, -1
+        while all(listed) and sum(map(len, listed)) != before:
+            before = sum(map(len, listed))
+            arrays = [[_least_of(columns, name, times) for columns, times in zip(listed, self.times, strict=True)] for name in _SECONDS]
+            bounds = Bounds(self.frame, *arrays)
+            least_s = bounds.least_s
+            listed = [
+                [column for column in columns if bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)]
+                for stage, columns in enumerate(listed)]
+        return listed, min(least_s, cut_s)
+
+
+_SECONDS = ("time_s", "walk_s", "tail_s")
+
+
+def _least_of(columns: Sequence[ShardColumn], name: str, like: Array) -> Array:
+    """By range the least of a value of its columns, infinite where there are none."""
+    least = np.full_like(like, np.inf)
+    for column in columns:
+        least[column.first, column.end] = min(getattr(column, name), least[column.first, column.end])
+    return least
 
 
 def _least_data(table: StageTable) -> Array:
