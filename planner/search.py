@@ -353,7 +353,8 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
             [c for c in RankColumns(rank, frame, session.table).fastest(count, session.limit_bytes) if c.zero == chosen.zero]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
         if all(ranks):
-            yield to_strategy(frame, tuple(min(columns, key=lambda column: column.time_s) for columns in ranks))
+            passes = frame.num_micro_batches
+            yield to_strategy(frame, tuple(min(columns, key=lambda c: passes * c.time_s + c.tail_s) for columns in ranks))
 
 
 def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
