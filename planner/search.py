@@ -15,15 +15,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from costmodels.book import PriceBook
+from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, bubble_share, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
+from planner.baselines.space import counted_ends, equal_blocks
+from planner.baselines.stage_aware import Room, stage_aware
 from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_bytes, time_bound
 from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
 from planner.faults import GaveUp, Unanswered, can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
-from planner.levels import paying
+from planner.levels import illegal_full_recompute, paying
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints, OnProgress, Progress, SearchOptions
 from planner.solver import Unsolved
@@ -94,7 +97,7 @@ class Prices:
         self.book = PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
         frames, beaten = paying(space.frames, self.book)
         self.space = Space(frames, (*space.pruned, *(Pruned(describe(frame), reason) for frame, reason in beaten)))
-        self.table = MixTable(self.book, pins.resolved())
+        self.table, self.recompute = MixTable(self.book, pins.resolved()), pins.resolved().recompute
         self._bounds: dict[Frame, TimeBound] = {}
         self._raised: dict[Frame, tuple[float, float]] = {}
         self._lean: dict[tuple[Frame, int, int, float], list[Column]] = {}
@@ -353,6 +356,22 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
             yield to_strategy(frame, tuple(min(columns, key=lambda column: column.time_s) for columns in ranks))
 
 
+def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
+    """Merak's one knob of recompute on equal stages, the least that fits, where the frame has such: no plan is slower than the rule."""
+    frame, book, num_layers = solved.frame, session.book, session.book.model.num_layers
+    if frame.mesh.pp == 1 or frame.equal_ranks or frame.virtual_stages > 1:
+        return
+    allowed = session.prices.recompute or tuple(Recompute)
+    if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(frame.tp_overlap, book.model):
+        return
+    for ends in counted_ends(num_layers, frame.mesh.pp):
+        blocks = equal_blocks(frame, num_layers, ends)
+        for zero in sorted({column.zero for column in solved.choice.columns}):
+            counts = Room(frame, blocks, zero, book, session.limit_bytes).least_knob()
+            if counts is not None:
+                yield stage_aware(frame, blocks, counts, zero)
+
+
 def _replay(outcome: Outcome, objective: Objective, session: Session) -> list[tuple[Solved, Strategy, StepPrice]]:
     """The best solved frames priced in full, in the order of the search; an interrupt keeps what is replayed."""
     replayed: list[tuple[Solved, Strategy, StepPrice]] = []
@@ -361,7 +380,7 @@ def _replay(outcome: Outcome, objective: Objective, session: Session) -> list[tu
         for solved in worth:
             tried = [to_strategy(solved.frame, solved.choice.columns)]
             if objective is Objective.THROUGHPUT:
-                tried += _equal_stages(solved, session)
+                tried += [*_equal_stages(solved, session), *_by_the_rule(solved, session)]
             priced = [(solved, strategy, price_step(strategy, session.book)) for strategy in dict.fromkeys(tried)]
             replayed.append(min(priced, key=lambda found: found[2].step_s))
     except KeyboardInterrupt:

@@ -168,7 +168,7 @@ def test_a_cluster_file_says_what_and_how_many():
 def test_explain_groups_the_pruned_candidates_by_reason():
     output = succeed(*BIG, "--explain").stdout
 
-    assert re.match(r"\d+ candidates: \d+ legal, \d+ pruned before the search\n", output)
+    assert re.match(r"[\d,]+ candidates: [\d,]+ legal, [\d,]+ pruned before the search\n", output)
     assert re.search(r"^ +\d+  tp 16 does not fit inside a node of 8 GPUs", output, re.MULTILINE)
     assert "such as pp 1 x dp 4 x tp 16" in output
 

@@ -17,7 +17,9 @@ LAYERS = ("profiles", "costmodels", "planner", "cli_style", "executor", "cli_opt
 # of the planner: the plan, and the account of a run
 EXECUTOR_USES = ("planner.plan.", "planner.module_plan.", "planner.runs.", "planner.account.", "planner.report.")
 ALLOWED = {  # package -> where it may be named: a file, or a folder with its slash
-    "torch": ("executor/", "cli_module.py", "cli_run.py", "profiles/tracing/", "profiles/profile_comm.py", "profiles/profiler/"),
+    "torch": (
+        "executor/", "cli_module.py", "cli_profile.py", "cli_run.py", "profiles/tracing/", "profiles/profile_comm.py",
+        "profiles/profiler/"),
     "click": (
         "cli.py", "cli_module.py", "cli_options.py", "cli_profile.py", "cli_run.py", "cli_style.py", "executor/__main__.py",
         "profiles/profile_comm.py"),

@@ -50,7 +50,8 @@ def training(stack: str = "parplan") -> TrainingSpec:
     pytest.param({"sequence_parallel": True}, LLAMA, "sends twice between halves", id="sequence-parallel"),
     pytest.param({"schedule": Schedule.ZBV, "virtual_stages": 2}, LLAMA, "zbv splits them", id="split-backward"),
     pytest.param({}, MIXTRAL, "tokens of experts", id="mixture-of-experts"),
-    pytest.param({"mesh": Mesh(pp=2, dp=1, tp=4), "schedule": Schedule.INTERLEAVED, "virtual_stages": 16}, LLAMA, "hold one", id="one-block"),
+    pytest.param(
+        {"mesh": Mesh(pp=2, dp=1, tp=4), "schedule": Schedule.INTERLEAVED, "virtual_stages": 16}, LLAMA, "hold one", id="one-block"),
 ])
 def test_a_level_that_does_not_apply_says_why(changes, model, reason):
     frame = replace(FRAME, **changes)

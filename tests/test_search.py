@@ -80,19 +80,28 @@ def gpt_20b_on_64():
     return entry.spec, with_gpus(load_cluster("a100-80gb"), 64), training
 
 
-def test_the_same_request_gives_the_same_bytes_twice():
-    assert to_yaml(find_plan(*gpt_20b_on_64())) == to_yaml(find_plan(*gpt_20b_on_64()))
+@pytest.fixture(scope="module")
+def whole():
+    return find_plan(*gpt_20b_on_64())
 
 
-def test_cbc_and_highs_find_the_same_optimum():
-    cbc = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=30 * GIB))
+@pytest.fixture(scope="module")
+def in_30_gib():
+    return find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=30 * GIB))
+
+
+def test_the_same_request_gives_the_same_bytes_twice(whole):
+    assert to_yaml(find_plan(*gpt_20b_on_64())) == to_yaml(whole)
+
+
+def test_cbc_and_highs_find_the_same_optimum(in_30_gib):
     highs = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=30 * GIB, solver=SolverName.HIGHS))
 
-    assert cbc.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
+    assert in_30_gib.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
 
 
-def test_the_plan_fits_the_memory_limit_and_says_what_was_proven():
-    plan = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=30 * GIB))
+def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_30_gib):
+    plan = in_30_gib
 
     assert max(stage.total for stage in plan.predicted.memory_gib) <= 30.0
     assert plan.search.bound <= plan.search.value
@@ -100,8 +109,8 @@ def test_the_plan_fits_the_memory_limit_and_says_what_was_proven():
     assert plan.search.candidates.considered == plan.search.candidates.pruned + plan.search.candidates.solved
 
 
-def test_the_memory_objective_is_leaner_and_within_the_slowdown():
-    fast = find_plan(*gpt_20b_on_64())
+def test_the_memory_objective_is_leaner_and_within_the_slowdown(whole):
+    fast = whole
     lean = find_plan(*gpt_20b_on_64(), Objective.MEMORY, options=SearchOptions(max_slowdown=0.1))
 
     assert lean.predicted.redundancy_gib.total < fast.predicted.redundancy_gib.total
@@ -110,10 +119,10 @@ def test_the_memory_objective_is_leaner_and_within_the_slowdown():
 
 def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap():
     plan = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=14 * GIB, time_limit_s=1e-3))
-    whole = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=14 * GIB))
+    ended = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=14 * GIB))
 
     assert plan.search.status is Status.FEASIBLE
-    assert plan.search.bound <= whole.search.bound <= plan.search.value
+    assert plan.search.bound <= ended.search.bound <= plan.search.value
     assert plan.search.gap == pytest.approx(1 - plan.search.bound / plan.search.value, abs=1e-5)
 
 
@@ -132,8 +141,8 @@ def test_an_interrupt_after_the_first_plan_returns_it_as_feasible():
     assert calls
 
 
-def test_runners_up_inside_the_error_band_are_marked_and_no_others():
-    plan = find_plan(*gpt_20b_on_64())
+def test_runners_up_inside_the_error_band_are_marked_and_no_others(whole):
+    plan = whole
     share, best_s = plan.predicted.error_band.time.share, plan.predicted.step_time_s.value
 
     assert plan.search.runners_up
@@ -184,9 +193,7 @@ def test_no_legal_mesh_names_the_commonest_reason():
         find_plan(model, with_gpus(load_cluster("a100-80gb"), 53, 53), training)
 
 
-def test_an_interrupt_in_the_memory_search_falls_back_to_the_fastest_plan(monkeypatch):
-    fastest = find_plan(*gpt_20b_on_64())
-
+def test_an_interrupt_in_the_memory_search_falls_back_to_the_fastest_plan(whole, monkeypatch):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -195,4 +202,4 @@ def test_an_interrupt_in_the_memory_search_falls_back_to_the_fastest_plan(monkey
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= plan.search.value
-    assert plan.mesh == fastest.mesh
+    assert plan.mesh == whole.mesh
