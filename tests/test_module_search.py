@@ -16,6 +16,7 @@ from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.partition.book import ShardBook
 from planner.partition.plan import find_module_plan
 from planner.partition.price import ShardRun, ShardStrategy, price_shards
+from planner.partition.ranks import solve_ranks
 from planner.partition.search import ModuleSearch, to_strategy
 from planner.partition.shards import Shard, Sharded, shard
 from planner.partition.stages import StageRule, parse_stages
@@ -149,6 +150,27 @@ def test_the_search_finds_what_brute_force_finds(schedule):
 FRAME_OF_TWO = Frame(
     mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=8192, num_micro_batches=4,
     sequence_parallel=False)
+
+
+@pytest.mark.parametrize("limit_gib", [80.0, 1.41, 1.38])
+def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns(limit_gib):
+    pins = Constraints(pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,), micro_batch_size=(8192,), zero=(0, 2))
+    training, cluster = TrainingSpec(global_batch_size=65536, seq_length=1), replace(CLUSTER, nodes=1, gpus_per_node=4)
+    search = searched(uneven(), pins, SearchOptions(memory_limit_bytes=int(limit_gib * 1024 * MIB)), training=training, cluster=cluster)
+    (frame,) = search.space.frames
+    tables = search.stages(frame)
+    cuts = search.cut_ranges(frame, tables)
+    options = [table.columns(*cut) for table, cut in zip(tables, cuts, strict=True)]
+
+    found = solve_ranks(frame, options, tables)
+
+    expected = float("inf")
+    for columns in product(*options):
+        price = price_shards(ShardStrategy(frame=frame, stages=tuple(
+            ShardRun(first=one.first, end=one.end, zero=one.zero, again=one.again) for one in columns)), search.tables)
+        if max(memory.total for memory in price.memory) <= search.limit_bytes:
+            expected = min(expected, price.closed_form_s)
+    assert expected == (float("inf") if found is None else pytest.approx(found.step_s, rel=1e-9))
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.SCP])

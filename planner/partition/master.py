@@ -1,18 +1,16 @@
-"""The master integer program over contiguous ranges of shards (EQUATIONS I4: layers that are not alike), for virtual stages k < K.
+"""The master integer program over contiguous ranges of shards (EQUATIONS I4: layers that are not alike), a stage a rank.
 
-    min  (M - a) Z + a sum_k walk_k + E                a = 1/v (costmodels/step.py)
+    min  (M - 1) Z + sum_k walk_k + E
 
-    (C1) sum over columns of stage k that end at shard j = sum over columns of stage k + 1 that begin there     for k < K - 1
+    (C1) sum over columns of stage k that end at shard j = sum over columns of stage k + 1 that begin there     for k < P - 1
     (C2) sum over columns of stage 0 = 1               and so of every stage, of which the last ends at the last shard
-    (C3) sum over the stages of rank r of time <= Z    for each rank: the slowest sets the pace
-    (C4) sum over the stages of rank r of tail <= E    for each rank
-    (C5) what the stages of rank r hold <= usable      for each rank of several stages, and each moment that may be its fullest;
-         temporaries of stage k <= W_r                 of which a rank has the largest
-    (C6) stages that share a parameter all shard their states (ZeRO > 0), or none does
+    (C3) time of stage k <= Z                          for each stage: the slowest sets the pace
+    (C4) tail of stage k <= E                          for each stage
+    (C5) stages that share a parameter all shard their states (ZeRO > 0), or none does
 
-Memory of a stage that has its rank alone is inside its columns. Before the program is built, every column goes through which no
-choice of ranges can take less than a known one: `least` of a column is the closed form with the least pace, sum and tail of the
-stages before it and behind it, by dynamic programming over the cuts.
+Memory is inside the columns: each fits its device. Before the program is built, every column goes through which no choice of ranges
+can take less than a known one: `Bounds.least` is the closed form with the least pace, sum and tail of the stages before a range and
+behind it, by dynamic programming over the cuts. Several virtual stages a rank: planner/partition/ranks.py.
 """
 
 from __future__ import annotations
@@ -26,12 +24,11 @@ import numpy as np
 
 from costmodels.step import closed_form_s
 from costmodels.strategy import Frame
-from planner.partition.columns import ShardColumn, StageTable
+from planner.partition.columns import ShardColumn
 from planner.partition.flow import Array
-from planner.partition.price import held_stashes
 from planner.request import SolverName
 from planner.solver import Problem, chosen, weighted
-from profiles.units import MIB, US_PER_S
+from profiles.units import US_PER_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +89,9 @@ class Bounds:
         return (m - share) * pace_s + share * walk_s + column.tail_s
 
 
-def fits_together(frame: Frame, columns: Sequence[ShardColumn], stages: Sequence[StageTable]) -> bool:
-    """Whether one column for each virtual stage keeps (C5) and (C6)."""
-    if len({column.zero > 0 for column in columns if column.shares}) > 1:
-        return False
-    for rank in range(frame.mesh.pp if frame.virtual_stages > 1 else 0):
-        own = [columns[stage] for stage in frame.stages_of(rank)]
-        fixed, peak = sum(column.fixed_bytes for column in own), max(column.peak_bytes for column in own)
-        for held in held_stashes(frame, rank):
-            kept = sum(count * column.kept_bytes for count, column in zip(held, own, strict=True))
-            if fixed + kept + peak > stages[frame.stages_of(rank)[0]].usable_bytes:
-                return False
-    return True
+def are_alike(columns: Sequence[ShardColumn]) -> bool:
+    """Whether one column for each stage keeps (C5)."""
+    return len({column.zero > 0 for column in columns if column.shares}) <= 1
 
 
 def _from_both_ends(values: Sequence[Array], joined: Any) -> tuple[list[Array], list[Array]]:
@@ -121,7 +109,7 @@ def _from_both_ends(values: Sequence[Array], joined: Any) -> tuple[list[Array], 
 
 
 def solve(
-    frame: Frame, options: Sequence[Sequence[ShardColumn]], stages: Sequence[StageTable], solver: SolverName, limit_s: float | None,
+    frame: Frame, options: Sequence[Sequence[ShardColumn]], solver: SolverName, limit_s: float | None,
 ) -> ShardChoice | None:
     """The fastest choice of one column for each virtual stage, None where there is none. Raises SolverError, Unsolved."""
     problem = Problem("shards")
@@ -133,9 +121,6 @@ def solve(
         columns = [(z, column) for part in parts for column, z in part.items()]
         problem.require(weighted((z, column.time_s * US_PER_S) for z, column in columns) <= pace, f"C3_pace_{rank}")
         problem.require(weighted((z, column.tail_s * US_PER_S) for z, column in columns) <= tail, f"C4_tail_{rank}")
-    if frame.virtual_stages > 1:
-        for rank, parts in enumerate(own):
-            _require_memory(problem, rank, parts, frame, stages)
     _require_alike(problem, picks)
     share = 1 / frame.virtual_stages
     walk = [(z, share * column.walk_s * US_PER_S) for part in picks for column, z in part.items()]
@@ -154,19 +139,6 @@ def _require_path(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) -> 
             problem.require(weighted(flow) == 0, f"C1_{stage}_{cut}")
 
 
-def _require_memory(
-    problem: Problem, rank: int, parts: Sequence[dict[ShardColumn, Any]], frame: Frame, stages: Sequence[StageTable],
-) -> None:
-    largest, usable = problem.continuous(f"W_{rank}"), stages[frame.stages_of(rank)[0]].usable_bytes
-    for chunk, part in enumerate(parts):
-        problem.require(weighted((z, column.peak_bytes / MIB) for column, z in part.items()) <= largest, f"C5_most_{rank}_{chunk}")
-    for moment, held in enumerate(held_stashes(frame, rank)):
-        terms = [
-            (z, (column.fixed_bytes + count * column.kept_bytes) / MIB)
-            for count, part in zip(held, parts, strict=True) for column, z in part.items()]
-        problem.require(weighted([*terms, (largest, 1.0)]) <= usable / MIB, f"C5_memory_{rank}_{moment}")
-
-
 def _require_alike(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) -> None:
     sharing = [(stage, [(z, column.zero) for column, z in part.items() if column.shares]) for stage, part in enumerate(picks)]
     if not any(found for _, found in sharing):
@@ -175,9 +147,9 @@ def _require_alike(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) ->
     for stage, found in sharing:
         whole, parted = ([(z, 1.0) for z, zero in found if (zero > 0) is is_parted] for is_parted in (False, True))
         if parted:
-            problem.require(weighted(parted) <= divided, f"C6_divided_{stage}")
+            problem.require(weighted(parted) <= divided, f"C5_divided_{stage}")
         if whole:
-            problem.require(weighted([*whole, (divided, 1.0)]) <= 1, f"C6_whole_{stage}")
+            problem.require(weighted([*whole, (divided, 1.0)]) <= 1, f"C5_whole_{stage}")
 
 
 def path(time_s: Sequence[Array]) -> Iterator[tuple[int, int]]:

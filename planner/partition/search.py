@@ -24,8 +24,9 @@ from planner.partition.book import ShardBook
 from planner.partition.columns import Allowed, ShardColumn, StageTable
 from planner.partition.flow import Array
 from planner.partition.labels import LabelTable
-from planner.partition.master import Bounds, ShardChoice, evaluate, fits_together, path, solve
+from planner.partition.master import Bounds, ShardChoice, are_alike, evaluate, path, solve
 from planner.partition.price import ShardRun, ShardStrategy, price_shards
+from planner.partition.ranks import solve_ranks
 from planner.partition.shards import Sharded
 from planner.partition.space import enumerate_modules, require_known
 from planner.partition.stages import StageRule, ranges
@@ -150,6 +151,8 @@ class ModuleSearch:
         known, among = self._first(finder, cut_s)
         if known is None:
             return None
+        if frame.virtual_stages > 1 and known.proven:  # its cuts are given: it was chosen among all columns
+            return self._worthwhile(frame, known, bound_s)
         options, least_s = finder.tightened(finder.below(min(cut_s, known.step_s)), min(cut_s, known.step_s))
         bound_s = max(bound_s, min(least_s, known.step_s) * (1 - ROUNDING))
         near, self.most_solve_s = (
@@ -179,7 +182,7 @@ class ModuleSearch:
             return None, []
         for factor in WIDENED:
             options = finder.near(finder.bounds.least_pace_s * factor, cut_s)
-            known = finder.even(options)
+            known = finder.even(options) if finder.frame.virtual_stages == 1 else None
             if known is None and finder.coupled and all(options):
                 known = self._solved(finder, options)
             if known is not None:
@@ -187,7 +190,11 @@ class ModuleSearch:
         return None, []
 
     def _solved(self, finder: Finder, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
-        return solve(finder.frame, options, finder.stages, self.options.solver, self.solver_limit_s()) if all(options) else None
+        if not all(options):
+            return None
+        if finder.frame.virtual_stages > 1:
+            return solve_ranks(finder.frame, options, finder.stages)
+        return solve(finder.frame, options, self.options.solver, self.solver_limit_s())
 
     def left_s(self) -> float | None:
         return None if self.deadline_s is None else self.deadline_s - time.monotonic()
@@ -276,7 +283,7 @@ class Finder:
         except ValueError:
             return None
         chosen = [min(self.columns(stage, *one), key=lambda column: (column.time_s, column.tail_s)) for stage, one in enumerate(found)]
-        return evaluate(self.frame, chosen, proven=False) if fits_together(self.frame, chosen, self.stages) else None
+        return evaluate(self.frame, chosen, proven=False) if are_alike(chosen) else None
 
     def below(self, cut_s: float) -> list[list[ShardColumn]]:
         """By stage, every column that a plan of at most `cut_s` may have."""
