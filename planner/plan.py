@@ -394,6 +394,9 @@ def load(path: Path) -> Any:
 
 def from_document(body: Any, where: str) -> Plan:
     """The plan of what `to_document` gives. Raises ConfigError with `where`, as `read` does."""
+    if isinstance(body, dict) and "shards" in body:
+        raise ConfigError(f"{where}: it is the plan of a traced module, this needs one of a described model",
+                          hint="plan show and plan check --execute take plans of traced modules")
     plan = parse(Plan, checked_document(body, where), where)
     _require_whole(plan, where)
     return plan

@@ -76,7 +76,8 @@ def _hint(search: ModuleSearch) -> str:
             price = price_shards(leanest(larger, frame), larger.tables)
             if max(memory.total for memory in price.memory) <= larger.limit_bytes:
                 return f"{larger.book.machine.cluster.num_gpus} GPUs are enough (--gpus {larger.book.machine.cluster.num_gpus})"
-    return "use a larger device, or shorter sequences (--seq-length)"
+    shorter = "" if search.book.training.seq_length == 1 else ", or shorter sequences (--seq-length)"
+    return f"use a larger device{shorter}"
 
 
 def leanest_ranges(frame: Frame, stages: list[StageTable]) -> tuple[tuple[int, int], ...]:

@@ -52,7 +52,8 @@ def ranges(how: StageRule, sharded: Sharded, num_stages: int) -> tuple[tuple[int
         return None
     if how.rule is Rule.CUSTOM:
         if sum(how.counts) != size:
-            raise ConfigError(f"--stages has {sum(how.counts)} shards, {sharded.model.name} has {size}", hint="plan explain lists them")
+            raise ConfigError(f"--stages has {sum(how.counts)} shards, {sharded.model.name} has {size}",
+                              hint=f"give counts that add up to {size}; plan show lists the shards of a plan")
         return tuple(pairwise(accumulate(how.counts, initial=0)))
     if how.rule is Rule.UNIFORM:
         each, over = divmod(size, num_stages)
