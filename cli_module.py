@@ -71,7 +71,7 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
 def _deliver(plan: ModulePlan, context: Context, output: Path, *, as_json: bool) -> None:
     """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
     from executor.layout import torchrun_line
-    from planner.module_plan import to_yaml, write
+    from planner.plan import to_yaml, write
     from planner.report.module_summary import print_module_summary
     from planner.report.text import console
 
@@ -90,12 +90,12 @@ def _deliver(plan: ModulePlan, context: Context, output: Path, *, as_json: bool)
 
 def show(plan: ModulePlan, context: Context, *, as_json: bool) -> None:
     """Print a plan for a person, or as JSON."""
-    from planner.report.documents import module_document
+    from planner.report.documents import plan_document
     from planner.report.module_summary import print_module_summary
     from planner.report.text import console
 
     if as_json:
-        print_json(module_document(plan, context.elapsed_s))
+        print_json(plan_document(plan, context.elapsed_s))
     else:
         print_module_summary(plan, console(sys.stdout), context)
 

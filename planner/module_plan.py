@@ -10,17 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from costmodels.mesh import Mesh
 from planner import plan as described
 from planner.plan import Pipeline, Plan, Prediction, SearchRecord
-from profiles.catalog import cluster_document
 from profiles.errors import ConfigError
-from profiles.files import write_text
 from profiles.hardware import Cluster
 from profiles.module import ModuleSource
-from profiles.schema import document, parse
+from profiles.schema import parse
 from profiles.spec import TrainingSpec
 
 _FORBID = {"extra": "forbid"}
@@ -85,23 +81,6 @@ class ModulePlan:
     stages: tuple[ShardStage, ...]
     predicted: Prediction
     search: SearchRecord
-
-
-def to_document(plan: ModulePlan) -> dict[str, Any]:
-    """The plan as plain dicts, lists, strings and numbers: what the file holds."""
-    body: dict[str, Any] = document(plan)
-    body["cluster"] = cluster_document(plan.cluster)
-    return body
-
-
-def to_yaml(plan: ModulePlan) -> str:
-    """The plan as YAML; the same plan always gives the same text."""
-    return yaml.safe_dump(to_document(plan), sort_keys=False, default_flow_style=None, width=120)
-
-
-def write(plan: ModulePlan, path: Path) -> None:
-    """Write the plan atomically. Raises ConfigError."""
-    write_text(to_yaml(plan), path, hint="choose another file with --output")
 
 
 def read(path: Path) -> Plan | ModulePlan:

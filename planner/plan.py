@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
@@ -358,19 +358,26 @@ def frame_of(plan: Plan) -> Frame:
         actions=pipeline.actions, tp_overlap=pipeline.tp_overlap)
 
 
-def to_document(plan: Plan) -> dict[str, Any]:
+class Written(Protocol):
+    """What every kind of plan file has."""
+
+    @property
+    def cluster(self) -> Cluster: ...
+
+
+def to_document(plan: Written) -> dict[str, Any]:
     """The plan as plain dicts, lists, strings and numbers: what the file holds."""
     body: dict[str, Any] = document(plan)
     body["cluster"] = cluster_document(plan.cluster)
     return body
 
 
-def to_yaml(plan: Plan) -> str:
+def to_yaml(plan: Written) -> str:
     """The plan as YAML; the same plan always gives the same text."""
     return yaml.safe_dump(to_document(plan), sort_keys=False, default_flow_style=None, width=120)
 
 
-def write(plan: Plan, path: Path) -> None:
+def write(plan: Written, path: Path) -> None:
     """Write the plan atomically: a reader sees the old file or the new one, never a part. Raises ConfigError."""
     write_text(to_yaml(plan), path, hint="choose another file with --output")
 

@@ -210,5 +210,5 @@ def fingerprint(run: Run) -> str:
 
 def plan_parts(plan: Plan | ModulePlan) -> tuple[dict[str, Any], str]:
     """The plan's document for a run, and its fingerprint."""
-    body = module_plan.to_document(plan) if isinstance(plan, ModulePlan) else to_document(plan)
+    body = to_document(plan)
     return body, digest(json.dumps(body, sort_keys=True))

@@ -25,7 +25,7 @@ ALLOWED = {  # package -> where it may be named: a file, or a folder with its sl
         "profiles/profile_comm.py"),
     "yaml": (
         "profiles/catalog.py", "profiles/measured.py", "profiles/own.py", "profiles/terms.py", "profiles/calibrate.py",
-        "profiles/profiler/", "planner/plan.py", "planner/module_plan.py", "planner/validation/fit.py"),
+        "profiles/profiler/", "planner/plan.py", "planner/validation/fit.py"),
     "pydantic": ("profiles/",),
     "transformers": ("executor/foreign/source.py", "profiles/tracing/", "executor/data/tokens.py"),
     "matplotlib": ("planner/report/scatter.py", "planner/report/front_plot.py", "planner/report/profile_plot.py"),

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from costmodels.schedules import Schedule
-from planner.module_plan import ModulePlan, from_document, read, to_document, to_yaml, write
+from planner.module_plan import ModulePlan, from_document, read
 from planner.partition.plan import find_module_plan
-from planner.report.documents import module_document, plan_schema
+from planner.plan import to_document, to_yaml, write
+from planner.report.documents import plan_document, plan_schema
 from planner.report.module_summary import print_module_summary
 from planner.report.summary import Context
 from planner.report.text import console
@@ -76,13 +77,13 @@ def test_a_file_that_is_wrong_is_an_error_with_its_place(plan, change, match):
 def test_the_published_schema_takes_a_plan_of_a_traced_module(plan):
     schema = plan_schema()
 
-    conforms(module_document(plan), {"$ref": "#/$defs/ModulePlan"}, schema["$defs"])
+    conforms(plan_document(plan), {"$ref": "#/$defs/ModulePlan"}, schema["$defs"])
     with pytest.raises(AssertionError):
-        conforms({**module_document(plan), "layers": 1}, {"$ref": "#/$defs/ModulePlan"}, schema["$defs"])
+        conforms({**plan_document(plan), "layers": 1}, {"$ref": "#/$defs/ModulePlan"}, schema["$defs"])
 
 
 def test_the_document_has_the_time_that_the_search_took(plan):
-    assert module_document(plan, 1.23456) == {**to_document(plan), "elapsed_s": 1.235}
+    assert plan_document(plan, 1.23456) == {**to_document(plan), "elapsed_s": 1.235}
 
 
 def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):

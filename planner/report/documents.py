@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from planner.module_plan import ModulePlan
-from planner.module_plan import to_document as module_to_document
 from planner.plan import PLAN_VERSION, Plan, to_document
 from profiles.catalog import cluster_schema
 from profiles.schema import json_schema
@@ -14,15 +13,9 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _INSIDE = ("Cluster", "Device", "Link")  # the planner's own dataclasses, which the file replaces by a cluster document
 
 
-def plan_document(plan: Plan, elapsed_s: float | None = None) -> dict[str, Any]:
+def plan_document(plan: Plan | ModulePlan, elapsed_s: float | None = None) -> dict[str, Any]:
     """The plan file's content, and how long the search took when that is known."""
     body = to_document(plan)
-    return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}
-
-
-def module_document(plan: ModulePlan, elapsed_s: float | None = None) -> dict[str, Any]:
-    """The same of a traced module's plan."""
-    body = module_to_document(plan)
     return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}
 
 
