@@ -100,8 +100,10 @@ def peak_bytes(price: StepPrice) -> float:
 
 @pytest.mark.parametrize("request_", [
     pytest.param(SMALL, id="gpt-1.5b-on-one-node"),
-    pytest.param(Request("gpt-2.5b", 8, 8, gpu="a10g-24gb", limit_gib=14.0), id="gpt-2.5b-on-small-devices"),
-    pytest.param(Request("gpt-1.5b", 16, 16, slow_nic=0.01), id="gpt-1.5b-on-two-nodes-with-a-slow-network"),
+    pytest.param(
+        Request("gpt-2.5b", 8, 8, gpu="a10g-24gb", limit_gib=14.0), id="gpt-2.5b-on-small-devices", marks=pytest.mark.slow),
+    pytest.param(
+        Request("gpt-1.5b", 16, 16, slow_nic=0.01), id="gpt-1.5b-on-two-nodes-with-a-slow-network", marks=pytest.mark.slow),
     pytest.param(BINDING, id="llama2-7b-on-two-nodes-where-memory-binds"),
 ])
 def test_the_megatron_optimum_equals_an_independent_enumeration(request_):

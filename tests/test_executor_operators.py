@@ -92,6 +92,9 @@ PLANS: dict[str, Plan] = {
 }
 
 
+NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks == 4 else ()) for name, plan in PLANS.items()]
+
+
 @cache
 def outcomes(world: int) -> dict[str, Outcome]:
     """All plans of `world` ranks, run in one world."""
@@ -103,7 +106,7 @@ def reference(plan: Plan) -> Outcome:
     return run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_whose_operators_are_divided_one_by_one_trains_like_one_process(name):
     plan = PLANS[name]
     validate(plan)
@@ -116,7 +119,7 @@ def test_a_plan_whose_operators_are_divided_one_by_one_trains_like_one_process(n
     assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_rank_holds_the_bytes_that_the_placements_say(name):
     plan = PLANS[name]
 

@@ -93,6 +93,9 @@ PLANS: dict[str, Plan] = {
 }
 
 
+NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks > 4 else ()) for name, plan in PLANS.items()]
+
+
 @cache
 def outcomes(world: int) -> dict[str, Outcome]:
     """All plans of `world` ranks, run in one world: to start it costs more than to train."""
@@ -105,7 +108,7 @@ def reference(name: str) -> Outcome:
     return run_reference(dataclasses.replace(PLANS[name], mesh=Mesh(pp=1, dp=1, tp=1)))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_trains_like_one_process(name):
     plan = PLANS[name]
     found, expected = outcomes(plan.mesh.num_ranks)[name], reference(name)
@@ -118,7 +121,7 @@ def test_a_plan_trains_like_one_process(name):
     assert found.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE if exact else BF16_NORM_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_rank_holds_exactly_the_predicted_bytes(name):
     plan = PLANS[name]
 

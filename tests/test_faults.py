@@ -52,6 +52,11 @@ def gpt_2_5b_on_16():
     return entry.spec, with_gpus(load_cluster("a100-80gb"), 16), training
 
 
+@pytest.fixture(scope="module")
+def whole():
+    return find_plan(*gpt_2_5b_on_16())
+
+
 each_fault = pytest.mark.parametrize(("fault", "message"), list(FAULTS.values()), ids=list(FAULTS))
 
 
@@ -138,8 +143,7 @@ def test_a_solve_cut_off_by_its_limit_is_never_called_proven():
 
 
 @each_fault
-def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message, fake_cbc):
-    whole = find_plan(*gpt_2_5b_on_16())
+def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message, fake_cbc, whole):
     calls = fake_cbc(fault, after=2)
 
     plan = find_plan(*gpt_2_5b_on_16())
@@ -153,8 +157,7 @@ def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message
     assert f"failed on {MOST_FAILURES} candidates" in plan.search.solver_failure
 
 
-def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc):
-    whole = find_plan(*gpt_2_5b_on_16())
+def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc, whole):
     fake_cbc("exit 3", after=2, times=1)
 
     plan = find_plan(*gpt_2_5b_on_16())
@@ -214,12 +217,11 @@ def test_a_fault_in_the_first_pass_leaves_the_memory_objective_unproven(fake_cbc
     assert "failed on 1 candidate," in plan.search.solver_failure
 
 
-def test_no_fault_leaves_no_word(fake_cbc):
-    whole = to_yaml(find_plan(*gpt_2_5b_on_16()))
+def test_no_fault_leaves_no_word(fake_cbc, whole):
     fake_cbc("exit 3", after=1000)
 
-    assert to_yaml(find_plan(*gpt_2_5b_on_16())) == whole
-    assert "solver_failure: null" in whole
+    assert to_yaml(find_plan(*gpt_2_5b_on_16())) == to_yaml(whole)
+    assert "solver_failure: null" in to_yaml(whole)
 
 
 def test_highs_that_is_missing_is_an_error_with_exit_code_4(monkeypatch):

@@ -74,6 +74,12 @@ def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
         assert redundancy_bound_bytes(frame, table) <= best_bytes[frame] * (1 + 1e-9) + 1
 
 
+def gpt_2_5b_on_16():
+    entry = load_model("gpt-2.5b")
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+    return entry.spec, with_gpus(load_cluster("a100-80gb"), 16), training
+
+
 def gpt_20b_on_64():
     entry = load_model("gpt-20b")
     training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
@@ -118,8 +124,8 @@ def test_the_memory_objective_is_leaner_and_within_the_slowdown(whole):
 
 
 def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap():
-    plan = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=14 * GIB, time_limit_s=1e-3))
-    ended = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=14 * GIB))
+    plan = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=7 * GIB, time_limit_s=1e-3))
+    ended = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=7 * GIB))
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= ended.search.bound <= plan.search.value
