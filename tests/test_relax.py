@@ -83,7 +83,7 @@ PINS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(PINS))
+@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow if i % 2 else ()) for i, n in enumerate(PINS)])
 def pinned(request):
     """A pin, the pins, the request that does not fit with them, and what makes it fit."""
     name, pins = PINS[request.param]
