@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
@@ -23,24 +21,23 @@ from planner.assemble import assemble, runner_up
 from planner.baselines.space import counted_ends, equal_blocks
 from planner.baselines.stage_aware import Room, stage_aware
 from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_bytes, time_bound
+from planner.branch import Outcome, best_of, branch, worth_replaying
 from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
-from planner.faults import GaveUp, Unanswered, can_place, failure_text
+from planner.faults import can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.levels import illegal_full_recompute, paying
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
-from planner.request import Constraints, OnProgress, Progress, SearchOptions
+from planner.request import Constraints, OnProgress, SearchOptions
 from planner.solver import Unsolved
-from planner.space import Pruned, Space, describe, enumerate_space
+from planner.space import Pruned, Space, describe, enumerate_space, no_frame_error
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from profiles.errors import ConfigError, InfeasibleError, SolverError
+from profiles.errors import InfeasibleError, SolverError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.units import GIB
 
-REPLAYED = 10  # how many of the best frames the simulator replays
-WORTH_REPLAYING = 1.10  # those within 10 % of the best: for unequal stages the closed form is up to that much off
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap says so
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
@@ -57,22 +54,6 @@ class Solved:
     choice: Choice
     value: float
     bound: float
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Solved frames, best first; the proven bound over all frames; whether the search ran to its end or Ctrl-C came; and
-    how many frames were left unsolved.
-
-    failures: the errors of the solver on frames that it left without an answer
-    """
-
-    solved: tuple[Solved, ...]
-    bound: float
-    finished: bool
-    interrupted: bool = False
-    left: int = 0
-    failures: tuple[SolverError, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +74,7 @@ class Prices:
     def __init__(self, model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> None:
         space = enumerate_space(model, cluster, training, pins)
         if not space.frames:
-            raise _no_frame_error(space, cluster)
+            raise no_frame_error(space, cluster)
         self.book = PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
         frames, beaten = paying(space.frames, self.book)
         self.space = Space(frames, (*space.pruned, *(Pruned(describe(frame), reason) for frame, reason in beaten)))
@@ -147,12 +128,6 @@ class Session:
         left_s = self.left_s()
         return MOST_SOLVE_S if left_s is None else min(max(left_s, LEAST_SOLVE_S), MOST_SOLVE_S)
 
-    def report(self, objective: Objective, done: int, total: int, best: float, bound: float) -> None:
-        """Tell whoever watches."""
-        if self.on_progress:
-            incumbent = None if best == INFINITY else best
-            self.on_progress(Progress(objective=objective, done=done, total=total, incumbent=incumbent, bound=bound))
-
     def columns(self, frame: Frame, make: Callable[[RankColumns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
         """The columns of every rank, over all block counts with which the frame can take less than `cut_s`.
 
@@ -173,58 +148,7 @@ class Session:
         return self.columns(frame, lambda rank, count: rank.relaxed(count, self.limit_bytes), cut_s)
 
 
-def _branch(
-    objective: Objective, bounded: Iterable[tuple[float, Frame]], solve: Callable[[Frame, float, float], Solved | None],
-    cut: Callable[[Sequence[Solved]], float], session: Session, known: Solved | None = None,
-) -> Outcome:
-    """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
-
-    `known` is the answer when no frame was solved; without it an interrupt, or the solver's last error, is raised again.
-    """
-    solved: list[Solved] = []
-    open_ = Unanswered()
-    ordered: list[tuple[float, int, Frame]] = []
-    proven, finished, interrupted, reached = 0.0, True, False, 0  # `proven`: the least bound of the frames still to solve
-    try:
-        ordered = sorted(((bound, index, frame) for index, (bound, frame) in enumerate(bounded)))
-        for reached, (bound, _, frame) in enumerate(ordered):
-            limit, left_s, proven = cut(solved), session.left_s(), bound
-            if bound >= limit:
-                break
-            if solved and left_s is not None and left_s <= 0:  # a plan late is better than none
-                finished = False
-                break
-            found = open_.attempt(partial(solve, frame, bound, limit), bound)
-            if found:
-                solved = sorted([*solved, found], key=lambda s: s.value)
-            session.report(objective, reached + 1, len(ordered), _best(solved), min(bound, _best(solved), *open_.bounds))
-        else:
-            proven = INFINITY
-    except GaveUp:
-        finished, reached = False, reached + 1  # its own bound is among the open ones
-    except KeyboardInterrupt:
-        if not solved and known is None:
-            raise
-        finished, interrupted = False, True
-    if not solved and known is None and open_.failures:
-        raise open_.failures[-1]
-    left = len(open_.bounds) + (0 if finished else len(ordered) - reached)
-    if not solved and known is not None:
-        solved, finished = [known], False
-    bounds = (proven, *open_.bounds, *(s.bound for s in solved))
-    return Outcome(tuple(solved), min(bounds), finished and not open_.bounds, interrupted, left, tuple(open_.failures))
-
-
-def _best(solved: Sequence[Solved]) -> float:
-    return solved[0].value if solved else INFINITY
-
-
-def _worth_replaying(solved: Sequence[Solved]) -> float:
-    tenth = solved[REPLAYED - 1].value if len(solved) >= REPLAYED else INFINITY
-    return min(tenth, WORTH_REPLAYING * _best(solved))
-
-
-def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
+def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved]:
     """Frames that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved.
 
     A schedule that only moves recompute has no plan below what 1F1B takes with the same layers and none of it: where 1F1B
@@ -235,7 +159,7 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
     relaxed_values_s: dict[Frame, float] = {}
     beaten: list[Solved] = []
 
-    def solve(frame: Frame, bound_s: float, cut_s: float) -> Solved | None:
+    def solve(frame: Frame, bound_s: float, cut_s: float, _: float) -> Solved | None:
         usual = replace(frame, schedule=Schedule.ONE_F_ONE_B)
         if frame.recomputes_ahead:
             cut_s = min(cut_s, values_s.get(usual, INFINITY))
@@ -267,12 +191,13 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome:
 
     possible = [frame for frame in frames if prices.may_fit(frame, limit)]
     bounded = ((prices.least_s(frame, limit), frame) for frame in possible)
-    outcome = _branch(Objective.THROUGHPUT, bounded, solve, _worth_replaying, session)
+    outcome = branch(
+        Objective.THROUGHPUT, bounded, solve, worth_replaying, left_s=session.left_s, on_progress=session.on_progress)
     if not outcome.finished:
         return outcome
     if outcome.solved:
         _certify((*outcome.solved, *beaten), session)
-    return replace(outcome, bound=min((_best(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
+    return replace(outcome, bound=min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
 
 
 def _certify(solved: Sequence[Solved], session: Session) -> None:
@@ -300,10 +225,10 @@ def _require_infeasible(frame: Frame, options: Sequence[Sequence[Column]], sessi
         raise SolverError(f"{session.options.solver} calls a problem infeasible that is not", hint="use the other --solver")
 
 
-def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) -> Outcome:
+def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) -> Outcome[Solved]:
     num_layers, slowest_s = session.book.model.num_layers, fastest.value * (1 + session.options.max_slowdown) * (1 + ROUNDING)
 
-    def solve(frame: Frame, bound: float, cut: float) -> Solved | None:
+    def solve(frame: Frame, bound: float, cut: float, _: float) -> Solved | None:
         options = session.columns(frame, lambda rank, count: session.prices.lean_columns(rank, count, session.limit_bytes), slowest_s)
         if options is None:
             return None
@@ -321,10 +246,11 @@ def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) 
         (redundancy_bound_bytes(frame, session.table), frame)
         for frame in frames
         if session.prices.may_fit(frame, session.limit_bytes) and session.prices.least_s(frame, session.limit_bytes) <= slowest_s)
-    return _branch(Objective.MEMORY, bounded, solve, _best, session, _as_memory(fastest))
+    return branch(
+        Objective.MEMORY, bounded, solve, best_of, left_s=session.left_s, on_progress=session.on_progress, known=_as_memory(fastest))
 
 
-def _then_leanest(first: Outcome, frames: Sequence[Frame], session: Session) -> Outcome:
+def _then_leanest(first: Outcome[Solved], frames: Sequence[Frame], session: Session) -> Outcome[Solved]:
     """The second pass of the memory objective: it is proven only if the first is, which the slowdown is measured by."""
     if first.interrupted:
         return Outcome((_as_memory(first.solved[0]),), 0.0, finished=False, interrupted=True, failures=first.failures)
@@ -344,11 +270,8 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
     that a rule of thumb on equal stages beats.
     """
     frame, num_layers, pp = solved.frame, session.book.model.num_layers, solved.frame.mesh.pp
-    for first, last in itertools.product((0, 1), repeat=2) if pp > 1 and frame.virtual_stages == 1 else ():
-        each, left = divmod(num_layers + first + last, pp)
-        blocks = [each - (rank == 0) * first - (rank == pp - 1) * last for rank in range(pp)]
-        if left or min(blocks) < 1:
-            continue
+    for ends in counted_ends(num_layers, pp) if pp > 1 and frame.virtual_stages == 1 else ():
+        blocks = equal_blocks(frame, num_layers, ends)
         ranks = [
             [c for c in RankColumns(rank, frame, session.table).fastest(count, session.limit_bytes) if c.zero == chosen.zero]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
@@ -360,7 +283,7 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
 def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
     """Merak's one knob of recompute on equal stages, the least that fits, where the frame has such: no plan is slower than the rule."""
     frame, book, num_layers = solved.frame, session.book, session.book.model.num_layers
-    if frame.mesh.pp == 1 or frame.equal_ranks or frame.virtual_stages > 1:
+    if frame.mesh.pp == 1 or frame.virtual_stages > 1:
         return
     allowed = session.prices.recompute or tuple(Recompute)
     if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(frame.tp_overlap, book.model):
@@ -373,12 +296,11 @@ def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
                 yield stage_aware(frame, blocks, counts, zero)
 
 
-def _replay(outcome: Outcome, objective: Objective, session: Session) -> list[tuple[Solved, Strategy, StepPrice]]:
+def _replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> list[tuple[Solved, Strategy, StepPrice]]:
     """The best solved frames priced in full, in the order of the search; an interrupt keeps what is replayed."""
     replayed: list[tuple[Solved, Strategy, StepPrice]] = []
-    worth = [solved for solved in outcome.solved[:REPLAYED] if solved.value <= WORTH_REPLAYING * outcome.solved[0].value]
     try:
-        for solved in worth:
+        for solved in outcome.to_replay:
             tried = [to_strategy(solved.frame, solved.choice.columns)]
             if objective is Objective.THROUGHPUT:
                 tried += [*_equal_stages(solved, session), *_by_the_rule(solved, session)]
@@ -433,7 +355,7 @@ def find_plan(
     return found.plan
 
 
-def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcome, space: Space) -> SearchRecord:
+def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcome[Solved], space: Space) -> SearchRecord:
     """What the search proved about `best`, in the units of the plan file."""
     unit = GIB if objective is Objective.MEMORY else 1.0
     considered, solved = len(space.frames) + len(space.pruned), len(outcome.solved)
@@ -444,12 +366,3 @@ def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcom
         fastest_step_time_s=round(fastest.choice.step_s, 6),
         candidates=Candidates(considered=considered, pruned=considered - solved - outcome.left, solved=solved, left=outcome.left),
         solver_failure=failure_text(outcome.failures))
-
-
-def _no_frame_error(space: Space, cluster: Cluster) -> ConfigError:
-    """The most common reason why no candidate is legal."""
-    reasons = Counter(pruned.reason for pruned in space.pruned)
-    reason, _ = max(reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0))
-    return ConfigError(
-        f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates most fall because {reason}",
-        hint="choose another --gpus or --global-batch-size, or drop a pinned degree")

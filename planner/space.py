@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
@@ -13,6 +14,7 @@ from costmodels.strategy import Frame
 from planner.columns import shorter_ends
 from planner.levels import illegal_full_recompute, illegal_overlap
 from planner.request import Constraints
+from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
 
@@ -211,3 +213,12 @@ def enumerate_space(model: ModelSpec, cluster: Cluster, training: TrainingSpec, 
             else:
                 frames.append(found)
     return Space(tuple(frames), tuple(pruned))
+
+
+def no_frame_error(space: Space, cluster: Cluster) -> ConfigError:
+    """Of a space without candidates the most common reason."""
+    reasons = Counter(pruned.reason for pruned in space.pruned)
+    reason, _ = max(reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0))
+    return ConfigError(
+        f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates most fall because {reason}",
+        hint="choose another --gpus or --global-batch-size, or drop a pinned degree")

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from planner.bounds import redundancy_bound_bytes, time_bound
+from planner.branch import WORTH_REPLAYING
 from planner.columns import MixTable
 from planner.plan import Objective, Status, to_yaml
 from planner.request import Constraints, SearchOptions, SolverName
-from planner.search import WORTH_REPLAYING, find_plan
+from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.spec import TrainingSpec

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from costmodels.step import StepPrice
 from planner.assemble import breakdown, letters, memory_of_stages, pipeline_of, redundancy_of, rounded, runner_up_of, step_kind
+from planner.branch import Outcome
 from planner.faults import failure_text
 from planner.module_plan import ModulePlan, ShardPlan, ShardStage, TracedSummary
 from planner.partition.infeasible import infeasible_module_error
 from planner.partition.price import ShardStrategy
-from planner.partition.search import ModuleSearch, ShardOutcome, ShardSolved
+from planner.partition.search import ModuleSearch, ShardSolved
 from planner.partition.shards import Sharded, shard
 from planner.partition.stages import StageRule
 from planner.plan import PLAN_VERSION, Candidates, Objective, Prediction, Quantity, SearchRecord, Status
@@ -82,7 +83,7 @@ def find_module_plan(
     return FoundModule(plan=_assembled(strategy, price, record, search), interrupted=outcome.interrupted)
 
 
-def _record(best: ShardSolved, outcome: ShardOutcome, search: ModuleSearch) -> SearchRecord:
+def _record(best: ShardSolved, outcome: Outcome[ShardSolved], search: ModuleSearch) -> SearchRecord:
     """What the search proved about `best`, in seconds under the closed form."""
     considered, solved = len(search.space.frames) + len(search.space.pruned), len(outcome.solved)
     return SearchRecord(

@@ -7,10 +7,8 @@ those worth replaying; the best are replayed in the event simulator, and the fas
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -18,7 +16,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule
 from costmodels.step import StepPrice
 from costmodels.strategy import Frame
-from planner.faults import GaveUp, Unanswered
+from planner.branch import Outcome, branch, worth_replaying
 from planner.infeasible import limit_bytes
 from planner.partition.book import ShardBook
 from planner.partition.columns import Allowed, ShardColumn, StageTable
@@ -32,16 +30,13 @@ from planner.partition.space import enumerate_modules, require_known
 from planner.partition.stages import StageRule, ranges
 from planner.partition.tables import Tables
 from planner.plan import Objective
-from planner.request import ZERO_STAGES, Constraints, OnProgress, Progress, SearchOptions
+from planner.request import ZERO_STAGES, Constraints, OnProgress, SearchOptions
 from planner.solver import Unsolved
-from planner.space import Space
-from profiles.errors import ConfigError, SolverError
+from planner.space import Space, no_frame_error
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import TrainingSpec
 
-REPLAYED = 10  # how many of the best frames the simulator replays
-WORTH_REPLAYING = 1.10  # those within 10 % of the best, as in planner/search.py
 LEAST_SOLVE_S, MOST_SOLVE_S = 1.0, 2.0  # of one program; a frame that needs longer keeps its bound, and the gap says so
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program, as in planner/search.py
 REPLAY_SOLVE_S = 1.0  # of a frame that is only worth replaying
@@ -63,18 +58,6 @@ class ShardSolved:
         return self.choice.step_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardOutcome:
-    """Solved frames, best first; the proven bound; whether the search ran to its end; whether Ctrl-C came; frames left unsolved."""
-
-    solved: tuple[ShardSolved, ...]
-    bound: float
-    finished: bool
-    interrupted: bool
-    left: int
-    failures: tuple[SolverError, ...]
-
-
 class ModuleSearch:
     """One search over the shards of a traced model."""
 
@@ -88,7 +71,7 @@ class ModuleSearch:
         self.limit_bytes = limit_bytes(cluster, training.stack, options)
         self.space: Space = enumerate_modules(len(sharded.shards), cluster, training, pins, how.counts)
         if not self.space.frames:
-            raise _no_frame_error(self.space, cluster)
+            raise no_frame_error(self.space, cluster)
         self.most_solve_s = MOST_SOLVE_S
         self.also_1f1b = any(frame.mesh.pp > 1 and frame.schedule is Schedule.ONE_F_ONE_B for frame in self.space.frames)
         self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
@@ -203,46 +186,15 @@ class ModuleSearch:
         left_s = self.left_s()
         return self.most_solve_s if left_s is None else min(max(left_s, LEAST_SOLVE_S), self.most_solve_s)
 
-    def run(self, on_progress: OnProgress | None) -> ShardOutcome:
+    def run(self, on_progress: OnProgress | None) -> Outcome[ShardSolved]:
         """All frames, as long as one may be among the best. Raises KeyboardInterrupt before the first plan, SolverError."""
-        solved: list[ShardSolved] = []
-        open_, proven, finished, interrupted, reached = Unanswered(), 0.0, True, False, 0
-        ordered: list[tuple[float, int, Frame]] = []
-        try:
-            bounded = ((self.bound_s(frame), index, frame) for index, frame in enumerate(self.space.frames))
-            ordered = sorted(one for one in bounded if np.isfinite(one[0]))
-            for reached, (bound, _, frame) in enumerate(ordered):
-                cut, left_s, proven = _worth_replaying(solved), self.left_s(), bound
-                if bound >= cut:
-                    break
-                if solved and left_s is not None and left_s <= 0:
-                    finished = False
-                    break
-                found = open_.attempt(partial(self.solve, frame, bound, cut, _best(solved)), bound)
-                if found:
-                    solved = sorted([*solved, found], key=lambda one: one.value)
-                _report(on_progress, reached + 1, len(ordered), solved, min(bound, _best(solved), *open_.bounds))
-            else:
-                proven = np.inf
-        except GaveUp:
-            finished, reached = False, reached + 1
-        except KeyboardInterrupt:
-            if not solved:
-                raise
-            finished, interrupted = False, True
-        if not solved and open_.failures:
-            raise open_.failures[-1]
-        left = len(open_.bounds) + (0 if finished else len(ordered) - reached)
-        bound = min(proven, _best(solved), *open_.bounds, *(one.bound for one in solved))
-        return ShardOutcome(
-            solved=tuple(solved), bound=bound, finished=finished and not open_.bounds, interrupted=interrupted, left=left,
-            failures=tuple(open_.failures))
+        bounded = ((bound, frame) for frame in self.space.frames if np.isfinite(bound := self.bound_s(frame)))
+        return branch(Objective.THROUGHPUT, bounded, self.solve, worth_replaying, left_s=self.left_s, on_progress=on_progress)
 
-    def replayed(self, outcome: ShardOutcome) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
+    def replayed(self, outcome: Outcome[ShardSolved]) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
         """The best solved frames priced in full, the fastest first."""
-        worth = [one for one in outcome.solved[:REPLAYED] if one.value <= WORTH_REPLAYING * _best(outcome.solved)]
-        strategies = [to_strategy(one) for one in worth]
-        priced = [(one, made, price_shards(made, self.tables)) for one, made in zip(worth, strategies, strict=True)]
+        strategies = [(one, to_strategy(one)) for one in outcome.to_replay]
+        priced = [(one, made, price_shards(made, self.tables)) for one, made in strategies]
         return sorted(priced, key=lambda found: found[2].step_s)
 
 
@@ -328,27 +280,3 @@ def to_strategy(solved: ShardSolved) -> ShardStrategy:
     """The strategy of a choice."""
     return ShardStrategy(frame=solved.frame, stages=tuple(
         ShardRun(first=column.first, end=column.end, zero=column.zero, again=column.again) for column in solved.choice.columns))
-
-
-def _best(solved: Sequence[ShardSolved]) -> float:
-    return solved[0].value if solved else np.inf
-
-
-def _worth_replaying(solved: Sequence[ShardSolved]) -> float:
-    tenth = solved[REPLAYED - 1].value if len(solved) >= REPLAYED else np.inf
-    return min(tenth, WORTH_REPLAYING * _best(solved))
-
-
-def _report(on_progress: Callable[[Progress], None] | None, done: int, total: int, solved: Sequence[ShardSolved], bound: float) -> None:
-    if on_progress:
-        incumbent = solved[0].value if solved else None
-        on_progress(Progress(objective=Objective.THROUGHPUT, done=done, total=total, incumbent=incumbent, bound=bound))
-
-
-def _no_frame_error(space: Space, cluster: Cluster) -> ConfigError:
-    """The most common reason why no candidate is legal."""
-    reasons = Counter(pruned.reason for pruned in space.pruned)
-    reason, _ = max(reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0))
-    return ConfigError(
-        f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates most fall because {reason}",
-        hint="choose another --gpus or --global-batch-size, or drop a pinned degree")
