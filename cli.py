@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from cli_options import (
     searching,
     tracing,
 )
+from cli_output import STDOUT, deliver, print_plan, print_plan_json
 from cli_style import INTERRUPTED, List, Main, noticing_ctrl_c, option, print_json, show_version
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from planner.request import Constraints, SearchOptions
     from planner.validation.priced import Priced
 
-STDOUT = Path("-")
 
 
 @click.group(
@@ -101,7 +100,7 @@ def _search(options: dict[str, Any]) -> int:
     context = Context(
         assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
         **_files(options))
-    _deliver(plan, context, output, as_json=options["as_json"])
+    deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
 
 
@@ -192,35 +191,6 @@ def _explain(question: Question, pins: Constraints, *, to_stderr: bool) -> None:
     print_pruned(prices.space, console(sys.stderr if to_stderr else sys.stdout))
 
 
-def _deliver(plan: Plan, context: Context, output: Path | None, *, as_json: bool) -> None:
-    """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
-    from executor.layout import torchrun_line
-    from planner.plan import to_yaml, write
-    from planner.report.summary import print_summary
-    from planner.report.text import console
-
-    if output == STDOUT and not as_json:
-        click.echo(to_yaml(plan), nl=False)
-        print_summary(plan, console(sys.stderr), context)
-        return
-    try:
-        if output not in (None, STDOUT):
-            write(plan, output)
-    finally:
-        if as_json:
-            _print_plan_json(plan, context.elapsed_s)
-        else:
-            print_summary(plan, console(sys.stdout), context)
-    if output is not None and not as_json:
-        click.echo(f"wrote {output}; run it with\n  {torchrun_line(plan, shlex.quote(str(output)))}")
-
-
-def _print_plan_json(plan: Plan, elapsed_s: float | None = None) -> None:
-    from planner.report.documents import plan_document
-
-    print_json(plan_document(plan, elapsed_s))
-
-
 @main.command(epilog="  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @as_json
@@ -229,18 +199,17 @@ def show(plan_file: Path, as_json: bool) -> None:
     from planner.module_plan import ModulePlan, read
     from planner.report.layers import print_layers
     from planner.report.redundancy import print_redundancy
-    from planner.report.summary import Context, print_summary
+    from planner.report.summary import Context
     from planner.report.text import console
 
     plan = read(plan_file)
-    if isinstance(plan, ModulePlan):
-        cli_module.show(plan, Context(whole=True, plan_file=str(plan_file)), as_json=as_json)
-        return
     if as_json:
-        _print_plan_json(plan)
+        print_plan_json(plan)
         return
     out = console(sys.stdout)
-    print_summary(plan, out, Context(whole=True, plan_file=str(plan_file)))
+    print_plan(plan, out, Context(whole=True, plan_file=str(plan_file)))
+    if isinstance(plan, ModulePlan):
+        return
     print_layers(plan, out)
     print_redundancy(plan, out)
 
@@ -340,7 +309,7 @@ def estimate(**options: Any) -> None:
         question.model, question.cluster, question.training, frame(question, options), zero=options["zero"],
         recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=tuple(map(Offload, options["offload"] or ())))
     context = Context(assumed=question.assumed, **_files(options))
-    _deliver(_with_module(plan, question), context, output, as_json=options["as_json"])
+    deliver(_with_module(plan, question), context, output, as_json=options["as_json"])
 
 
 @main.command(epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,16 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli_output import STDOUT, deliver, require_torch
 from cli_style import INTERRUPTED, noticing_ctrl_c, print_json
 
 if TYPE_CHECKING:
     from executor.check.parity import Outcome
     from planner.module_plan import ModulePlan
     from planner.plan import Plan
-    from planner.report.summary import Context
     from profiles.module import ModuleSource
 
-STDOUT = Path("-")
 NOT_EQUAL = 2  # the plan does not train as one process does
 
 
@@ -53,7 +50,7 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
         require_writable(output)
     question, pins, how = module_question(options, source), constraints(options), search_options(options)
     stages = parse_stages(options["stages"]) if options["stages"] else StageRule()
-    _require_torch("a module is traced")
+    require_torch("a module is traced, which needs torch")
     started_s = time.monotonic()
     with _users_modules(), noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
         plan = plan_module(
@@ -64,40 +61,8 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     context = Context(
         assumed=all_assumed(assumed_of(plan, question), options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
         plan_file="" if output == STDOUT else str(output))
-    _deliver(plan, context, output, as_json=options["as_json"])
+    deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
-
-
-def _deliver(plan: ModulePlan, context: Context, output: Path, *, as_json: bool) -> None:
-    """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
-    from executor.layout import torchrun_line
-    from planner.plan import to_yaml, write
-    from planner.report.module_summary import print_module_summary
-    from planner.report.text import console
-
-    if output == STDOUT and not as_json:
-        click.echo(to_yaml(plan), nl=False)
-        print_module_summary(plan, console(sys.stderr), context)
-        return
-    try:
-        if output != STDOUT:
-            write(plan, output)
-    finally:
-        show(plan, context, as_json=as_json)
-    if not as_json:
-        click.echo(f"wrote {output}; run it with\n  {torchrun_line(plan, shlex.quote(str(output)))}")
-
-
-def show(plan: ModulePlan, context: Context, *, as_json: bool) -> None:
-    """Print a plan for a person, or as JSON."""
-    from planner.report.documents import plan_document
-    from planner.report.module_summary import print_module_summary
-    from planner.report.text import console
-
-    if as_json:
-        print_json(plan_document(plan, context.elapsed_s))
-    else:
-        print_module_summary(plan, console(sys.stdout), context)
 
 
 def check(plan: ModulePlan, *, execute: bool, as_json: bool) -> int:
@@ -146,10 +111,3 @@ def _users_modules() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(here)
-
-
-def _require_torch(what: str) -> None:
-    from profiles.errors import ConfigError
-
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"{what}, which needs torch: it is not installed", hint="pip install 'parplan[torch]'")

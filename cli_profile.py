@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli_options import OUTPUT, PRECISIONS, as_json
+from cli_output import require_torch
 from cli_style import INTERRUPTED, Command, option
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _measured(options: dict[str, Any]) -> Profiled:
     from planner.report.text import console
     from profiles.profiler.environment import environment
 
-    _require_torch()
+    require_torch("plan profile measures with torch")
     wanted, comm, output = _wanted(options), options["comm"], options["output"]
     num_ranks = environment(wanted.device).num_devices
     links = comm is True or (comm is None and num_ranks > 1 and wanted.cases is None and not has_links(output, num_ranks))
@@ -180,13 +180,6 @@ def _print(profile: OwnProfile, options: dict[str, Any]) -> None:
         print_profile(profile, console(sys.stdout))
     if options["plot"] is not None:
         _draw(profile, options["plot"], quiet=options["as_json"])
-
-
-def _require_torch() -> None:
-    from profiles.errors import ConfigError
-
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("plan profile measures with torch: it is not installed", hint="pip install 'parplan[torch]'")
 
 
 def _wanted(options: dict[str, Any]) -> Wanted:

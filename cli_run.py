@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import asdict
@@ -13,15 +12,14 @@ import click
 
 import cli_module
 from cli_options import OUTPUT, as_json
+from cli_output import STDOUT, require_torch
 from cli_style import Command, option
 
 if TYPE_CHECKING:
     from planner.plan import Plan
 
-STDOUT = Path("-")
 CHECK = "Check"
 NOT_FITTING = 3  # as where nothing fits
-NOT_EQUAL = 2  # the plan does not train as one process does
 
 
 @click.command("check", cls=Command, epilog=(
@@ -43,18 +41,11 @@ def check(plan_file: Path, ranks: tuple[int, ...], execute: bool, as_json: bool)
 
     plan = read(plan_file)
     if isinstance(plan, ModulePlan):
-        _require_torch()
+        require_torch("plan check runs the executor, which needs torch")
         return cli_module.check(plan, execute=execute, as_json=as_json)
     validate(plan)
-    _require_torch()
+    require_torch("plan check runs the executor, which needs torch")
     return _execute(plan, as_json=as_json) if execute else _dry_run(plan, ranks, as_json=as_json)
-
-
-def _require_torch() -> None:
-    from profiles.errors import ConfigError
-
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("plan check runs the executor, which needs torch: it is not installed", hint="pip install 'parplan[torch]'")
 
 
 def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:

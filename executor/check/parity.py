@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ STEPS = 3
 OPTIONS = Options(steps=STEPS, seed=7, learning_rate=1e-2)
 TIMEOUT = timedelta(seconds=60)
 
+T = TypeVar("T", bound=Trainer)
 Result = tuple[list[tuple[float, float]], dict[str, Tensor], tuple[Any, StateBytes, StateBytes], "Counter[str]", dict[int, int]]
 
 
@@ -111,10 +112,14 @@ def _rank(rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], 
 
 
 def _train(plan: Plan) -> Result:
-    trainer = build_trainer(plan, OPTIONS, torch.device("cpu"))
+    return observed(build_trainer(plan, OPTIONS, torch.device("cpu")), whole_gradients)
+
+
+def observed(trainer: T, gradients_of: Callable[[T], dict[str, Tensor]]) -> Result:
+    """What a rank finds: the collectives and gradients of the first step, then losses and norms of all."""
     with CountCollectives() as counted:
         trainer.gradients(0)
-    gradients = whole_gradients(trainer)
+    gradients = gradients_of(trainer)
     trainer.optimizer.zero_grad()
     steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
     return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
-from executor.check.parity import OPTIONS, STEPS, CountCollectives, Outcome, joined, run_ranks
+from executor.check.parity import OPTIONS, STEPS, Outcome, Result, joined, observed, run_ranks
 from executor.optimizer import decays
 from executor.traced.batches import module_batches
 from executor.traced.rules import validate_module_plan
@@ -56,15 +55,9 @@ def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
     return [joined(results) for results in run_ranks(plans, train_module)]
 
 
-def train_module(plan: ModulePlan) -> Any:
+def train_module(plan: ModulePlan) -> Result:
     """What this rank finds."""
-    trainer = build_module_trainer(plan, OPTIONS, torch.device("cpu"))
-    with CountCollectives() as counted:
-        trainer.gradients(0)
-    gradients = whole_gradients(trainer)
-    trainer.optimizer.zero_grad()
-    steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
-    return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight
+    return observed(build_module_trainer(plan, OPTIONS, torch.device("cpu")), whole_gradients)
 
 
 def whole_gradients(trainer: ModuleTrainer) -> dict[str, Tensor]:

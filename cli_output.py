@@ -1,0 +1,71 @@
+"""What commands do with a plan of either kind, and what they need before. All but click is imported where it is used."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from cli_style import print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from planner.module_plan import ModulePlan
+    from planner.plan import Plan
+    from planner.report.summary import Context
+
+STDOUT = Path("-")
+
+
+def deliver(plan: Plan | ModulePlan, context: Context, output: Path | None, *, as_json: bool) -> None:
+    """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
+    from executor.layout import torchrun_line
+    from planner.plan import to_yaml, write
+    from planner.report.text import console
+
+    if output == STDOUT and not as_json:
+        click.echo(to_yaml(plan), nl=False)
+        print_plan(plan, console(sys.stderr), context)
+        return
+    try:
+        if output not in (None, STDOUT):
+            write(plan, output)
+    finally:
+        if as_json:
+            print_plan_json(plan, context.elapsed_s)
+        else:
+            print_plan(plan, console(sys.stdout), context)
+    if output is not None and not as_json:
+        click.echo(f"wrote {output}; run it with\n  {torchrun_line(plan, shlex.quote(str(output)))}")
+
+
+def print_plan(plan: Plan | ModulePlan, out: Console, context: Context) -> None:
+    """The summary of a plan."""
+    from planner.module_plan import ModulePlan
+    from planner.report.module_summary import print_module_summary
+    from planner.report.summary import print_summary
+
+    if isinstance(plan, ModulePlan):
+        print_module_summary(plan, out, context)
+    else:
+        print_summary(plan, out, context)
+
+
+def print_plan_json(plan: Plan | ModulePlan, elapsed_s: float | None = None) -> None:
+    """The plan for programs."""
+    from planner.report.documents import plan_document
+
+    print_json(plan_document(plan, elapsed_s))
+
+
+def require_torch(what: str) -> None:
+    """Raises ConfigError that says `what` needs it, where it is not installed."""
+    from profiles.errors import ConfigError
+
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"{what}: it is not installed", hint="pip install 'parplan[torch]'")
