@@ -8,7 +8,7 @@ from cli_style import List, option, together
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 RECOMPUTE = ("none", "selective", "full")
-OFFLOAD = ("states", "activations")
+OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"

@@ -23,10 +23,18 @@ HOST_BYTES_PER_S = 2e11  # assumed: half of the 409.6 GB/s of two sockets of eig
 
 
 class Offload(StrEnum):
-    """What of a layer the host keeps."""
+    """What of a layer the host keeps.
+
+    STATES, ACTIVATIONS    all of a layer's, moved by FSDP2 and by autograd
+    OPTIMIZER, PARAMETERS  of blocks held in chunks (costmodels/chunks): master and moments, and the parameters too
+    LOOKUP                 of the embedding: the token table, which is looked up and updated there
+    """
 
     STATES = "states"
     ACTIVATIONS = "activations"
+    OPTIMIZER = "optimizer"
+    PARAMETERS = "parameters"
+    LOOKUP = "lookup"
 
 
 def copy_time(n_bytes: float, cluster: Cluster) -> Seconds:

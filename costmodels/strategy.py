@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from costmodels.actions import Action, orders_of, placement_of
+from costmodels.chunks.home import Home
 from costmodels.mesh import Mesh
 from costmodels.recompute import Again
 from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, SPLIT, Schedule, actions, rank_of, stages_of
@@ -17,12 +18,16 @@ TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not the frame's."""
+    """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not the frame's.
+
+    home: of a block whose frame holds states in chunks, where they lie
+    """
 
     kind: LayerKind
     recompute: Again
     zero: int
     sharding: Sharding | None = None
+    home: Home = Home.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,7 @@ class Frame:
     sequence_parallel: between layers, activations are divided by token over the tensor-parallel ranks
     actions: of a custom schedule the lists, one CSV line per pipeline rank (costmodels/actions.py)
     tp_overlap: level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3 (EQUATIONS P, last paragraph)
+    chunked: whether the states of the blocks are held in chunks (EQUATIONS O), which data-parallel ranks own and gather as ZeRO 3
     """
 
     mesh: Mesh
@@ -42,6 +48,7 @@ class Frame:
     sequence_parallel: bool
     actions: tuple[str, ...] = ()
     tp_overlap: int = 0
+    chunked: bool = False
 
     @property
     def sharding(self) -> Sharding:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import yaml
 
+from costmodels.chunks.home import Eviction, Home
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule
@@ -88,7 +89,8 @@ class LayerPlan:
 
     zero: 0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3 parameters too (EQUATIONS M2).
     zero_ranks: how many neighbouring data-parallel ranks hold one copy of the states together; None for all of dp
-    offload: what the host keeps: `states` (fp32 parameters, their gradients, the optimizer's), `activations`
+    offload: what the host keeps: `states` (fp32 parameters, their gradients, the optimizer's), `activations`; where the plan has chunks
+        `optimizer` (master and moments), and `parameters` too; of the embedding `lookup` (the table, looked up there)
     """
 
     __pydantic_config__ = _FORBID
@@ -126,6 +128,53 @@ class StagePlan:
 
     rank: int
     layers: tuple[LayerRun, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkGroup:
+    """Blocks of one pipeline rank whose states have the same home: their parameters in use order, in chunks of one size.
+
+    chunk_elements: of a chunk, the same for parameters, gradients and optimizer states
+    num_chunks: of the group, a multiple of dp; of dp chunks in a row each data-parallel rank owns one
+    utilisation: share of the chunks' elements that are parameters
+    """
+
+    __pydantic_config__ = _FORBID
+
+    stage: int
+    home: Home
+    chunk_elements: int
+    num_chunks: int
+    utilisation: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRank:
+    """The chunks of one device of a pipeline rank in a step.
+
+    device_bytes: what tensors may fill of the device, which decides what is evicted; smallest_bytes: with less it cannot run
+    in_bytes, out_bytes: predicted to move to the device and from it, exact
+    """
+
+    __pydantic_config__ = _FORBID
+
+    stage: int
+    device_bytes: int
+    smallest_bytes: int
+    in_bytes: int
+    out_bytes: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """How the states of the blocks are held in chunks (EQUATIONS O), and what that moves between host and device."""
+
+    __pydantic_config__ = _FORBID
+
+    eviction: Eviction
+    groups: tuple[ChunkGroup, ...]
+    ranks: tuple[ChunkRank, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +381,7 @@ class Plan:
     """A strategy for one model on one cluster, with its predicted cost and the record of the search that found it.
 
     module: whose module the executor runs; None for its own
+    chunks: how the states of the blocks are held in chunks; None where they are not
     """
 
     __pydantic_config__ = _FORBID
@@ -347,6 +397,7 @@ class Plan:
     predicted: Prediction
     search: SearchRecord
     module: ModuleSource | None = None
+    chunks: Chunks | None = None
 
 
 def frame_of(plan: Plan) -> Frame:
@@ -355,7 +406,7 @@ def frame_of(plan: Plan) -> Frame:
     return Frame(
         mesh=plan.mesh, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages, micro_batch_size=pipeline.micro_batch_size,
         num_micro_batches=pipeline.num_micro_batches, sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()),
-        actions=pipeline.actions, tp_overlap=pipeline.tp_overlap)
+        actions=pipeline.actions, tp_overlap=pipeline.tp_overlap, chunked=plan.chunks is not None)
 
 
 class Written(Protocol):

@@ -94,6 +94,8 @@ class _NodeDocument:
     nic: _LinkDocument
     host_memory_gib: _Positive
     pcie_gb_per_s: _Positive
+    pcie_node_gb_per_s: _Positive | None = None
+    host_gb_per_s: _Positive | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +208,15 @@ def cluster_from_document(document: object, where: str) -> Cluster:
         nic=_link(node.nic),
         host_memory_bytes=_bytes(node.host_memory_gib),
         pcie_bytes_per_s=_per_s(node.pcie_gb_per_s),
+        pcie_node_bytes_per_s=None if node.pcie_node_gb_per_s is None else _per_s(node.pcie_node_gb_per_s),
+        host_bytes_per_s=None if node.host_gb_per_s is None else _per_s(node.host_gb_per_s),
         calibration=cluster.calibration,
         profile=cluster.profile,
     )
+
+
+def _if_known(bytes_per_s: float | None) -> float | None:
+    return None if bytes_per_s is None else _shortest(bytes_per_s, GB, _per_s)
 
 
 def cluster_document(cluster: Cluster) -> dict[str, Any]:
@@ -230,13 +238,18 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             nics=cluster.nics_per_node,
             nic=_link_document(cluster.nic),
             host_memory_gib=_shortest(cluster.host_memory_bytes, GIB, _bytes),
-            pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s)),
+            pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s),
+            pcie_node_gb_per_s=_if_known(cluster.pcie_node_bytes_per_s), host_gb_per_s=_if_known(cluster.host_bytes_per_s)),
         nodes=cluster.nodes,
         calibration=cluster.calibration,
         profile=cluster.profile,
     )
     found: dict[str, Any] = document(body)
-    return {key: value for key, value in found.items() if value is not None}
+    return _known({**found, "node": _known(found["node"])})
+
+
+def _known(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if value is not None}
 
 
 def cluster_schema() -> dict[str, Any]:

@@ -52,6 +52,8 @@ class Cluster:
     """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs leave the node.
 
     calibration: what the user's own runs say of the prices on it, None without any
+    pcie_node_bytes_per_s: what all of a node's GPUs together move to the host, or from it; None where each has all of its lane
+    host_bytes_per_s: bandwidth of a node's host memory, None for what is assumed (costmodels/offload.py)
     profile: what was measured on the machine itself, taken instead of the shipped profile of its device; None where nothing was
     """
 
@@ -66,6 +68,8 @@ class Cluster:
     nic: Link
     host_memory_bytes: int
     pcie_bytes_per_s: float
+    pcie_node_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
     calibration: Calibration | None = None
     profile: Profile | None = None
 
