@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from costmodels.chunks.home import Home
 from executor.chunks.memory import Buffer, Copies, Holds, Ledger, host_tensor
-from executor.tensors import local
+from executor.tensors import local, memory_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,16 +124,19 @@ class Chunk:
             self.moments = tuple(torch.zeros(size, device=setting.device) for _ in range(2))
             return
         self.master = host_tensor(size, torch.float32, setting.device)
-        self.parameters = self.master if plain else host_tensor(size, setting.compute, setting.device)
         self.moments = tuple(host_tensor(size, torch.float32, setting.device) for _ in range(2))
-        self.gradient = host_tensor(size, self._fresh.flat.dtype, setting.device)
+        self.gradient = host_tensor(size, setting.gradient, setting.device)
+        shared = self.on_device or setting.in_parameters  # what is returned, or fetched next, is written over what was sent
+        over = self.gradient.view(setting.compute)[:size] if shared else host_tensor(size, setting.compute, setting.device)
+        self.parameters = self.master if plain else over
 
     @property
     def host_bytes(self) -> int:
         """What the host holds of it."""
         if self.home is Home.DEVICE:
             return 0
-        return sum(each.nbytes for each in {id(x): x for x in (self.master, self.parameters, *self.moments, self.gradient)}.values())
+        storages = {memory_of(each): each.untyped_storage() for each in (self.master, self.parameters, *self.moments, self.gradient)}
+        return sum(storage.nbytes() for storage in storages.values())
 
     def take(self, place: Place, value: Tensor) -> None:
         """The initial `value` of a parameter, if this rank owns it."""

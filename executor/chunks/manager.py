@@ -116,10 +116,8 @@ class ChunkManager:
         old = module.get_parameter(name)
         value = local(old.detach())
         at = owner * chunk.elements + offset
-        view = chunk.used.view(at, value.shape)
-        if isinstance(old, DTensor):
-            view = DTensor.from_local(view, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride())
-        parameter = nn.Parameter(view)
+        with chunk.used.viewed(at, value.shape) as view:
+            parameter = nn.Parameter(_placed_as(old, view))
         path, _, last = name.rpartition(".")
         module.get_submodule(path).register_parameter(last, parameter)
         place = Place(
@@ -187,7 +185,7 @@ class ChunkManager:
         if output.requires_grad:
             output.register_hook(lambda _: self._begin(Work.BACKWARD, micro_batch, block))
         if inputs[0].grad_fn is not None:  # a leaf's gradient may come before those of parameters: there the action's end tells
-            inputs[0].register_hook(lambda _: self._end())
+            inputs[0].register_hook(lambda _: self._end(block))
 
     def _begin(self, work: Work, micro_batch: int, block: int) -> None:
         """Before a block's pass: what its moment needs, and the copies for later ones that may begin now."""
@@ -217,11 +215,12 @@ class ChunkManager:
             raise OrderError(f"pass {self._next} of the step is {_text(found)}, the chunks' schedule has {_text(wanted)}")
         return moment
 
-    def _end(self) -> None:
-        """After a block's pass, if one is open."""
-        moment, self._open = self._open, None
-        if moment is None:
+    def _end(self, block: int | None = None) -> None:
+        """After a block's pass, if one is open: of `block`, or of any."""
+        moment = self._open
+        if moment is None or block not in (None, moment.block):
             return
+        self._open = None
         if moment.work is Work.BACKWARD:
             for chunk in self._of_block[moment.block]:
                 chunk.collect(moment.block)
@@ -244,6 +243,13 @@ def _issued_early(moments: Sequence[Moment]) -> dict[int, list[Op]]:
             if op.does is Does.FETCH and 0 <= op.issued < index:
                 found.setdefault(op.issued, []).append(op)
     return found
+
+
+def _placed_as(whole: Tensor, part: Tensor) -> Tensor:
+    """`part`, this rank's of a tensor like `whole`, as that is placed."""
+    if not isinstance(whole, DTensor):
+        return part
+    return DTensor.from_local(part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _short(name: str) -> str:

@@ -8,6 +8,8 @@ written against torch's documentation and have not been run.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -110,9 +112,17 @@ class Buffer:
             torch.cuda.current_stream().wait_event(self._ready)
             self._ready = None
 
-    def view(self, offset: int, shape: torch.Size) -> Tensor:
-        """A tensor in its memory with a version of its own: what is copied here is no change to autograd, which kept the view."""
-        return self.flat.narrow(0, offset, shape.numel()).view(shape).data
+    @contextmanager
+    def viewed(self, offset: int, shape: torch.Size) -> Iterator[Tensor]:
+        """A tensor in its memory with a version of its own: what is copied here is no change to autograd, which kept the view.
+
+        Views of views can be made inside only: there the memory has its size, though nobody may count on what it holds.
+        """
+        storage = self.flat.untyped_storage()
+        storage.resize_(self.num_bytes)
+        yield self.flat.narrow(0, offset, shape.numel()).view(shape).data
+        if not self.there:
+            storage.resize_(0)
 
 
 def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
