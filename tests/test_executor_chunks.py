@@ -201,7 +201,7 @@ def test_passes_in_another_order_than_the_schedules_are_refused():
     blocks, manager = managed_blocks(nothing_stays(HOMES["mixed"], 1))
     manager.begin_step()
 
-    with manager.action("F", 0, 0), pytest.raises(OrderError, match="pass 0 of the step is 0F0 of block 1, .* has 0F0 of block 0"):
+    with manager.action("F", 0, 0), pytest.raises(OrderError, match=r"pass 0 of the step is 0F0 of block 1, .* has 0F0 of block 0"):
         blocks[1](next(inputs(1)))
 
 

@@ -22,6 +22,10 @@ from costmodels.chunks.home import Home
 from executor.chunks.memory import Buffer, Copies, Holds, Ledger, host_tensor
 from executor.tensors import local, memory_of
 
+# torch 2.13 deprecates the names that 2.9 has
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -88,9 +92,9 @@ class Chunk:
         self.own = setting.buffer(elements, setting.compute, Holds.CHUNKS)
         several = setting.ranks > 1
         self.used = setting.buffer(elements * setting.ranks, setting.compute, Holds.GATHERED) if several else self.own
-        self._make_gradients(several)
         if self.on_device:
             self.own.bring(zero=True)
+        self._make_gradients(several)
         self._make_states()
 
     @property
@@ -99,19 +103,26 @@ class Chunk:
         return self.home is not Home.HOST
 
     def _make_gradients(self, several: bool) -> None:
-        """`_fresh` are those of a block and micro-batch, of all ranks' chunks; `_kept` those of the own chunk for the whole step."""
+        """Buffers that are one where they hold the same: `_fresh`, of a backward pass, of all ranks' chunks; `_kept`, of the own chunk
+        for the whole step; `_leaving`, of the own chunk on its way to the host.
+        """
         setting = self._setting
         self._written: set[int] = set()
-        self._reduced = self._sent = False
+        self._has_reduced = self._has_sent = False
+
+        def buffer(ranks: int = 1) -> Buffer:
+            return setting.buffer(self.elements * ranks, setting.gradient, Holds.GRADIENTS)
+
+        self._kept: Buffer | None = None
+        if self.on_device:
+            self._kept = self.own if setting.in_parameters else buffer()
         if setting.in_parameters:
             self._fresh = self.used
-            self._kept: Buffer | None = self.own if self.on_device else None
-            return
-        self._kept = setting.buffer(self.elements, setting.gradient, Holds.GRADIENTS) if self.on_device else None
-        if self._kept is not None:
+        else:
+            self._fresh = self._kept if self._kept is not None and not several else buffer(setting.ranks)
+        self._leaving = buffer() if several else self._fresh
+        if self._kept is not None and not setting.in_parameters:
             self._kept.bring(zero=True)
-        shared = self._kept if not several else None
-        self._fresh = shared or setting.buffer(self.elements * setting.ranks, setting.gradient, Holds.GRADIENTS)
 
     def _make_states(self) -> None:
         setting, size = self._setting, self.elements
@@ -159,7 +170,7 @@ class Chunk:
 
     def begin_step(self) -> None:
         self._written.clear()
-        self._reduced = self._sent = False
+        self._has_reduced = self._has_sent = False
 
     def fetch(self) -> None:
         self.own.bring()
@@ -172,7 +183,7 @@ class Chunk:
         setting = self._setting
         self.own.wait()
         self.used.bring()
-        dist.all_gather_into_tensor(self.used.flat, self.own.flat, group=setting.group)
+        _GATHER(self.used.flat, self.own.flat, group=setting.group)
         setting.copies.counts.gathered_bytes += self.used.num_bytes
         setting.copies.counts.gathers += 1
 
@@ -202,34 +213,34 @@ class Chunk:
     def reduce(self) -> None:
         """Sum the gradients over the ranks, each of which has those of its own chunk then."""
         setting = self._setting
-        mine = self.own.flat if setting.in_parameters else self._fresh.flat.narrow(0, setting.rank * self.elements, self.elements)
-        dist.reduce_scatter_tensor(mine, self._fresh.flat, group=setting.group)
+        reduced = self._reduced_to()
+        _SCATTER(reduced, self._fresh.flat, group=setting.group)
         setting.copies.counts.reduced_bytes += self._fresh.num_bytes
         setting.copies.counts.reduces += 1
-        if self.on_device and not setting.in_parameters:
-            assert self._kept is not None
-            (self._kept.flat.add_ if self._reduced else self._kept.flat.copy_)(mine)
-            self._reduced = True
-            self._let_go()
+        if setting.in_parameters:
+            return
+        if self._kept is not None:
+            (self._kept.flat.add_ if self._has_reduced else self._kept.flat.copy_)(reduced)
+            self._has_reduced = True
+        self._fresh.free()
+        self._written.clear()
+
+    def _reduced_to(self) -> Tensor:
+        """Memory for the own chunk's gradients: on their way to the host their own, else in their place among those of all ranks."""
+        setting = self._setting
+        if not self.on_device:
+            self._leaving.bring()
+            return self._leaving.flat
+        return self.own.flat if setting.in_parameters else self._fresh.flat.narrow(0, setting.rank * self.elements, self.elements)
 
     def send(self) -> None:
         """The own chunk's gradients to the host, which adds them to those of the step's micro-batches before."""
-        setting = self._setting
-        if self.on_device:
-            assert self._kept is not None
-            source = self._kept.flat
-        elif setting.in_parameters:
-            source = self.own.flat
-        else:
-            source = self._fresh.flat.narrow(0, setting.rank * self.elements, self.elements)
-        setting.copies.send(source, self.gradient, add=self._sent)
-        self._sent = True
-        if not self.on_device and not setting.in_parameters:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._fresh.free()
-        self._written.clear()
+        source = self._kept or self._leaving
+        self._setting.copies.send(source.flat, self.gradient, add=self._has_sent)
+        self._has_sent = True
+        if self._kept is None and source is not self.own:
+            source.free()
+            self._written.clear()
 
     def bring_back(self) -> None:
         """RETURN: parameters that the host has updated."""
