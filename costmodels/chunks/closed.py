@@ -77,7 +77,7 @@ def copied_in_bytes(shares: Shares, *, num_micro_batches: int = 1, width: int = 
 def copied_out_bytes(
     shares: Shares, *, num_micro_batches: int = 1, width: int = 2, gradient: int = 2, in_parameters: bool = True, clean_copies: bool = True,
 ) -> float:
-    """From a device in a step: phi / u g [M delta + max(0, gamma - delta)], gradients alone, where the host has clean copies (EQUATIONS O4).
+    """From a device in a step: phi / u g [M delta + max(0, gamma - delta)], gradients alone where the host has clean copies (EQUATIONS O4).
 
     clean_copies: without them (PatrickStar) a parameter that leaves the device is copied too: w a sweep, but for the backward where
     its gradient has taken its place.
