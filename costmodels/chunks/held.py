@@ -16,10 +16,11 @@ Across the end of a step nothing of HOST blocks is valid on the device: the host
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from costmodels.book import PriceBook
 from costmodels.chunks.accesses import Pass, layer_passes, numbered_layers, uses
+from costmodels.chunks.ahead import moved_apart
 from costmodels.chunks.eviction import Stay, stays
 from costmodels.chunks.home import Eviction, Home
 from costmodels.chunks.layout import Sized, block_tensors, pack
@@ -27,7 +28,7 @@ from costmodels.chunks.price import state_widths, writes_over_parameters
 from costmodels.chunks.room import besides_chunks
 from costmodels.chunks.schedule import Group, Moment, RankChunks
 from costmodels.chunks.size import chunk_size_of, widest
-from costmodels.chunks.slots import ChunkBytes, Slots, in_order, moment_slot, summed
+from costmodels.chunks.slots import ChunkBytes, OpKey, Slots, in_order, moment_slot, summed
 from costmodels.strategy import Strategy
 from profiles.errors import InfeasibleError
 from profiles.model import LayerKind
@@ -68,8 +69,10 @@ def rank_chunks(strategy: Strategy, rank: int, book: PriceBook, *, eviction: Evi
         raise _too_small(rank, least, device_bytes, moments)
     held = stays(needs, [(device_bytes - there) // chunk for there in fixed], eviction, forgets=step.in_parameters and not step.gathers)
     evicted = summed(step.count, ((stay.first, stay.last, chunk) for stay in held))
+    free = [device_bytes - there - own for there, own in zip(fixed, evicted, strict=True)]
+    issued = moved_apart(step, held, free)
     return RankChunks(
-        groups=groups, moments=_moments(moments, step, held, [sum(own) for own in zip(fixed, evicted, strict=True)]),
+        groups=groups, moments=_moments(moments, step, held, issued, [device_bytes - left for left in free]),
         closing=(*(op for slot, op in step.drops(held) if slot == step.count), *step.returns()),
         in_parameters=step.in_parameters, device_bytes=device_bytes, smallest_bytes=max(least))
 
@@ -103,13 +106,15 @@ def _too_small(rank: int, least: Sequence[int], device_bytes: int, moments: Sequ
         hint="give more of the device, keep more blocks on the host, recompute more, or use smaller micro-batches")
 
 
-def _moments(moments: Sequence[Pass], step: Slots, held: Sequence[Stay], there: Sequence[int]) -> tuple[Moment, ...]:
+def _moments(
+    moments: Sequence[Pass], step: Slots, held: Sequence[Stay], issued: Mapping[OpKey, int], there: Sequence[int],
+) -> tuple[Moment, ...]:
     drops = tuple(step.drops(held))
     early = ((slot // 2, op) for slot, op in drops if slot % 2 and slot < step.count)
-    before = in_order(len(moments), (*early, *step.fetches(held), *step.gathers_before()))
-    after = in_order(len(moments), (*step.ops_behind(), *((slot // 2 - 1, op) for slot, op in drops if slot % 2 == 0)))
+    before = in_order(len(moments), (*early, *step.fetches(held), *step.gathers_before()), issued)
+    after = in_order(len(moments), (*step.ops_behind(), *((slot // 2 - 1, op) for slot, op in drops if slot % 2 == 0)), issued)
     return tuple(
         Moment(
             work=one.work, stage=one.stage, micro_batch=one.micro_batch, block=-1 if one.block is None else one.block,
-            before=tuple(before[index]), after=tuple(after[index]), device_bytes=there[moment_slot(index)])
+            before=before[index], after=after[index], device_bytes=there[moment_slot(index)])
         for index, one in enumerate(moments))
