@@ -12,7 +12,7 @@ from costmodels.edges import Edge, edges_of, leaves
 from costmodels.kernels import FP32_BYTES
 from costmodels.memory import holders, owned_parameters
 from costmodels.mesh import Axis, Mesh, place, place_axis, place_expert_copies
-from costmodels.offload import ADAM_BYTES, ADDED_BYTES, COPIED_BYTES, copy_time, host_time
+from costmodels.offload import ADDED_BYTES, COPIED_BYTES, copy_time, host_adam_time, host_time
 from costmodels.pace import host, launch_s, layouts_of
 from costmodels.redistribution import redistribute
 from costmodels.sharding import PARTIAL, Place, Sharding
@@ -274,9 +274,10 @@ def data_parallel_time(
     parameters = owned_parameters(layer, sharding, with_tied=with_tied)
     shards = (shards or mesh.dp) if zero else 1
     owned = owned_parameters(layer, sharding, shards, with_tied=with_tied) if zero else parameters
-    optimizer = host_time(ADAM_BYTES * owned, machine.cluster) if offloaded else optimizer_time(owned, machine, training)
+    optimizer = host_adam_time(owned, machine.cluster) if offloaded else optimizer_time(owned, machine, training)
     inside = summed_inside(layer, sharding, shards, machine, training)
-    copied = copy_time(COPIED_BYTES * owned, machine.cluster) if offloaded else ZERO
+    brought, taken = (
+        copy_time(COPIED_BYTES * owned, machine.cluster, to_host=to_host) if offloaded else ZERO for to_host in (False, True))
     if parameters and (sharding.tp > 1 or (zero and mesh.dp > 1)):
         optimizer += _layout_cost("update", owned, machine, training)
     if not parameters or (mesh.dp == 1 and not offloaded):
@@ -289,14 +290,14 @@ def data_parallel_time(
     def exposed(communication: Seconds, window_s: float) -> Seconds:
         return under(communication, window_s, machine) if training.overlap_grad_reduce else communication
 
-    gathered, reduced = exposed(gather + copied, time.forward_s), exposed(reduce + copied, time.backward_s)
+    gathered, reduced = exposed(gather + brought, time.forward_s), exposed(reduce + taken, time.backward_s)
     if zero < 2:
-        step = gathered + exposed(reduce + over_copies + copied, time.backward_s) + inside
+        step = gathered + exposed(reduce + over_copies + taken, time.backward_s) + inside
         return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
     added = host_time(ADDED_BYTES * owned, machine.cluster) if offloaded else ZERO
     if zero == 2:
         return DataParallelTime(forward=ZERO, backward=reduced + added, step=gathered + over_copies + inside, optimizer=optimizer)
-    backward = exposed(gather + reduce + copied + copied, time.backward_s) + added
+    backward = exposed(gather + reduce + brought + taken, time.backward_s) + added
     return DataParallelTime(forward=gathered, backward=backward, step=over_copies + inside, optimizer=optimizer)
 
 

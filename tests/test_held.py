@@ -28,7 +28,7 @@ from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
 from tests.uniform import A100, TINY, frame_of, uniform
 
-A100_16 = with_gpus(A100, 16)
+A100_16 = replace(with_gpus(A100, 16), pcie_node_bytes_per_s=None, host_bytes_per_s=None)  # as a file without them says it
 EXPOSED = TrainingSpec(global_batch_size=64, seq_length=128, overlap_grad_reduce=False)
 MESH = Mesh(pp=1, dp=16, tp=1)
 STATES, ACTIVATIONS = Offload.STATES, Offload.ACTIVATIONS
