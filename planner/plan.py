@@ -491,3 +491,6 @@ def _require_whole(plan: Plan, where: str) -> None:
         raise ConfigError(
             f"{where}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}",
             hint="make the plan again")
+    if plan.chunks is not None and [rank.stage for rank in plan.chunks.ranks] != list(ranks):
+        raise ConfigError(
+            f"{where}: chunks.ranks has {len(plan.chunks.ranks)} stages, the mesh has pp {plan.mesh.pp}", hint="make the plan again")
