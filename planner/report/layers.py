@@ -18,7 +18,8 @@ def print_layers(plan: Plan, out: Console) -> None:
         recompute = recompute_text(layer_plan, names) if layer_plan.layer is LayerKind.BLOCK else "none"
         rows.append((name, zero_text(layer_plan), recompute, _where(plan, name)))
     say(out)
-    print_table(out, ("layer plan", "ZeRO", "recompute", "runs"), rows, left=("layer plan", "recompute", "runs"))
+    words = ("layer plan", "recompute", "runs", *(("ZeRO",) if plan.chunks else ()))
+    print_table(out, ("layer plan", "ZeRO", "recompute", "runs"), rows, left=words)
     if plan.mesh.tp > 1:
         _print_placements(plan, out)
 
