@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from costmodels.actions import check
 from costmodels.book import PriceBook
+from costmodels.chunks.home import Eviction, Home
 from costmodels.mesh import illegal_expert_parallel
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
@@ -21,8 +23,23 @@ from planner.space import illegal_frame, illegal_tensor_parallel
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
+from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.units import gib
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRequest:
+    """The blocks' states in chunks: of every pipeline rank the last `host_blocks` blocks at home on the host, before them
+    `optimizer_blocks` with only the optimizer there, the rest on the device.
+
+    device_bytes: what tensors may fill of a device; None for what the cluster's has beside context, communicators and allocator
+    """
+
+    host_blocks: int
+    optimizer_blocks: int
+    eviction: Eviction = Eviction.OPT
+    device_bytes: int | None = None
 
 
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
@@ -93,6 +110,19 @@ def _check_halves(frame: Frame, model: ModelSpec, recompute: Recompute, offload:
         raise ConfigError(reason, hint="use --tp-overlap 2")
 
 
+def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
+    """The strategy with its blocks' states in chunks, at home where `request` says, by pipeline rank."""
+    stages = [list(stage) for stage in strategy.stages]
+    for rank in range(strategy.frame.mesh.pp):
+        own = [
+            (stage, index) for stage in sorted(strategy.frame.stages_of(rank)) for index, choice in enumerate(stages[stage])
+            if choice.kind is LayerKind.BLOCK]
+        homes = [Home.HOST] * request.host_blocks + [Home.OPTIMIZER] * request.optimizer_blocks
+        for (stage, index), home in zip(reversed(own), homes, strict=False):
+            stages[stage][index] = replace(stages[stage][index], home=home)
+    return Strategy(frame=replace(strategy.frame, chunked=True), stages=tuple(map(tuple, stages)))
+
+
 def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recompute: Recompute, book: PriceBook) -> Strategy:
     """`blocks[s]` blocks on rank s, all at the same recompute level and ZeRO stage."""
     table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True))
@@ -102,11 +132,13 @@ def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recomput
 def estimate_plan(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, frame: Frame, *, zero: int = 0, recompute: Recompute = Recompute.NONE,
     blocks: Sequence[int] | None = None, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
+    chunks: ChunkRequest | None = None,
 ) -> Plan:
     """The plan of one configuration: every block at the same recompute level and ZeRO stage, `blocks[s]` on rank s.
 
     blocks: an even split by default; zero_ranks: neighbours that hold one copy of sharded states, all of dp by default
     offload: what the host keeps, states of every layer and activations of the blocks
+    chunks: the states of the blocks in chunks; `zero` is that of embedding and head then, 3 where dp > 1
 
     A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`), one that does not fit their
     hosts is an InfeasibleError.
@@ -118,7 +150,11 @@ def estimate_plan(
     _check_split(frame, zero, recompute)
     _check_halves(frame, model, recompute, offload)
     book = PriceBook(model, training, machine_for(cluster), zero_ranks=zero_ranks, offload=offload)
+    if chunks is not None:
+        zero = 3 if frame.mesh.dp > 1 else 0
     strategy = uniform_strategy(frame, blocks, zero=zero, recompute=recompute, book=book)
+    if chunks is not None:
+        strategy = with_homes(strategy, chunks)
     price = price_step(strategy, book)
     _require_host(price, cluster)
     record = SearchRecord(

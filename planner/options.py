@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from costmodels.actions import placement_of
 from costmodels.book import PriceBook
 from costmodels.mesh import Mesh, illegal_expert_parallel
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
@@ -23,7 +24,7 @@ from planner.band import margin_text, memory_margin
 from planner.forbid import parse_bans
 from planner.modules import load_module, narrowed
 from planner.plan import Objective
-from planner.request import Constraints, SearchOptions, SolverName
+from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
 from profiles.applied import applied, cluster_of, precision_of, stack_of
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
@@ -39,6 +40,7 @@ from profiles.units import parse_size
 Options = Mapping[str, Any]
 DEFAULT_GPU = "a100-80gb"
 DEFAULT_STACK = "megatron-core"
+NO_OFFLOAD = "none"
 _OF_THE_PROFILE = " (the profile's)"
 
 
@@ -51,6 +53,7 @@ class Asked:
     gpu: str | None = None
     cluster: str | None = None
     gpus_per_node: int | None = None
+    host_memory: str | None = None
     global_batch_size: int | None = None
     seq_length: int | None = None
     precision: str | None = None
@@ -112,6 +115,13 @@ def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
 
 def asked_cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     """The machine to plan for, and the defaults that were taken. Raises ConfigError."""
+    cluster, assumed = _cluster(asked, own)
+    if asked.host_memory is None:
+        return cluster, assumed
+    return replace(cluster, host_memory_bytes=parse_size("--host-memory", asked.host_memory)), assumed
+
+
+def _cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     if asked.cluster is not None:
         return _cluster_of_file(asked, asked.cluster), ()
     if asked.gpus is None:
@@ -180,8 +190,18 @@ def constraints(options: Options) -> Constraints:
         schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),
         recompute=options["recompute"] and tuple(map(Recompute, options["recompute"])),
         sequence_parallel=None if sequence_parallel is None else (sequence_parallel,),
-        forbid=parse_bans(options["forbid"]))
+        forbid=parse_bans(options["forbid"]), offload=_offload(options))
     return narrowed(asked, load_module(options["module"], options["model"]))
+
+
+def _offload(options: Options) -> tuple[Offload, ...] | None:
+    """What the host may keep: what is named, else all where the size of its memory is given, else only what nothing fits without."""
+    named = options["offload"]
+    if named is None:
+        return None if options["host_memory"] is None else SEARCHED_OFFLOAD
+    if NO_OFFLOAD in named and len(named) > 1:
+        raise ConfigError(f"--offload {','.join(named)}: none and others exclude each other", hint=f"leave out {NO_OFFLOAD}")
+    return tuple(Offload(name) for name in named if name != NO_OFFLOAD)
 
 
 def search_options(options: Options) -> SearchOptions:
