@@ -141,7 +141,8 @@ def breakdown(price: StepPrice) -> Breakdown:
     bubble = Quantity(value=rounded(idle_s), kind=step_kind(price))
     return Breakdown(
         compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
-        dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer))
+        dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer),
+        host_comm_s=quantity(time.host_comm))
 
 
 def memory_of_stages(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
