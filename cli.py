@@ -333,6 +333,8 @@ _MEASURED = "Measured steps"
 @option(_LAYOUT, "--host-optimizer", type=click.IntRange(0), metavar="N", help="With optimizer, the N blocks before. [default: all others]")
 @option(_LAYOUT, "--eviction", type=click.Choice(EVICTION), help="Which chunk leaves a full device. [default: opt]")
 @option(_LAYOUT, "--memory-limit", metavar="SIZE", help="What chunks and all else may fill of a device. [default: as in a search]")
+@option(_LAYOUT, "--keep-on-host", type=List(click.STRING), metavar="NAME,..",
+        help="Operators of every block whose activations go to the host, or all: as --offload activations.")
 @option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
 @option(_LAYOUT, "--sequence-parallel", is_flag=True, help="Split norms and dropouts along the sequence.")
 @option(_LAYOUT, "--tp-overlap", type=click.IntRange(0, 3), default=0, show_default=True,
@@ -354,7 +356,8 @@ def estimate(**options: Any) -> None:
     offload, chunks = chunk_request(question, options)
     plan = estimate_plan(
         question.model, question.cluster, question.training, frame(question, options), zero=options["zero"],
-        recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=offload, chunks=chunks)
+        recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=offload, chunks=chunks,
+        keep_on_host=options["keep_on_host"] or ())
     context = Context(assumed=question.assumed, **_files(options))
     deliver(_with_module(plan, question), context, output, as_json=options["as_json"])
 
