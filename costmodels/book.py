@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from costmodels.chunks.home import Home
+from costmodels.chunks.price import BlockCost, Chunking, block_cost
 from costmodels.collectives import Collective, collective_time, point_to_point_time
 from costmodels.halved import HalvedOperators, halved_workspace_bytes, price_halves
 from costmodels.layer import (
@@ -222,14 +224,18 @@ class LayerBook(ABC, Generic[K]):
 
 
 class PriceBook(LayerBook[LayerKind]):
-    """Prices of the layers of `model`; the head's recompute is always none."""
+    """Prices of the layers of `model`; the head's recompute is always none.
+
+    chunking: how a device holds chunks, of frames whose blocks are held in chunks; it does not change any other price
+    """
 
     def __init__(
         self, model: ModelSpec, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None,
-        offload: tuple[Offload, ...] = (),
+        offload: tuple[Offload, ...] = (), chunking: Chunking | None = None,
     ) -> None:
         super().__init__(training, machine, zero_ranks=zero_ranks, offload=offload)
         self.model = model
+        self.chunking = chunking or Chunking()
 
     def graph(self, micro_batch_size: int) -> ModelGraph:
         return self._once(("graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size))
@@ -274,6 +280,19 @@ class PriceBook(LayerBook[LayerKind]):
             return price_halves(half, whole, sharding, self.machine, self.training)
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def chunked(
+        self, home: Home, micro_batch_size: int, mesh: Mesh, sharding: Sharding, *, in_parameters: bool, elements: int | None = None,
+    ) -> BlockCost:
+        """One block held in chunks at `home`. elements: of its chunks on all data-parallel ranks together, without padding by default."""
+        own = owned_parameters(self.layer(LayerKind.BLOCK, 1), sharding) if elements is None else elements
+
+        def make() -> BlockCost:
+            time = self.layer_time(LayerKind.BLOCK, micro_batch_size, sharding)
+            return block_cost(
+                home, own, time, mesh=mesh, in_parameters=in_parameters, machine=self.machine, training=self.training)
+
+        return self._once(("chunked", home, micro_batch_size, mesh, sharding, in_parameters, own), make)
 
     def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
         """What the blocks of a stage pay forward and backward beside `layer_time`: the ends of a row of halves, at level 3 alone."""

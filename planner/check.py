@@ -11,7 +11,7 @@ from costmodels.strategy import Strategy
 from costmodels.traffic import Sent
 from costmodels.usage import RankUse, predicted_use
 from planner.plan import Plan, StageMemory
-from planner.reprice import book_of, strategy_of
+from planner.reread import book_of, strategy_of
 from profiles.errors import ConfigError
 from profiles.units import GIB, MIB
 
