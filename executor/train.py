@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, s
 from executor.options import Options
 from executor.parallel.pipeline import Pipeline, build_pipeline
 from executor.parallel.stages import Ranks
+from executor.scale import LossScale, loss_scale
 from executor.watch.measured import Recorder
 from executor.watch.progress import Progress
 from planner.plan import Plan
@@ -30,13 +32,18 @@ METERED_STEPS = 2  # what is held repeats from then on, and looking at every ten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping: the same on every rank."""
+    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping: the same on every rank.
+
+    loss_scale: of an fp16 run, which the next step begins with; skipped: whether a gradient was not finite, and nothing was updated
+    """
 
     step: int
     loss: float
     gradient_norm: float
     learning_rate: float
     seconds: float
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +84,9 @@ class Trainer:
                 loss, norm = self._step(step)
             result = StepResult(
                 step=step, loss=loss, gradient_norm=norm, learning_rate=self.optimizer.param_groups[0]["lr"],
-                seconds=time.perf_counter() - started)
-            self.recorder.finish(result.seconds, result.loss)
+                seconds=time.perf_counter() - started, loss_scale=self.scale.value if self.scale else None,
+                skipped=self.scale is not None and not math.isfinite(norm))
+            self.recorder.finish(result.seconds, result.loss, skipped=result.skipped)
             yield result
 
     def _step(self, step: int) -> tuple[float, float]:
@@ -90,13 +98,27 @@ class Trainer:
         return loss.item(), norm.item()
 
     def update(self, step: int) -> Tensor:
-        """The optimizer's update for the gradients that are there; returns their norm over the whole model."""
+        """The optimizer's update for the gradients that are there, if they are finite; returns their norm over the whole model."""
         norm = self.norm()
-        clip_gradients(self.optimizer, self.options.clip_gradients, norm)
         set_learning_rate(self.optimizer, self.options, step)
-        self.optimizer.step()
+        if self._goes_on(norm):
+            clip_gradients(self.optimizer, self.options.clip_gradients, norm)
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    def _goes_on(self, norm: Tensor) -> bool:
+        """Whether there is an update: all ranks have the same norm. Raises PlannerError where no loss scale helps."""
+        if self.scale is None:
+            return True
+        finite = math.isfinite(norm.item())
+        self.scale.settle(finite=finite)
+        return finite
+
+    @property
+    def scale(self) -> LossScale | None:
+        """What the loss is multiplied by in an fp16 run."""
+        return self.pipeline.scale
 
     def norm(self) -> Tensor:
         """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
@@ -152,7 +174,8 @@ def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter, progres
         return recorder.span(work, stage, micro_batch)
 
     pipeline = build_pipeline(
-        plan, ranks, seed=options.seed, after_backward=after_backward, span=span, after_recompute=meter.recomputed)
+        plan, ranks, seed=options.seed, after_backward=after_backward, span=span, after_recompute=meter.recomputed,
+        scale=loss_scale(plan.training.precision))
     if options.compile:
         compile_blocks(pipeline.stages)
     meter.watch(pipeline.stages, pipeline.parameters)

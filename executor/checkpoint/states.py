@@ -3,8 +3,9 @@
     model.block3.qkv.weight                     a parameter; a DTensor where ranks share it, whole elsewhere
     optimizer.block3.qkv.weight.exp_avg         each tensor that the optimizer keeps of it
     rng.2.cpu, rng.2.cuda                       the generators of rank 2
+    loss_scale.value, loss_scale.good_steps     of an fp16 run
 
-Masters of a bf16 run are the fp32 parameters between steps, so precision is not part of a name either. A tied embedding
+Masters of a 16-bit run are the fp32 parameters between steps, so precision is not part of a name either. A tied embedding
 that is held twice is saved once, as the token table.
 """
 
