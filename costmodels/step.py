@@ -301,7 +301,7 @@ def _tail(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Seconds, Seco
         updated += data.optimizer
     if frame.chunked:
         added = chunk_time(strategy, rank, book)
-        reduced, updated = reduced + added.host_step, updated + added.optimizer
+        reduced, updated = reduced + added.step + added.host_step, updated + added.optimizer
     return reduced, _tied(frame, rank, book), updated + norm_and_loss(frame, book)
 
 
@@ -335,7 +335,7 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
     if frame.chunked:
         added = chunk_time(strategy, rank, book)
         per_micro_batch, host = sum(added.collectives.values(), per_micro_batch), sum(added.host.values(), host)
-        host_step, optimizer = host_step + added.host_step, optimizer + added.optimizer
+        per_step, host_step, optimizer = per_step + added.step, host_step + added.host_step, optimizer + added.optimizer
     tp_comm += rank_edges(frame, book)
     transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches
     return RankTime(
