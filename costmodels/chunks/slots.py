@@ -12,7 +12,6 @@ from itertools import accumulate
 from costmodels.chunks.accesses import Uses
 from costmodels.chunks.eviction import Stay
 from costmodels.chunks.home import Home
-from costmodels.chunks.room import Room
 from costmodels.chunks.schedule import Does, Group, Op
 
 OpKey = tuple[Does, int, int, int]  # what is done with which communication group of which group, and the moment
@@ -87,16 +86,14 @@ class Slots:
             slots.update(slot for run in one.runs for slot in range(moment_slot(run.first), moment_slot(run.last) + 1))
         return slots
 
-    def fixed_bytes(self, room: Room, always: int) -> list[int]:
-        """By slot all that is on the device but parameters of HOST blocks; `always`: chunks that stay there."""
-        held, besides = summed(self.count, self._held()), [0] * self.count
-        besides[::2], besides[1::2] = room.gaps, room.moments
-        for one in self.uses:
-            for run in one.runs:
-                if self.reduces_apart(one):
-                    slot = moment_slot(run.last)
-                    besides[slot] = max(besides[slot], room.rests[run.last] + self.sizes.gradients)
-        return [always + own + there for own, there in zip(held, besides, strict=True)]
+    def chunk_bytes(self, always: int) -> list[int]:
+        """By slot what chunks take of the device, but for those of HOST parameters; `always`: chunks that stay there."""
+        return [always + own for own in summed(self.count, self._held())]
+
+    def reduced_bytes(self) -> dict[int, int]:
+        """By slot of a moment behind which gradients are reduced into memory of their own, the bytes of that."""
+        apart = (one for one in self.uses if self.reduces_apart(one))
+        return {moment_slot(run.last): self.sizes.gradients for one in apart for run in one.runs}
 
     def _held(self) -> Iterator[tuple[int, int, int]]:
         """Gathered groups, and gradients on their way: (first slot, last slot, bytes)."""
