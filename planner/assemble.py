@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from costmodels.book import PriceBook
 from costmodels.chunks.home import OFFLOAD_OF
+from costmodels.chunks.memory import budget_bytes
 from costmodels.occupancy import RankMemory
 from costmodels.offload import Offload
 from costmodels.redundancy import RedundantBytes, added, operator_redundancy
@@ -14,7 +15,7 @@ from costmodels.sharding import placements
 from costmodels.step import StepPrice, model_flops_utilization
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.band import error_band
-from planner.chunks import budget_bytes, chunks_of
+from planner.chunks import chunks_of
 from planner.plan import (
     PLAN_VERSION,
     Breakdown,
@@ -141,7 +142,8 @@ def breakdown(price: StepPrice) -> Breakdown:
     bubble = Quantity(value=rounded(idle_s), kind=step_kind(price))
     return Breakdown(
         compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
-        dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer))
+        dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer),
+        host_comm_s=quantity(time.host_comm))
 
 
 def memory_of_stages(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:

@@ -11,8 +11,6 @@ from costmodels.book import PriceBook
 from costmodels.chunks.held import rank_chunks
 from costmodels.chunks.home import Eviction
 from costmodels.chunks.schedule import RankChunks
-from costmodels.mesh import Mesh
-from costmodels.occupancy import usable_bytes
 from costmodels.strategy import Strategy
 from planner.plan import ChunkGroup, ChunkRank, Chunks, Plan
 from planner.reread import book_of, strategy_of
@@ -20,15 +18,6 @@ from profiles.errors import ConfigError
 from profiles.provenance import Kind
 
 DIGITS = 6  # of a utilisation
-
-
-def budget_bytes(mesh: Mesh, book: PriceBook) -> int:
-    """What tensors may fill of a device: as stated, or what the memory limit leaves beside context, communicators and allocator."""
-    chunking = book.chunking
-    if chunking.device_bytes is not None:
-        return chunking.device_bytes
-    limit = book.machine.cluster.device.memory_bytes if chunking.limit_bytes is None else chunking.limit_bytes
-    return int(usable_bytes(limit, mesh, book))
 
 
 def chunks_of(strategy: Strategy, book: PriceBook, *, eviction: Eviction, device_bytes: int) -> Chunks:

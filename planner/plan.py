@@ -189,7 +189,10 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the step time."""
+    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the step time.
+
+    host_comm_s: copies between device and host that compute does not hide, and what the host adds up
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -200,6 +203,7 @@ class Breakdown:
     pp_comm_s: Quantity
     pp_bubble_s: Quantity
     optimizer_s: Quantity
+    host_comm_s: Quantity = Quantity(value=0.0, kind=Kind.ANALYTIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

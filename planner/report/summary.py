@@ -33,7 +33,7 @@ RUNNERS_UP = 3  # of the short form
 NOTHING = 1e-9  # share of the step below which a time is rounding
 _CAUSES = (
     ("compute", "compute_s"), ("recompute", "recompute_s"), ("bubble", "pp_bubble_s"), ("data", "dp_comm_s"),
-    ("tensor", "tp_comm_s"), ("p2p", "pp_comm_s"), ("optimizer", "optimizer_s"),
+    ("tensor", "tp_comm_s"), ("p2p", "pp_comm_s"), ("host", "host_comm_s"), ("optimizer", "optimizer_s"),
 )
 EXECUTORS_STACK = "parplan"
 _REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
