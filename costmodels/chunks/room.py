@@ -29,12 +29,13 @@ class Room:
     """Bytes on a device besides chunks.
 
     moments: during each; gaps: before each and behind the last, at their fullest, with the passes of embedding and head
-    rests: behind each moment, when its temporaries are gone
+    rests: behind each moment, when its temporaries are gone; end: behind all passes
     """
 
     moments: tuple[int, ...]
     gaps: tuple[int, ...]
     rests: tuple[int, ...]
+    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: 
         gaps.append(fullest)
         rests.append(level)
         fullest = level
-    return Room(moments=tuple(moments), gaps=(*gaps, max(fullest, level)), rests=tuple(rests))
+    return Room(moments=tuple(moments), gaps=(*gaps, max(fullest, level)), rests=tuple(rests), end=level)
 
 
 def _sends(one: Pass, strategy: Strategy) -> bool:
