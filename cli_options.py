@@ -10,6 +10,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompu
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
 SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "none")
+EVICTION = ("opt", "lru", "fifo")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"
@@ -20,7 +21,8 @@ asked = together(
            help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module."),
     option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
     option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
-    option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of weights and activations. [default: bf16, or the profile's]"),
+    option(WHAT, "--precision", type=click.Choice(PRECISIONS),
+           help="Of weights and activations. [default: bf16, fp16 where the GPU has none, or the profile's]"),
     option(WHAT, "--gradient-precision", type=click.Choice(PRECISIONS),
            help="What gradients accumulate and are reduced in. [default: fp32]"),
     option(WHAT, "--fp8", is_flag=True, help="Run the products of the blocks in fp8."),
