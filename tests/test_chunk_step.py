@@ -125,7 +125,6 @@ def test_the_causes_of_one_stage_add_up_to_the_step(frame):
 
     assert price.step_s == pytest.approx(price.ranks[0].total.value_s, rel=1e-9)
     assert price.closed_form_s == pytest.approx(price.step_s, rel=1e-9)
-    assert price.ranks[0].host_comm.value_s > 0
 
 
 def test_every_stage_of_a_pipeline_waits_for_its_own_chunks():
