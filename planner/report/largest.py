@@ -53,8 +53,9 @@ def print_largest(rows: Sequence[Largest], question: Question, out: Console, *, 
     """What each choice can train, what it costs, and why no larger model fits."""
     cluster, training = question.cluster, question.training
     say(out, joined((
-        f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node with {gib(cluster.host_memory_bytes):,.0f} GiB of host "
-        "memory", f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {training.precision}, {training.optimizer.capitalize()}",
+        f"{cluster.num_gpus} x {cluster.device.name}, {cluster.gpus_per_node} a node",
+        f"{gib(cluster.host_memory_bytes):,.0f} GiB of host memory a node",
+        f"{training.global_batch_size:,} x {training.seq_length:,} tokens, {training.precision}, {training.optimizer.capitalize()}",
     ), " | ", out.width, indent=2), "bold")
     say(out, joined(assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
