@@ -287,6 +287,8 @@ _MEASURED = "Measured steps"
 @option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
 @option(_LAYOUT, "--zero-ranks", type=click.IntRange(2), metavar="N", help="Neighbours that hold one copy of the states. [default: all]")
 @option(_LAYOUT, "--offload", type=List(click.Choice(OFFLOAD)), metavar="WHAT,..", help="To the host: states, activations.")
+@option(_LAYOUT, "--keep-on-host", type=List(click.STRING), metavar="NAME,..",
+        help="Operators of every block whose activations go to the host, or all: as --offload activations.")
 @option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
 @option(_LAYOUT, "--sequence-parallel", is_flag=True, help="Split norms and dropouts along the sequence.")
 @option(_LAYOUT, "--tp-overlap", type=click.IntRange(0, 3), default=0, show_default=True,
@@ -307,7 +309,8 @@ def estimate(**options: Any) -> None:
     question = question_of(options)
     plan = estimate_plan(
         question.model, question.cluster, question.training, frame(question, options), zero=options["zero"],
-        recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=tuple(map(Offload, options["offload"] or ())))
+        recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=tuple(map(Offload, options["offload"] or ())),
+        keep_on_host=options["keep_on_host"] or ())
     context = Context(assumed=question.assumed, **_files(options))
     deliver(_with_module(plan, question), context, output, as_json=options["as_json"])
 

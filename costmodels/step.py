@@ -19,6 +19,7 @@ from typing import Any
 
 from costmodels.book import LayerBook, PriceBook
 from costmodels.collectives import Collective, collective_time
+from costmodels.copies import exposed_copies
 from costmodels.layer import contention
 from costmodels.mesh import Axis, place_axis
 from costmodels.occupancy import RankMemory, rank_layers, rank_memory
@@ -251,11 +252,11 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
     for choice in chunk:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
-        moved_s = book.host_copy(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).value_s
-        forward_s += time.forward_s + data.forward.value_s + moved_s
-        backward_s += time.backward_s + data.backward.value_s + moved_s
+        forward_s += time.forward_s + data.forward.value_s
+        backward_s += time.backward_s + data.backward.value_s
         recompute_s += time.recompute_s
-        stash_bytes += book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).saved
+        stash_bytes += book.activations(
+            choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).saved
         if frame.splits_backward:
             own_s = book.weight_s(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
             weight_s += min(own_s, time.backward_s) + data.backward.value_s
@@ -263,6 +264,8 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
             waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
         if frame.recomputes_ahead:
             remade_bytes += book.remade_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+    out, back = exposed_copies(chunk, frame, book)
+    forward_s, backward_s = forward_s + out.value_s, backward_s + back.value_s
     if any(choice.kind is LayerKind.BLOCK for choice in chunk):
         edges = book.row_edges(frame.micro_batch_size, frame.sharding)
         forward_s, backward_s = forward_s + edges[0].value_s, backward_s + edges[1].value_s
@@ -307,11 +310,13 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
         compute += time.forward + time.backward
         recompute += time.recompute
         tp_comm += time.tp_forward + time.tp_backward + time.tp_recompute
-        moved = book.host_copy(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         per_micro_batch += _without(data.forward + data.backward, data.host)
         per_step += _without(data.step, data.host_step)
-        host, host_step = host + data.host + moved + moved, host_step + data.host_step
+        host, host_step = host + data.host, host_step + data.host_step
         optimizer += data.optimizer
+    for chunk in strategy.chunks(rank):
+        out, back = exposed_copies(chunk, frame, book)
+        host += out + back
     tp_comm += rank_edges(frame, book)
     transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches
     return RankTime(

@@ -76,9 +76,10 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, book: PriceBook) -> La
     frame = frame_of(plan)
     operators = book.graph(plan.pipeline.micro_batch_size).layer_class(layer_plan.layer).operators
     known = [operator.name for operator in operators]
-    unknown = next((again for again in layer_plan.recompute if again not in known), None)
-    if unknown:
-        raise ConfigError(f"layer_plans.{name}: recompute names {unknown}, the layer has {', '.join(known)}", hint="make the plan again")
+    for field, names in (("recompute", layer_plan.recompute), ("keep_on_host", layer_plan.keep_on_host)):
+        unknown = next((each for each in names if each not in known), None)
+        if unknown:
+            raise ConfigError(f"layer_plans.{name}: {field} names {unknown}, the layer has {', '.join(known)}", hint="make the plan again")
     own = tuple(
         (operator.name, split) for operator in operators
         if (split := _splits(operator, name, layer_plan, plan.mesh.tp)) not in (None, frame.sharding.splits(operator)))
@@ -87,7 +88,9 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, book: PriceBook) -> La
             f"layer_plans.{name}: {own[0][0]} is not divided as Megatron does, sub-pipelined tensor parallelism is priced for nothing else",
             hint="set pipeline.tp_overlap to 0")
     sharding = replace(frame.sharding, own=own) if own else None
-    return LayerChoice(layer_plan.layer, tuple(layer_plan.recompute), layer_plan.zero, sharding, _home(name, layer_plan, plan))
+    return LayerChoice(
+        layer_plan.layer, tuple(layer_plan.recompute), layer_plan.zero, sharding, _home(name, layer_plan, plan),
+        tuple(layer_plan.keep_on_host))
 
 
 def _splits(operator: Operator, name: str, layer_plan: LayerPlan, tp: int) -> Splits | None:

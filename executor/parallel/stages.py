@@ -223,7 +223,7 @@ def _overlap(
 
 def _recipes(placed: PlacedLayer, ranks: Ranks) -> Recipes | None:
     """Where a layer has more to do with what autograd keeps than to keep it: gathered inputs, or the host."""
-    on_host = Offload.ACTIVATIONS in placed.plan.offload
+    on_host = bool(placed.plan.keep_on_host)
     return Recipes(on_host=on_host) if on_host or ranks.tp_mesh is not None else None
 
 
