@@ -53,6 +53,11 @@ def _rank(stage: int, own: RankChunks) -> ChunkRank:
         kind=Kind.ANALYTIC)
 
 
+def busiest_rank(plan: Plan) -> int:
+    """The pipeline rank whose devices move most in a step; 0 where the plan has no chunks."""
+    return max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage if plan.chunks else 0
+
+
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     """The chunk schedule of one pipeline rank of a plan, made again.
 
