@@ -9,6 +9,7 @@ from typing import Any
 
 from costmodels.actions import Work, parse_row
 from costmodels.book import ActivationBytes, LayerBook, LayerStates, PriceBook
+from costmodels.copies import window_bytes
 from costmodels.fullest import Held, Throughout, fullest_bytes
 from costmodels.memory import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
 from costmodels.mesh import Axis, Mesh
@@ -142,12 +143,14 @@ def sent_bytes(rank: int, frame: Frame, book: PriceBook) -> float:
 def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
     frame, layers = strategy.frame, rank_layers(strategy, rank)
-    kept, table = {choice: _activations(choice, frame, book) for choice in layers}, book.shared_table_bytes(frame.mesh, frame.sharding)
+    kept = {choice: layer_activations(choice, frame, book) for choice in layers}
+    table = book.shared_table_bytes(frame.mesh, frame.sharding)
     held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
     between, running = _held_and_running(strategy, rank, kept, book)
     activations = sent_bytes(rank, frame, book) + between
-    temporaries = table + running + _waiting_bytes(strategy, rank, kept, book) + max(layer.zero_buffer for layer in held)
+    buffers = max(layer.zero_buffer for layer in held) + window_bytes([kept[choice].host for choice in layers])
+    temporaries = table + running + _waiting_bytes(strategy, rank, kept, book) + buffers
     apart = _apart_bytes(strategy, rank, kept, book, states.gradients + activations + temporaries)
     spare = book.training.stack.allocator_share * (states.total + activations + temporaries - apart)
     return RankMemory(
@@ -168,7 +171,7 @@ def _held_and_running(
     chunks, most = strategy.chunks(rank), stashes(LayerKind.BLOCK, rank, frame)
     stash = max(sum(kept[c].saved for c in chunk if frame.virtual_stages == 1 or c.kind is LayerKind.BLOCK) for chunk in chunks)
     made = max(sum(_remade_bytes(choice, frame, book) for choice in chunk) for chunk in chunks)
-    alone = _workspace_bytes(strategy, rank, {choice: _activations(choice, frame, book, ahead=True) for choice in kept})
+    alone = _workspace_bytes(strategy, rank, {choice: layer_activations(choice, frame, book, ahead=True) for choice in kept})
     levels = [
         (held + (moment.stashes - most) * stash + moment.remade * made, alone if moment.alone else inside)
         for moment in moments(rank, frame)]
@@ -176,13 +179,13 @@ def _held_and_running(
     return between, max(map(sum, levels)) - between
 
 
-def _activations(choice: LayerChoice, frame: Frame, book: PriceBook, *, ahead: bool = False) -> ActivationBytes:
+def layer_activations(choice: LayerChoice, frame: Frame, book: PriceBook, *, ahead: bool = False) -> ActivationBytes:
     """A layer's, with the sum of a shared table's gradients among the temporaries of the embedding, or its whole one before that.
 
     ahead: after a recompute ahead of the gradient, when it holds all that it would keep without recompute
     """
-    again = Recompute.NONE if ahead else choice.recompute
-    size = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), again)
+    again, on_host = (Recompute.NONE, ()) if ahead else (choice.recompute, choice.on_host)
+    size = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), again, on_host)
     if choice.kind is not LayerKind.EMBEDDING:
         return size
     return replace(size, workspace=size.workspace + book.table_workspace_bytes(frame.mesh, frame.sharding))
@@ -199,14 +202,15 @@ def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, Activati
     as always there.
     """
     frame = strategy.frame
-    if not book.training.stack.frees_gradients or frame.splits_backward or book.offload:
+    if not book.training.stack.frees_gradients or frame.splits_backward or book.offload or any(size.host for size in kept.values()):
         return 0.0
     held = {choice: book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in kept}
     table = book.shared_table_bytes(frame.mesh, frame.sharding)
     layers = {choice: _of_layer(choice, size, held[choice], joined=table > 0) for choice, size in kept.items()}
     if frame.recomputes_ahead:
         layers = {
-            choice: replace(layer, remade=_remade_bytes(choice, frame, book), alone=_activations(choice, frame, book, ahead=True).workspace)
+            choice: replace(
+                layer, remade=_remade_bytes(choice, frame, book), alone=layer_activations(choice, frame, book, ahead=True).workspace)
             for choice, layer in layers.items()}
     end = next((choice for choice in kept if choice.kind is LayerKind.EMBEDDING and table and choice.zero == 3), None)
     return together - fullest_bytes(strategy, rank, layers, Throughout(

@@ -19,6 +19,7 @@ from typing import Any
 
 from costmodels.book import LayerBook, PriceBook
 from costmodels.collectives import Collective, collective_time
+from costmodels.copies import exposed_copies
 from costmodels.layer import contention
 from costmodels.mesh import Axis, place_axis
 from costmodels.occupancy import RankMemory, rank_layers, rank_memory
@@ -39,7 +40,10 @@ STEPS = 50  # of the proportions that a bubble is replayed with: 2 % of a micro-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTime:
-    """Seconds of one pipeline rank in one step; all but the bubble, by cause."""
+    """Seconds of one pipeline rank in one step; all but the bubble, by cause.
+
+    host_comm: copies between device and host that nothing hides, and what the host adds up
+    """
 
     compute: Seconds
     recompute: Seconds
@@ -47,10 +51,11 @@ class RankTime:
     dp_comm: Seconds
     pp_comm: Seconds
     optimizer: Seconds
+    host_comm: Seconds = ZERO
 
     @property
     def total(self) -> Seconds:
-        return self.compute + self.recompute + self.tp_comm + self.dp_comm + self.pp_comm + self.optimizer
+        return self.compute + self.recompute + self.tp_comm + self.dp_comm + self.pp_comm + self.optimizer + self.host_comm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,11 +252,11 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
     for choice in chunk:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
-        moved_s = book.host_copy(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).value_s
-        forward_s += time.forward_s + data.forward.value_s + moved_s
-        backward_s += time.backward_s + data.backward.value_s + moved_s
+        forward_s += time.forward_s + data.forward.value_s
+        backward_s += time.backward_s + data.backward.value_s
         recompute_s += time.recompute_s
-        stash_bytes += book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).saved
+        stash_bytes += book.activations(
+            choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).saved
         if frame.splits_backward:
             own_s = book.weight_s(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
             weight_s += min(own_s, time.backward_s) + data.backward.value_s
@@ -259,6 +264,8 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
             waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
         if frame.recomputes_ahead:
             remade_bytes += book.remade_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+    out, back = exposed_copies(chunk, frame, book)
+    forward_s, backward_s = forward_s + out.value_s, backward_s + back.value_s
     if any(choice.kind is LayerKind.BLOCK for choice in chunk):
         edges = book.row_edges(frame.micro_batch_size, frame.sharding)
         forward_s, backward_s = forward_s + edges[0].value_s, backward_s + edges[1].value_s
@@ -296,22 +303,30 @@ def _tied(frame: Frame, rank: int, book: PriceBook) -> Seconds:
 
 def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
     frame = strategy.frame
-    compute = recompute = tp_comm = per_micro_batch = per_step = optimizer = ZERO
+    compute = recompute = tp_comm = per_micro_batch = per_step = host = host_step = optimizer = ZERO
     for choice in rank_layers(strategy, rank):
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
         compute += time.forward + time.backward
         recompute += time.recompute
         tp_comm += time.tp_forward + time.tp_backward + time.tp_recompute
-        moved = book.host_copy(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
-        per_micro_batch += data.forward + data.backward + moved + moved
-        per_step += data.step
+        per_micro_batch += _without(data.forward + data.backward, data.host)
+        per_step += _without(data.step, data.host_step)
+        host, host_step = host + data.host, host_step + data.host_step
         optimizer += data.optimizer
+    for chunk in strategy.chunks(rank):
+        out, back = exposed_copies(chunk, frame, book)
+        host += out + back
     tp_comm += rank_edges(frame, book)
     transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches
     return RankTime(
         compute=compute.scaled(m), recompute=recompute.scaled(m), tp_comm=tp_comm.scaled(m), pp_comm=transfers.scaled(m),
-        dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer)
+        dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer,
+        host_comm=host.scaled(m) + host_step)
+
+
+def _without(whole: Seconds, part: Seconds) -> Seconds:
+    return whole.scaled(1 - part.value_s / whole.value_s) if part.value_s else whole
 
 
 def _less_hidden(time: RankTime, transfer_s: float) -> RankTime:

@@ -10,7 +10,7 @@ from costmodels.memory import StateBytes
 from costmodels.step import model_flops_utilization, price_step
 from planner.module_plan import ModulePlan
 from planner.plan import Plan
-from planner.reprice import book_of, strategy_of
+from planner.reread import book_of, strategy_of
 from planner.runs import RUN_VERSION, Beside, Environment, Figures, Part, RankRecord, Run, Span, Steps, plan_parts
 from planner.timelines import Timeline, measured_parts_s, predicted_timeline
 from profiles.errors import ConfigError

@@ -21,7 +21,7 @@ from costmodels.sub_pipeline import HALVES
 from costmodels.traffic import Sent, rank_tally
 from planner.operator_cases import kernels_by_case, kernels_of_update, update_cases
 from planner.plan import Plan
-from planner.reprice import book_of, strategy_of
+from planner.reread import book_of, strategy_of
 from profiles.cases import Case
 from profiles.measured import analytic_profile
 from profiles.model import LayerKind, Operator

@@ -89,8 +89,9 @@ class LayerPlan:
 
     zero: 0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3 parameters too (EQUATIONS M2).
     zero_ranks: how many neighbouring data-parallel ranks hold one copy of the states together; None for all of dp
-    offload: what the host keeps: `states` (fp32 parameters, their gradients, the optimizer's), `activations`; where the plan has chunks
+    offload: what the host keeps of the states: `states` (fp32 parameters, their gradients, the optimizer's); where the plan has chunks
         `optimizer` (master and moments), and `parameters` too; of the embedding `lookup` (the table, looked up there)
+    keep_on_host: the operators of a block whose kept tensors the host keeps from the forward to the backward pass
     """
 
     __pydantic_config__ = _FORBID
@@ -101,6 +102,7 @@ class LayerPlan:
     zero_ranks: int | None = None
     offload: tuple[Offload, ...] = ()
     recompute: tuple[str, ...] = ()
+    keep_on_host: tuple[str, ...] = ()
     operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,6 +110,9 @@ class LayerPlan:
             raise ConfigError(f"zero is {self.zero}, it must be 0, 1, 2 or 3")
         if self.zero_ranks is not None and self.zero_ranks < 1:
             raise ConfigError(f"zero_ranks is {self.zero_ranks}, it must be at least 1", hint="leave it out for all of dp")
+        if Offload.ACTIVATIONS in self.offload:
+            raise ConfigError(
+                "offload has activations, a layer plan names the operators that keep them", hint="name those in keep_on_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +194,10 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the step time."""
+    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the step time.
+
+    host_comm_s: copies between device and host that compute does not hide, and what the host adds up
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -200,6 +208,7 @@ class Breakdown:
     pp_comm_s: Quantity
     pp_bubble_s: Quantity
     optimizer_s: Quantity
+    host_comm_s: Quantity = Quantity(value=0.0, kind=Kind.ANALYTIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -487,3 +496,6 @@ def _require_whole(plan: Plan, where: str) -> None:
         raise ConfigError(
             f"{where}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}",
             hint="make the plan again")
+    if plan.chunks is not None and [rank.stage for rank in plan.chunks.ranks] != list(ranks):
+        raise ConfigError(
+            f"{where}: chunks.ranks has {len(plan.chunks.ranks)} stages, the mesh has pp {plan.mesh.pp}", hint="make the plan again")

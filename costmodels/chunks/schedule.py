@@ -35,7 +35,8 @@ class Op:
     """On communication group `number` of the chunks of `group` (an index of `RankChunks.groups`).
 
     num_bytes: that move between host and device, or of the whole group that is gathered or reduced
-    issued: the moment at which a FETCH may begin at the earliest, a moment before that which needs it where there is room
+    issued: the moment at which a FETCH or GATHER may begin at the earliest, one before that which needs it where there is room; the last
+        moment under which a REDUCE or SEND may still run, one after that behind which it is done where there is room for it to be late
     """
 
     does: Does

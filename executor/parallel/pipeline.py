@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from executor.chunks.manager import ChunkManager
 from executor.layout import action_rows, local_stages, stage_layers
 from executor.parallel.runtime import After, PipelineStep, Span, build_runtime, no_span, nothing
 from executor.parallel.sharded import all_reduce
 from executor.parallel.stages import Ranks, Stage, border_example, build_stages
 from executor.tensors import local
+from planner.chunks import rank_chunks_of
 from planner.plan import Plan
 
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -25,7 +27,10 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """This rank's stages and what runs them: `run` does all forward and backward passes of (ids, targets)."""
+    """This rank's stages and what runs them: `run` does all forward and backward passes of (ids, targets).
+
+    chunks: what holds the states of the blocks, if they are held in chunks
+    """
 
     stages: tuple[Stage, ...]
     run: Run
@@ -34,11 +39,13 @@ class Pipeline:
     tied_group: dist.ProcessGroup | None
     span: Span = no_span
     piped: tuple[PipelineStep, ...] = ()
+    chunks: ChunkManager | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank updates: shards between steps."""
-        return list(dict.fromkeys(parameter for stage in self.stages for parameter in stage.parameters()))
+        """The parameters that this rank updates: shards between steps, and none that lies in chunks."""
+        apart = set(self.chunks.parameters) if self.chunks is not None else set()
+        return [p for p in dict.fromkeys(parameter for stage in self.stages for parameter in stage.parameters()) if p not in apart]
 
     @property
     def in_flight(self) -> dict[int, int]:
@@ -49,10 +56,14 @@ class Pipeline:
         """Gradients of one batch of [sequences, sequence length] ids; returns this rank's share of the mean loss."""
         for stage in self.stages:
             stage.begin_step()
+        if self.chunks is not None:
+            self.chunks.begin_step()
         loss = self.run(ids, targets)
         with self.span("reduce", -1, -1):
             for stage in self.stages:
                 stage.reduce_gradients(self.tp_mesh)
+            if self.chunks is not None:
+                self.chunks.end_step(self.tp_mesh.get_group() if self.tp_mesh is not None else None)
         with self.span("tied", -1, -1) if self.tied else nullcontext():
             self._sum_tied_gradients()
         return loss
@@ -71,7 +82,11 @@ def build_pipeline(
     plan: Plan, ranks: Ranks, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = nothing,
 ) -> Pipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
-    stages = build_stages(plan, ranks, seed)
+    chunks = _chunk_manager(plan, ranks) if plan.chunks is not None else None
+    stages = build_stages(plan, ranks, seed, chunks)
+    if chunks is not None:
+        chunks.built()
+        span = _also(span, chunks)
     piped: tuple[PipelineStep, ...] = ()
     if plan.mesh.pp == 1:
         run = partial(_loop, stages[0], plan, after_backward, span)
@@ -82,7 +97,24 @@ def build_pipeline(
         run = partial(_scheduled, schedule, stages, plan.module is not None)
     return Pipeline(
         stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
-        tied_group=_tied_group(plan, ranks), span=span, piped=piped)
+        tied_group=_tied_group(plan, ranks), span=span, piped=piped, chunks=chunks)
+
+
+def _chunk_manager(plan: Plan, ranks: Ranks) -> ChunkManager:
+    """Of this pipeline rank. Raises ConfigError, and BudgetError where what stays on the device is too much."""
+    group = ranks.dp_mesh.get_group() if plan.mesh.dp > 1 else None
+    return ChunkManager(rank_chunks_of(plan, ranks.coordinate("pp")), plan.training, ranks.device, group)
+
+
+def _also(span: Span, chunks: ChunkManager) -> Span:
+    """Around each computation what `span` is, and inside what `chunks` must know of it."""
+
+    @contextmanager
+    def around(work: str, stage: int, micro_batch: int) -> Iterator[None]:
+        with span(work, stage, micro_batch), chunks.action(work, stage, micro_batch):
+            yield
+
+    return around
 
 
 def _mean_loss(stage: Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:

@@ -84,12 +84,13 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def shard_root(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh) -> None:
-    """Join the units of a stage under one FSDP root, which shares their streams; it manages no parameter itself."""
+def shard_root(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh, apart: Sequence[nn.Parameter] = ()) -> None:
+    """Join the units of a stage under one FSDP root, which shares their streams; it manages no parameter itself, nor those `apart`."""
     managed = [unit for unit in units if _fsdp_modules(unit)]
     if not managed:
         return
-    fully_shard(body, mesh=dp_mesh, ignored_params={p for unit in units if unit not in managed for p in _parameters(unit)})
+    ignored = {*apart, *(p for unit in units if unit not in managed for p in _parameters(unit))}
+    fully_shard(body, mesh=dp_mesh, ignored_params=ignored)
     # the first layer has none before it; by default it would gather the last layer of another micro-batch
     for module in (inside for layer in managed[0].layers for inside in layer.modules() if isinstance(inside, FSDPModule)):
         module.set_modules_to_backward_prefetch([module])
