@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     stages = stage_layers(plan)
     total = _in_chunks(plan, pipeline_rank)
+    if plan.chunks is not None:  # gradients of 16 bits are of chunks alone
+        plan = replace(plan, training=replace(plan.training, gradient_precision=Precision.FP32))
     for layer in (layer for k in local_stages(plan, pipeline_rank) for layer in stages[k]):
         if plan.chunks is not None and layer.kind is LayerKind.BLOCK:
             continue
