@@ -67,7 +67,7 @@ class LayerBook(ABC, Generic[K]):
     """Prices of layers of the kinds `K`, trained as `training` on `machine`, each made once.
 
     zero_ranks: neighbours that hold one copy of sharded states together, on meshes whose dp it divides; None for all of dp
-    offload: what the host keeps, states of every layer and activations of blocks
+    offload: what the host keeps of the states of every layer
     """
 
     def __init__(
@@ -94,10 +94,6 @@ class LayerBook(ABC, Generic[K]):
     def counts_tied(self, mesh: Mesh) -> bool:
         """Whether copies of parameters that other layers hold are counted: where stages are apart."""
         return mesh.pp > 1
-
-    def offloads_activations(self, kind: K) -> bool:
-        """Whether the host keeps the activations of a layer of `kind`."""
-        return Offload.ACTIVATIONS in self.offload
 
     def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._known:
@@ -148,23 +144,28 @@ class LayerBook(ABC, Generic[K]):
     def _workspace_bytes(self, kind: K, layer: LayerClass, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]) -> int:
         return workspace_bytes(layer, sharding, again, self.training.stack)
 
-    def activations(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> ActivationBytes:
-        """Saved and temporary bytes of one layer of `kind` for one micro-batch."""
+    def activations(
+        self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE, on_host: tuple[str, ...] = (),
+    ) -> ActivationBytes:
+        """Saved and temporary bytes of one layer of `kind` for one micro-batch, of which the host keeps those of the operators `on_host`.
+
+        They are back on the device while the layer runs backward.
+        """
 
         def make() -> ActivationBytes:
-            layer, again = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level)
-            saved = saved_bytes(layer, sharding, again, self.training.stack)
+            layer, again, stack = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level), self.training.stack
+            saved = saved_bytes(layer, sharding, again, stack, on_host)
+            host = saved_bytes(layer, sharding, again, stack) - saved if on_host else 0
             workspace = self._workspace_bytes(kind, layer, micro_batch_size, sharding, again)
-            if self.offloads_activations(kind):
-                return ActivationBytes(saved=0, ideal_saved=0.0, workspace=workspace + saved, host=saved)
-            return ActivationBytes(saved=saved, ideal_saved=ideal_saved_bytes(layer, sharding.tp, again), workspace=workspace)
+            return ActivationBytes(
+                saved=saved, ideal_saved=ideal_saved_bytes(layer, sharding.tp, again, on_host), workspace=workspace + host, host=host)
 
-        return self._once(("activations", kind, micro_batch_size, sharding, level), make)
+        return self._once(("activations", kind, micro_batch_size, sharding, level, on_host), make)
 
     def remade_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> int:
         """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch: what it would keep without, less that."""
         whole, kept = (self.activations(kind, micro_batch_size, sharding, again) for again in (Recompute.NONE, level))
-        return max(0, whole.saved + whole.host - kept.saved - kept.host)
+        return max(0, whole.saved - kept.saved)
 
     def data_parallel(self, kind: K, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
         """Gradient reduction, gathers and the optimizer step of one layer of `kind` at ZeRO stage `zero`."""
@@ -177,12 +178,9 @@ class LayerBook(ABC, Generic[K]):
 
         return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
 
-    def host_copy(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> Seconds:
-        """What the activations of one layer and micro-batch that the host keeps take to get there, and as long to come back.
-
-        Nothing hides it: save_on_cpu copies in the order of the kernels.
-        """
-        host = self.activations(kind, micro_batch_size, sharding, level).host
+    def host_copy(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again, on_host: tuple[str, ...]) -> Seconds:
+        """What the activations of one layer and micro-batch that the host keeps take to get there, and as long to come back."""
+        host = self.activations(kind, micro_batch_size, sharding, level, on_host).host
         return copy_time(host, self.machine.cluster) if host else ZERO
 
     def hidden_data_parallel(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
@@ -261,10 +259,6 @@ class PriceBook(LayerBook[LayerKind]):
     @property
     def tied(self) -> bool:
         return has_tied_head(self.graph(1).head)
-
-    def offloads_activations(self, kind: LayerKind) -> bool:
-        """Only those of blocks: the head's largest, the logits, are used up at once."""
-        return kind is LayerKind.BLOCK and Offload.ACTIVATIONS in self.offload
 
     def recompute_operators(self, kind: LayerKind, level: Again) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from costmodels.actions import Work, parse_row
 from costmodels.book import ActivationBytes, LayerBook, LayerStates, PriceBook
+from costmodels.copies import window_bytes
 from costmodels.fullest import Held, Throughout, fullest_bytes
 from costmodels.memory import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
 from costmodels.mesh import Axis, Mesh
@@ -148,7 +149,8 @@ def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     states = sum((layer.states for layer in held), StateBytes())
     between, running = _held_and_running(strategy, rank, kept, book)
     activations = sent_bytes(rank, frame, book) + between
-    temporaries = table + running + _waiting_bytes(strategy, rank, kept, book) + max(layer.zero_buffer for layer in held)
+    buffers = max(layer.zero_buffer for layer in held) + window_bytes([kept[choice].host for choice in layers])
+    temporaries = table + running + _waiting_bytes(strategy, rank, kept, book) + buffers
     apart = _apart_bytes(strategy, rank, kept, book, states.gradients + activations + temporaries)
     spare = book.training.stack.allocator_share * (states.total + activations + temporaries - apart)
     return RankMemory(
@@ -182,8 +184,8 @@ def layer_activations(choice: LayerChoice, frame: Frame, book: PriceBook, *, ahe
 
     ahead: after a recompute ahead of the gradient, when it holds all that it would keep without recompute
     """
-    again = Recompute.NONE if ahead else choice.recompute
-    size = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), again)
+    again, on_host = (Recompute.NONE, ()) if ahead else (choice.recompute, choice.on_host)
+    size = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), again, on_host)
     if choice.kind is not LayerKind.EMBEDDING:
         return size
     return replace(size, workspace=size.workspace + book.table_workspace_bytes(frame.mesh, frame.sharding))
@@ -200,7 +202,7 @@ def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, Activati
     as always there.
     """
     frame = strategy.frame
-    if not book.training.stack.frees_gradients or frame.splits_backward or book.offload:
+    if not book.training.stack.frees_gradients or frame.splits_backward or book.offload or any(size.host for size in kept.values()):
         return 0.0
     held = {choice: book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in kept}
     table = book.shared_table_bytes(frame.mesh, frame.sharding)

@@ -1,9 +1,9 @@
-"""What it costs to keep a layer's states or activations in the host's memory, as FSDP2 and autograd move them (EQUATIONS O).
+"""What it costs to keep a layer's states in the host's memory, as FSDP2 moves them (EQUATIONS O).
 
 States (FSDP2's CPUOffloadPolicy, all of a layer or nothing): the fp32 shard, its gradient and Adam's moments, 16 bytes for
 each parameter that the rank owns, lie on the host. The shard goes to the device for every gather (4 bytes a parameter), its
 gradient comes back after every reduction (4), and the host adds it to what it has (12 bytes of its memory) and runs Adam (28).
-Activations (autograd's save_on_cpu): what a block keeps goes to the host in the forward pass and comes back in the backward.
+Activations: costmodels/copies.py.
 
 A GPU copies at the bandwidth of its own lane of PCIe, or at its part of what all of the node's GPUs share: uplinks of switches
 (EQUATIONS O6). Both ways at once are no slower. Where the machine's own profile measured copies, and Adam on one process of the
@@ -32,7 +32,8 @@ HOST_BYTES_PER_S = 2e11  # assumed where nothing is stated: half of the 409.6 GB
 class Offload(StrEnum):
     """What of a layer the host keeps.
 
-    STATES, ACTIVATIONS    all of a layer's, moved by FSDP2 and by autograd
+    STATES                 all of a layer's, moved by FSDP2
+    ACTIVATIONS            asked for only: a plan names the operators that keep them (`LayerChoice.on_host`)
     OPTIMIZER, PARAMETERS  of blocks held in chunks (costmodels/chunks): master and moments, and the parameters too
     LOOKUP                 of the embedding: the token table, which is looked up and updated there
     """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 
-from costmodels.edges import Edges, edges_of
+from costmodels.edges import Edge, edges_of, keeps_output
 from costmodels.sharding import Sharding
 from profiles.model import PRODUCTS, LayerClass, Operator, OperatorKind, Tensor
 from profiles.stack import NEUTRAL, Stack
@@ -79,60 +80,97 @@ def made_inside(operator: Operator) -> tuple[Tensor, ...]:
     return tuple(tensor for tensor in operator.saved if tensor.name not in inputs)
 
 
-def saved_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL) -> int:
-    """Bytes one rank keeps of `layer` for one micro-batch (EQUATIONS M3).
+def saved_bytes(
+    layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL, on_host: Iterable[str] = (),
+) -> int:
+    """Bytes one rank keeps of `layer` for one micro-batch (EQUATIONS M3), without what the operators `on_host` send to the host.
 
     A stack that keeps the gathered input of a column-parallel product holds it whole; the others gather it again.
     """
-    return sum(saved_bytes_by_operator(layer, sharding, recompute, stack).values())
+    return sum(saved_bytes_by_operator(layer, sharding, recompute, stack, on_host).values())
 
 
 def saved_bytes_by_operator(
-    layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL,
+    layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL, on_host: Iterable[str] = (),
 ) -> dict[str, int]:
     """The same by operator.
 
     A tensor that several operators read where it was made, or gather from there, is kept once and counts at the first of them;
     one that reads it divided in another way keeps a copy of its own.
     """
-    flow, total = edges_of(layer, sharding), dict.fromkeys((op.name for op in layer.operators), 0)
-    counted, again = set[tuple[str, str]](), frozenset(recompute)
+    total, away = dict.fromkeys((op.name for op in layer.operators), 0), frozenset(on_host)
+    for copy in _copies(layer, sharding, frozenset(recompute), stack):
+        if copy.holder not in away:
+            total[copy.counted_at] += copy.num_bytes
+    return total
+
+
+def host_bytes_by_operator(
+    layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL,
+) -> dict[str, int]:
+    """Bytes that each operator sends to the host where it is one of those `on_host`; they add up to `saved_bytes`.
+
+    A tensor that several operators keep goes there if the first of them is named, in the order in which they run: fused
+    attention keeps what it gives before the projection behind it does.
+    """
+    total = dict.fromkeys((op.name for op in layer.operators), 0)
+    for copy in _copies(layer, sharding, frozenset(recompute), stack):
+        total[copy.holder] += copy.num_bytes
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A part of a tensor that is kept: the operator that it counts at, the first that keeps it, and its bytes."""
+
+    counted_at: str
+    holder: str
+    num_bytes: int
+
+
+def _copies(layer: LayerClass, sharding: Sharding, again: frozenset[str], stack: Stack) -> Iterator[_Copy]:
+    flow, counted = edges_of(layer, sharding), set[tuple[str, str]]()
     for operator, tensor in keepers(layer, again):
         edge = flow.get((operator.name, tensor.name))
         copy = tensor.name, operator.name if edge is not None and edge.keeps_own_copy(sharding.degrees) else ""
         if copy not in counted:
             counted.add(copy)
-            total[operator.name] += _stored_bytes(operator, tensor, sharding, flow, whole=stack.keeps_gathered_inputs, again=again)
-    return total
+            yield from _stored(operator, tensor, sharding, edge, whole=stack.keeps_gathered_inputs, again=again)
 
 
-def _stored_bytes(
-    operator: Operator, tensor: Tensor, sharding: Sharding, flow: Edges, *, whole: bool = False, again: frozenset[str] = frozenset(),
-) -> int:
-    """Bytes of a tensor that an operator keeps: an input as `Edge.kept_place` says, or gathered where the stack does so.
+def _stored(
+    operator: Operator, tensor: Tensor, sharding: Sharding, edge: Edge | None, *, whole: bool, again: frozenset[str],
+) -> Iterator[_Copy]:
+    """What is kept of a tensor that an operator needs: an input as `Edge.kept_place` says, or gathered where the stack does so.
 
     With it counts the copy of a maker that keeps its own output elsewhere, unless it is among `again`.
     """
-    edge = flow.get((operator.name, tensor.name))
     if edge is None:
-        return sharding.tensor_bytes(operator, tensor)
-    twice = edge.kept_twice(sharding.degrees) and edge.maker not in again
+        yield _Copy(operator.name, operator.name, sharding.tensor_bytes(operator, tensor))
+        return
+    maker = edge.maker if edge.makers_own and edge.maker not in again else None
     place = edge.target if whole else edge.kept_place(sharding.degrees)
-    return sharding.local_bytes(tensor, place) + (sharding.local_bytes(tensor, edge.source) if twice else 0)
+    yield _Copy(
+        operator.name, maker if maker and place == edge.source else operator.name, sharding.local_bytes(tensor, place))
+    if maker and edge.keeps_own_copy(sharding.degrees):
+        yield _Copy(operator.name, maker, sharding.local_bytes(tensor, edge.source))
 
 
-def ideal_saved_bytes(layer: LayerClass, tp: int, recompute: Iterable[str] = ()) -> float:
+def ideal_saved_bytes(layer: LayerClass, tp: int, recompute: Iterable[str] = (), on_host: Iterable[str] = ()) -> float:
     """The same without any redundancy: every kept tensor divided over all `tp` ranks (EQUATIONS R)."""
-    return sum(ideal_bytes_by_operator(layer, tp, recompute).values())
+    return sum(ideal_bytes_by_operator(layer, tp, recompute, on_host).values())
 
 
-def ideal_bytes_by_operator(layer: LayerClass, tp: int, recompute: Iterable[str] = ()) -> dict[str, float]:
+def ideal_bytes_by_operator(layer: LayerClass, tp: int, recompute: Iterable[str] = (), on_host: Iterable[str] = ()) -> dict[str, float]:
     """The same by operator: a tensor that several operators need counts at the first of them."""
     counted, total = set[str](), dict.fromkeys((operator.name for operator in layer.operators), 0.0)
-    for operator, tensor in keepers(layer, recompute):
+    again, away = frozenset(recompute), frozenset(on_host)
+    makers = {t.name: op.name for op in layer.operators if op.name not in again and keeps_output(op) for t in op.outputs}
+    for operator, tensor in keepers(layer, again):
         if tensor.name not in counted:
             counted.add(tensor.name)
-            total[operator.name] += tensor.num_bytes / tp
+            if makers.get(tensor.name, operator.name) not in away:
+                total[operator.name] += tensor.num_bytes / tp
     return total
 
 

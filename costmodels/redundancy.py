@@ -53,7 +53,7 @@ def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: Pri
         sharding = frame.sharding_of(choice)
         parts = _ideal(choice, frame, book)
         ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
-        kept[choice] = book.activations(choice.kind, frame.micro_batch_size, sharding, choice.recompute).ideal_saved
+        kept[choice] = book.activations(choice.kind, frame.micro_batch_size, sharding, choice.recompute, choice.on_host).ideal_saved
     return RedundantBytes(
         parameters=memory.states.parameters - ideal[0], gradients=memory.states.gradients - ideal[1],
         optimizer=memory.states.optimizer - ideal[2],
@@ -79,15 +79,15 @@ def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: Pric
     """
     layer, sharding = book.kept_graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
     again, stack = recompute_operators(layer, choice.recompute) if choice.kind is LayerKind.BLOCK else (), book.training.stack
-    kept = saved_bytes_by_operator(layer, sharding, again, stack)
-    ideal = ideal_bytes_by_operator(layer, sharding.tp, again)
+    kept = saved_bytes_by_operator(layer, sharding, again, stack, choice.on_host)
+    ideal = ideal_bytes_by_operator(layer, sharding.tp, again, choice.on_host)
     held = stashes(choice.kind, rank, frame)
 
     def of(operator: Operator) -> RedundantBytes:
         own, least = _operator_states(operator, choice, frame, book)
         return RedundantBytes(
             parameters=own[0] - least[0], gradients=own[1] - least[1], optimizer=own[2] - least[2],
-            activations=0.0 if book.offloads_activations(choice.kind) else held * (kept[operator.name] - ideal[operator.name]),
+            activations=held * (kept[operator.name] - ideal[operator.name]),
             temporaries=float(gradient_bytes(operator, sharding, stack)))
 
     return {operator.name: of(operator) for operator in layer.operators}

@@ -22,6 +22,7 @@ from costmodels.book import LayerBook, PriceBook
 from costmodels.chunks.memory import device_memory
 from costmodels.chunks.time import chunk_time
 from costmodels.collectives import Collective, collective_time
+from costmodels.copies import exposed_copies
 from costmodels.layer import DataParallelTime, contention, summed_inside
 from costmodels.mesh import Axis, place_axis
 from costmodels.occupancy import RankMemory, rank_layers
@@ -264,11 +265,11 @@ def _stage_cost(strategy: Strategy, stage: int, book: PriceBook) -> StageCost:
     for choice in chunk:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         data = _data_parallel(choice, frame, book)
-        moved_s = book.host_copy(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).value_s
-        forward_s += time.forward_s + data.forward.value_s + moved_s
-        backward_s += time.backward_s + data.backward.value_s + moved_s
+        forward_s += time.forward_s + data.forward.value_s
+        backward_s += time.backward_s + data.backward.value_s
         recompute_s += time.recompute_s
-        stash_bytes += book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).saved
+        stash_bytes += book.activations(
+            choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).saved
         if frame.splits_backward:
             own_s = book.weight_s(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
             weight_s += min(own_s, time.backward_s) + data.backward.value_s
@@ -276,6 +277,8 @@ def _stage_cost(strategy: Strategy, stage: int, book: PriceBook) -> StageCost:
             waiting_bytes += book.waiting_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice))
         if frame.recomputes_ahead:
             remade_bytes += book.remade_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+    out, back = exposed_copies(chunk, frame, book)
+    forward_s, backward_s = forward_s + out.value_s, backward_s + back.value_s
     if any(choice.kind is LayerKind.BLOCK for choice in chunk):
         edges = book.row_edges(frame.micro_batch_size, frame.sharding)
         forward_s, backward_s = forward_s + edges[0].value_s, backward_s + edges[1].value_s
@@ -301,7 +304,7 @@ def _tail(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Seconds, Seco
         updated += data.optimizer
     if frame.chunked:
         added = chunk_time(strategy, rank, book)
-        reduced, updated = reduced + added.host_step, updated + added.optimizer
+        reduced, updated = reduced + added.step + added.host_step, updated + added.optimizer
     return reduced, _tied(frame, rank, book), updated + norm_and_loss(frame, book)
 
 
@@ -327,15 +330,17 @@ def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
         compute += time.forward + time.backward
         recompute += time.recompute
         tp_comm += time.tp_forward + time.tp_backward + time.tp_recompute
-        moved = book.host_copy(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
         per_micro_batch += _without(data.forward + data.backward, data.host)
         per_step += _without(data.step, data.host_step)
-        host, host_step = host + data.host + moved + moved, host_step + data.host_step
+        host, host_step = host + data.host, host_step + data.host_step
         optimizer += data.optimizer
     if frame.chunked:
         added = chunk_time(strategy, rank, book)
         per_micro_batch, host = sum(added.collectives.values(), per_micro_batch), sum(added.host.values(), host)
-        host_step, optimizer = host_step + added.host_step, optimizer + added.optimizer
+        per_step, host_step, optimizer = per_step + added.step, host_step + added.host_step, optimizer + added.optimizer
+    for chunk in strategy.chunks(rank):
+        out, back = exposed_copies(chunk, frame, book)
+        host += out + back
     tp_comm += rank_edges(frame, book)
     transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches
     return RankTime(

@@ -21,6 +21,7 @@ class LayerChoice:
     """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not the frame's.
 
     home: of a block whose frame holds states in chunks, where they lie
+    on_host: operators of a block, in their order, whose kept tensors the host keeps (costmodels/copies.py)
     """
 
     kind: LayerKind
@@ -28,6 +29,7 @@ class LayerChoice:
     zero: int
     sharding: Sharding | None = None
     home: Home = Home.DEVICE
+    on_host: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ def predicted_use(strategy: Strategy, rank: int, book: PriceBook) -> RankUse:
     """As the prices have it: the classes of `device_memory`, the collectives of `rank_traffic`."""
     frame, memory = strategy.frame, device_memory(strategy, rank, book)
     saved = sum(
-        book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).saved
+        book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).saved
         for choice in rank_layers(strategy, rank))
     return RankUse(
         states=memory.states, activations=round(memory.activations), temporaries=round(memory.temporaries - memory.apart), saved=saved,

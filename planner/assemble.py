@@ -62,16 +62,14 @@ def _layer_plan(choice: LayerChoice, frame: Frame, book: PriceBook) -> LayerPlan
         layer=choice.kind, sequence_parallel=frame.sequence_parallel, zero=zero,
         zero_ranks=shards if zero and shards < frame.mesh.dp else None,
         offload=_offload(choice, frame, book),
-        recompute=book.recompute_operators(choice.kind, choice.recompute),
+        recompute=book.recompute_operators(choice.kind, choice.recompute), keep_on_host=choice.on_host,
         operators={name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()})
 
 
 def _offload(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[Offload, ...]:
     """What the host keeps of a layer: by its home where it is in chunks, and of what the book offloads."""
     chunked = frame.chunked and choice.kind is LayerKind.BLOCK
-    kept = {
-        Offload.STATES: not chunked, Offload.ACTIVATIONS: book.offloads_activations(choice.kind),
-        Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
+    kept = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
     return (*(OFFLOAD_OF[choice.home] if chunked else ()), *(what for what in book.offload if kept[what]))
 
 
@@ -182,7 +180,8 @@ def _layer_redundancy(choice: LayerChoice, strategy: Strategy, book: PriceBook) 
     frame = strategy.frame
     stage = frame.rank_of(next(index for index, layers in enumerate(strategy.stages) if choice in layers))
     operators = operator_redundancy(choice, stage, frame, book)
-    workspace = book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute).workspace
+    workspace = book.activations(
+        choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).workspace
     layer = replace(added(operators.values()), temporaries=float(workspace))
     return LayerRedundancy(
         stage=stage, layer=_redundant_gib(layer), operators={name: _redundant_gib(found) for name, found in operators.items()})
@@ -198,12 +197,13 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
     step_s, num_ranks = price.step_s, frame.mesh.num_ranks
     kind = step_kind(price)
     names = _name_choices(strategy)
+    unmeasured = book.model.num_experts or book.offload or frame.chunked or any(choice.on_host for choice in names)
     predicted = Prediction(
         step_time_s=Quantity(value=rounded(step_s), kind=kind),
         tokens_per_s_per_gpu=Quantity(value=rounded(training.tokens_per_step / step_s / num_ranks), kind=kind),
         mfu=Quantity(value=rounded(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
         # no measured step has experts, or keeps anything on the host
-        error_band=None if book.model.num_experts or book.offload or frame.chunked else error_band(book.machine, training.stack),
+        error_band=None if unmeasured else error_band(book.machine, training.stack),
         breakdown=breakdown(price),
         memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
         redundancy_gib=_redundancy(strategy, price, names, book))

@@ -42,28 +42,21 @@ def _rank(stage: int, own: RankChunks) -> ChunkRank:
         kind=Kind.ANALYTIC)
 
 
+def busiest_rank(plan: Plan) -> int:
+    """The pipeline rank whose devices move most in a step; 0 where the plan has no chunks."""
+    return max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage if plan.chunks else 0
+
+
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     """The chunk schedule of one pipeline rank of a plan, made again.
 
-    Raises ConfigError where the plan has no chunks, or others than its layers give; InfeasibleError where its budget is too small.
+    Raises ConfigError where the plan has no chunks, or others than its blocks fill; InfeasibleError where its budget is too small.
     """
     if plan.chunks is None:
         raise ConfigError("the plan has no chunks", hint="make one with: plan estimate --offload optimizer,parameters")
     if not 0 <= pipeline_rank < plan.mesh.pp:
         raise ConfigError(f"pipeline rank {pipeline_rank}: the plan has 0 to {plan.mesh.pp - 1}", hint="choose one of them")
     book = book_of(plan)
-    found = rank_chunks(
+    return rank_chunks(
         strategy_of(plan, book), pipeline_rank, book, eviction=plan.chunks.eviction,
         device_bytes=plan.chunks.ranks[pipeline_rank].device_bytes)
-    stated = (group for group in plan.chunks.groups if group.stage == pipeline_rank)
-    for group, own in zip(stated, found.groups, strict=True):
-        _require_same(group, own.layout.chunk_elements, own.layout.num_chunks)
-    return found
-
-
-def _require_same(group: ChunkGroup, chunk_elements: int, num_chunks: int) -> None:
-    """Raises ConfigError where a group of the file is not what its blocks fill: states on disk lie as it says."""
-    if (group.chunk_elements, group.num_chunks) != (chunk_elements, num_chunks):
-        raise ConfigError(
-            f"chunks.groups: stage {group.stage}, home {group.home} has {group.num_chunks} chunks of {group.chunk_elements} elements, "
-            f"its blocks fill {num_chunks} of {chunk_elements}", hint="make the plan again")

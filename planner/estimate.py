@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.actions import check
@@ -19,6 +19,7 @@ from planner.assemble import assemble
 from planner.columns import MixTable, RankColumns, block_counts, to_strategy
 from planner.homes import Homes, illegal_chunks
 from planner.infeasible import limit_bytes
+from planner.kept_options import ALL, named_operators, with_kept_on_host
 from planner.levels import illegal_full_recompute
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
 from planner.request import Constraints, SearchOptions
@@ -124,8 +125,8 @@ def _check_split(frame: Frame, zero: int, recompute: Recompute) -> None:
         raise ConfigError(f"{frame.schedule} splits the backward pass, which runs without recompute", hint="drop --recompute")
 
 
-def _check_halves(frame: Frame, model: ModelSpec, recompute: Recompute, offload: tuple[Offload, ...]) -> None:
-    reason = illegal_full_recompute(frame.tp_overlap, model, offload) if recompute is Recompute.FULL else None
+def _check_halves(frame: Frame, model: ModelSpec, recompute: Recompute, *, on_host: bool) -> None:
+    reason = illegal_full_recompute(frame.tp_overlap, model, on_host=on_host) if recompute is Recompute.FULL else None
     if reason:
         raise ConfigError(reason, hint="use --tp-overlap 2")
 
@@ -162,12 +163,12 @@ def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recomput
 def estimate_plan(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, frame: Frame, *, zero: int = 0, recompute: Recompute = Recompute.NONE,
     blocks: Sequence[int] | None = None, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
-    chunks: ChunkRequest | None = None,
+    chunks: ChunkRequest | None = None, keep_on_host: Collection[str] = (),
 ) -> Plan:
     """The plan of one configuration: every block at the same recompute level and ZeRO stage, `blocks[s]` on rank s.
 
     blocks: an even split by default; zero_ranks: neighbours that hold one copy of sharded states, all of dp by default
-    offload: what the host keeps, states of every layer and activations of the blocks
+    offload: what the host keeps, states of every layer and all activations of the blocks; keep_on_host: of the named operators
     chunks: the states of the blocks in chunks; `zero` is that of embedding and head then, 3 where dp > 1
 
     A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`), one that does not fit their
@@ -184,11 +185,14 @@ def estimate_plan(
             raise ConfigError(reason, hint="change that option, or drop optimizer and parameters of --offload")
         zero = 3 if frame.mesh.dp > 1 else 0
     _check_split(frame, zero, recompute)
-    _check_halves(frame, model, recompute, offload)
+    names = (ALL,) if Offload.ACTIVATIONS in offload else keep_on_host
+    _check_halves(frame, model, recompute, on_host=bool(names))
     book = PriceBook(
-        model, training, machine_for(cluster), zero_ranks=zero_ranks, offload=offload,
+        model, training, machine_for(cluster), zero_ranks=zero_ranks,
+        offload=tuple(each for each in offload if each is not Offload.ACTIVATIONS),
         chunking=None if chunks is None else chunks.chunking(cluster, training.stack))
     strategy = uniform_strategy(frame, blocks, zero=zero, recompute=recompute, book=book)
+    strategy = with_kept_on_host(strategy, named_operators(names, recompute, book))
     if chunks is not None:
         strategy = with_homes(strategy, chunks)
     return _assembled(strategy, book)

@@ -6,12 +6,16 @@ master weights and moments, the rest nothing. Blocks of one home are next to eac
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from costmodels.chunks.home import Home
 from costmodels.offload import Offload
-from costmodels.strategy import Frame
+from costmodels.strategy import Frame, LayerChoice
+from planner.fronts import Ints
+from profiles.model import LayerKind
 
 _NEEDS = {Home.OPTIMIZER: Offload.OPTIMIZER, Home.HOST: Offload.PARAMETERS}
 
@@ -29,16 +33,25 @@ class Homes:
         return (Home.DEVICE,) * device + (Home.OPTIMIZER,) * self.optimizer + (Home.HOST,) * self.host
 
 
+NOTHING = Homes()
+
+
 def has_chunks(offload: Collection[Offload] | None) -> bool:
     """Whether any of what the host may keep is held in chunks."""
     return not {Offload.OPTIMIZER, Offload.PARAMETERS}.isdisjoint(offload or ())
 
 
-def allowed_homes(num_blocks: int, offload: Collection[Offload]) -> tuple[Homes, ...]:
-    """Every way to give the blocks of a rank homes, of those that `offload` allows."""
-    most_host, most_optimizer = (num_blocks * (_NEEDS[home] in offload) for home in (Home.HOST, Home.OPTIMIZER))
-    return tuple(
-        Homes(host, optimizer) for host in range(most_host + 1) for optimizer in range(min(most_optimizer, num_blocks - host) + 1))
+def homes_allowed(offload: Collection[Offload]) -> tuple[Home, ...]:
+    """The homes of one block that `offload` allows."""
+    return tuple(home for home in Home if home not in _NEEDS or _NEEDS[home] in offload)
+
+
+def counts_of_homes(num_blocks: int, offload: Collection[Offload]) -> tuple[Ints, Ints]:
+    """Every way to give the blocks of a rank homes, of those that `offload` allows: the counts of HOST and of OPTIMIZER blocks."""
+    allowed = homes_allowed(offload)
+    host, optimizer = np.indices([num_blocks * (home in allowed) + 1 for home in (Home.HOST, Home.OPTIMIZER)]).reshape(2, -1)
+    within = host + optimizer <= num_blocks
+    return host[within], optimizer[within]
 
 
 def illegal_chunks(frame: Frame, zero: Collection[int] | None = None, zero_ranks: int | None = None) -> str | None:
@@ -57,3 +70,13 @@ def illegal_chunks(frame: Frame, zero: Collection[int] | None = None, zero_ranks
     if frame.mesh.dp > 1 and zero_ranks:
         return f"{what} lie over all of dp, --zero-ranks asks for {zero_ranks} neighbours"
     return None
+
+
+def in_homes(stages: Sequence[tuple[LayerChoice, ...]], frame: Frame, homes: Sequence[Homes]) -> tuple[tuple[LayerChoice, ...], ...]:
+    """`stages` with the blocks of every pipeline rank at `homes[rank]`, over all its virtual stages in the order of the model."""
+    left = {
+        rank: iter(homes[rank].of(sum(choice.kind is LayerKind.BLOCK for stage in frame.stages_of(rank) for choice in stages[stage])))
+        for rank in range(frame.mesh.pp)}
+    return tuple(
+        tuple(replace(choice, home=next(left[frame.rank_of(number)])) if choice.kind is LayerKind.BLOCK else choice for choice in stage)
+        for number, stage in enumerate(stages))

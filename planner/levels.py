@@ -13,7 +13,6 @@ from dataclasses import replace
 from math import inf, isclose
 
 from costmodels.book import PriceBook
-from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
@@ -44,11 +43,11 @@ def illegal_overlap(frame: Frame, model: ModelSpec) -> str | None:
     return None
 
 
-def illegal_full_recompute(level: int, model: ModelSpec, offload: tuple[Offload, ...] = ()) -> str | None:
+def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = False) -> str | None:
     """Why blocks at a level cannot run again as a whole, or None: at level 3 half of their input comes while they run."""
-    if level < 3 or not (model.dropout or Offload.ACTIVATIONS in offload):
+    if level < 3 or not (model.dropout or on_host):
         return None
-    what = "dropout draws other masks" if model.dropout else "activations are offloaded"
+    what = "dropout draws other masks" if model.dropout else "the host keeps activations"
     return f"level 3 of sub-pipelined tensor parallelism does not recompute blocks in full where {what}"
 
 

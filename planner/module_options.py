@@ -66,7 +66,7 @@ def module_question(options: Options, source: ModuleSource) -> ModuleQuestion:
     own = None if asked.profile is None else read(Path(asked.profile))
     cluster, assumed_cluster = asked_cluster(asked, own)
     defaults = GLOBAL_BATCH_SIZE, _seq_length(source.huggingface or {})
-    training, assumed = asked_training(asked, *defaults, own, whose="a default", default_stack=EXECUTORS_STACK)
+    training, assumed = asked_training(asked, *defaults, own, cluster.device, whose="a default", default_stack=EXECUTORS_STACK)
     cluster.device.peak(training.precision)
     if own and asked.profile is not None:
         cluster, training = applied(own, cluster, training, asked.profile, force=asked.force_profile)

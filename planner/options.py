@@ -29,11 +29,11 @@ from planner.space import illegal_tensor_parallel
 from profiles.applied import applied, cluster_of, precision_of, stack_of
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
-from profiles.hardware import Cluster
+from profiles.hardware import Cluster, Device
 from profiles.measured import machine_for
 from profiles.module import ModuleSource
 from profiles.own import OwnProfile, read
-from profiles.spec import FP8, ModelSpec, Positions, Precision, TrainingSpec
+from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.units import parse_size
 
@@ -94,16 +94,22 @@ def question(asked: Asked) -> Question:
     entry, module = load_model(asked.model), load_module(asked.module, asked.model)
     if module:
         entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))  # its tables are as large as it makes them
+    return replace(question_about(entry, asked), module=module)
+
+
+def question_about(entry: ModelEntry, asked: Asked, *, whose: str = "the model's") -> Question:
+    """The question for a model that is at hand; `whose` batch and sequence are taken where none were asked for. Raises ConfigError."""
     own = None if asked.profile is None else read(Path(asked.profile))
     cluster, assumed_cluster = asked_cluster(asked, own)
-    training, assumed_training = asked_training(asked, entry.global_batch_size, entry.seq_length, own)
+    training, assumed_training = asked_training(
+        asked, entry.global_batch_size, entry.seq_length, own, cluster.device, whose=whose)
     cluster.device.peak(training.precision)
     if training.fp8_matmuls and FP8 not in cluster.device.peak_flops_per_s:
         raise ConfigError(f"{cluster.device.name} has no fp8 arithmetic", hint="leave out --fp8, or plan for a device of Hopper or later")
     _check_positions(entry.spec, training)
     if own and asked.profile is not None:
         cluster, training = applied(own, cluster, training, asked.profile, force=asked.force_profile)
-    return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training), module=module)
+    return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training))
 
 
 def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
@@ -149,22 +155,27 @@ def _cluster_of_file(asked: Asked, name: str) -> Cluster:
 
 
 def asked_training(
-    asked: Asked, global_batch_size: int, seq_length: int, own: OwnProfile | None, *, whose: str = "the model's",
+    asked: Asked, global_batch_size: int, seq_length: int, own: OwnProfile | None, device: Device, *, whose: str = "the model's",
     default_stack: str = DEFAULT_STACK,
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
-    """One step, of the batch and sequence that are `whose` where none were asked for, and the defaults. Raises ConfigError."""
+    """One step, of the batch and sequence that are `whose` where none were asked for, and the defaults. Raises ConfigError.
+
+    The precision is bf16 by default, fp16 on a device that has no bf16.
+    """
     measured_at, run_by = (precision_of(own, str(asked.profile)), stack_of(own)) if own else (None, None)
     stack = load_stack(asked.stack or run_by or default_stack)
+    has_bf16 = Precision.BF16 in device.peak_flops_per_s or Precision.FP16 not in device.peak_flops_per_s
+    usual, why = (Precision.BF16, "") if has_bf16 else (Precision.FP16, " (the device has no bf16)")
     training = TrainingSpec(
         global_batch_size=global_batch_size if asked.global_batch_size is None else asked.global_batch_size,
         seq_length=seq_length if asked.seq_length is None else asked.seq_length,
-        precision=Precision(asked.precision or measured_at or Precision.BF16),
+        precision=Precision(asked.precision or measured_at or usual),
         gradient_precision=Precision(asked.gradient_precision or Precision.FP32),
         attention=AttentionKernel(asked.attention or stack.attention),
         overlap_grad_reduce=stack.overlap_grad_reduce, fp8_matmuls=asked.fp8, stack=stack)
     taken = {
         "global_batch_size": f"{training.global_batch_size} ({whose})", "seq_length": f"{training.seq_length} ({whose})",
-        "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else ''}", "gradient_precision": training.gradient_precision,
+        "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else why}", "gradient_precision": training.gradient_precision,
         "stack": f"{stack.name}{_OF_THE_PROFILE if run_by else ''}", "attention": f"{training.attention} (the stack's)"}
     return training, tuple(
         f"--{name.replace('_', '-')} {value}" for name, value in taken.items() if getattr(asked, name) is None)

@@ -89,8 +89,9 @@ class LayerPlan:
 
     zero: 0 replicated states, 1 optimizer states sharded over dp, 2 gradients too, 3 parameters too (EQUATIONS M2).
     zero_ranks: how many neighbouring data-parallel ranks hold one copy of the states together; None for all of dp
-    offload: what the host keeps: `states` (fp32 parameters, their gradients, the optimizer's), `activations`; where the plan has chunks
+    offload: what the host keeps of the states: `states` (fp32 parameters, their gradients, the optimizer's); where the plan has chunks
         `optimizer` (master and moments), and `parameters` too; of the embedding `lookup` (the table, looked up there)
+    keep_on_host: the operators of a block whose kept tensors the host keeps from the forward to the backward pass
     """
 
     __pydantic_config__ = _FORBID
@@ -101,6 +102,7 @@ class LayerPlan:
     zero_ranks: int | None = None
     offload: tuple[Offload, ...] = ()
     recompute: tuple[str, ...] = ()
+    keep_on_host: tuple[str, ...] = ()
     operators: Mapping[str, OperatorPlacement] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -108,6 +110,9 @@ class LayerPlan:
             raise ConfigError(f"zero is {self.zero}, it must be 0, 1, 2 or 3")
         if self.zero_ranks is not None and self.zero_ranks < 1:
             raise ConfigError(f"zero_ranks is {self.zero_ranks}, it must be at least 1", hint="leave it out for all of dp")
+        if Offload.ACTIVATIONS in self.offload:
+            raise ConfigError(
+                "offload has activations, a layer plan names the operators that keep them", hint="name those in keep_on_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

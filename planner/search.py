@@ -22,7 +22,8 @@ from planner.baselines.space import counted_ends, equal_blocks
 from planner.baselines.stage_aware import Room, stage_aware
 from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_bytes, time_bound
 from planner.branch import Outcome, best_of, branch, worth_replaying
-from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
+from planner.chunk_columns import Columns, rank_columns
+from planner.columns import Column, MixTable, block_counts, tied_ends, to_strategy
 from planner.faults import can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.levels import illegal_full_recompute, paying
@@ -102,7 +103,7 @@ class Prices:
         """Remember that within `limit_bytes` the frame takes at least `least_s` (infinity: it does not fit)."""
         self._raised[frame] = limit_bytes, max(least_s, self.least_s(frame, limit_bytes))
 
-    def lean_columns(self, rank: RankColumns, num_blocks: int, limit_bytes: float) -> list[Column]:
+    def lean_columns(self, rank: Columns, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The columns of the memory objective, which do not depend on its slowdown, made once."""
         key = (rank.frame, rank.rank, num_blocks, limit_bytes)
         if key not in self._lean:
@@ -128,7 +129,7 @@ class Session:
         left_s = self.left_s()
         return MOST_SOLVE_S if left_s is None else min(max(left_s, LEAST_SOLVE_S), MOST_SOLVE_S)
 
-    def columns(self, frame: Frame, make: Callable[[RankColumns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
+    def columns(self, frame: Frame, make: Callable[[Columns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
         """The columns of every rank, over all block counts with which the frame can take less than `cut_s`.
 
         None as soon as one rank has none: nothing fits its device.
@@ -136,7 +137,7 @@ class Session:
         longest = self.time_bound(frame).longest_rank(frame, cut_s)
         options: list[list[Column]] = []
         for rank in range(frame.mesh.pp):
-            columns, counts = RankColumns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
+            columns, counts = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
             per_count = itertools.takewhile(bool, (make(columns, count) for count in counts))  # more blocks never need less memory
             options.append(list(itertools.chain.from_iterable(per_count)))
             if not options[-1]:
@@ -273,7 +274,7 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
     for ends in counted_ends(num_layers, pp) if pp > 1 and frame.virtual_stages == 1 else ():
         blocks = equal_blocks(frame, num_layers, ends)
         ranks = [
-            [c for c in RankColumns(rank, frame, session.table).fastest(count, session.limit_bytes) if c.zero == chosen.zero]
+            [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes) if c.zero == chosen.zero]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
         if all(ranks):
             passes = frame.num_micro_batches

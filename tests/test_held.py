@@ -17,6 +17,7 @@ from costmodels.redundancy import added, operator_redundancy
 from costmodels.sharding import Sharding
 from costmodels.step import price_step
 from planner.estimate import estimate_plan
+from planner.kept_options import named_operators, with_kept_on_host
 from planner.plan import from_document, read, to_document, write
 from planner.reprice import reprice
 from planner.request import Constraints
@@ -79,11 +80,11 @@ def test_all_of_dp_and_numbers_that_do_not_divide_it_change_nothing(zero_ranks):
 
 @pytest.mark.parametrize("how", [
     pytest.param({"zero_ranks": 8}, id="groups"), pytest.param({"offload": (STATES,)}, id="states"),
-    pytest.param({"offload": (STATES, ACTIVATIONS)}, id="both"), pytest.param({"offload": (ACTIVATIONS,)}, id="activations"),
 ])
+@pytest.mark.parametrize("on_host", [(), ("norm1", "attention", "fc2")])
 @pytest.mark.parametrize("zero", [0, 1, 3])
-def test_redundancy_by_operator_adds_up_to_that_of_the_rank(how, zero):
-    book, strategy = book_of(**how), uniform(frame_of(dp=16), 8, zero=zero)
+def test_redundancy_by_operator_adds_up_to_that_of_the_rank(how, zero, on_host):
+    book, strategy = book_of(**how), with_kept_on_host(uniform(frame_of(dp=16), 8, zero=zero), on_host)
     redundant = price_step(strategy, book).redundant[0]
     total = added(found for choice in rank_layers(strategy, 0) for found in operator_redundancy(choice, 0, strategy.frame, book).values())
 
@@ -119,8 +120,9 @@ def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
 
 def test_offload_trades_device_bytes_for_host_bytes_and_time():
     frame = frame_of(dp=16, m=4)
-    plain, states, both = (
-        price_step(uniform(frame, 8, zero=3), book_of(offload=offload)) for offload in ((), (STATES,), (STATES, ACTIVATIONS)))
+    strategy, book = uniform(frame, 8, zero=3), book_of(offload=(STATES,))
+    plain, states, both = (price_step(found, prices) for found, prices in (
+        (strategy, book_of()), (strategy, book), (with_kept_on_host(strategy, ("fc1", "fc2")), book)))
 
     assert plain.memory[0].host == 0 < states.memory[0].host < both.memory[0].host
     assert plain.memory[0].states.total > states.memory[0].states.total == 0
@@ -129,13 +131,17 @@ def test_offload_trades_device_bytes_for_host_bytes_and_time():
 
 
 @pytest.mark.parametrize("recompute", list(Recompute))
-def test_offloaded_activations_cross_pcie_twice(recompute):
-    frame, names = frame_of(dp=16, m=4), (ACTIVATIONS,)
-    plain, moved = (price_step(uniform(frame, 8, recompute=recompute), book_of(offload=how)) for how in ((), names))
-    kept = book_of().activations(LayerKind.BLOCK, 1, Sharding(), recompute).saved
+def test_copies_of_activations_are_hidden_but_for_those_that_the_backward_pass_begins_with(recompute):
+    strategy, book = uniform(frame_of(dp=16, m=4), 8, recompute=recompute), book_of()
+    plain, moved = (price_step(found, book) for found in (strategy, with_kept_on_host(strategy, named_operators(["all"], recompute, book))))
+    kept = book.activations(LayerKind.BLOCK, 1, Sharding(), recompute).saved
+    time = book.layer_time(LayerKind.BLOCK, 1, Sharding(), recompute)
+    copy_s = kept / A100.pcie_bytes_per_s
+    out_s, back_s = max(0.0, copy_s - time.forward_s), max(0.0, copy_s - time.backward_s - time.recompute_s)
 
-    assert moved.step_s - plain.step_s == pytest.approx(2 * 4 * 8 * kept / A100.pcie_bytes_per_s, rel=1e-9)
+    assert moved.step_s - plain.step_s == pytest.approx(4 * (8 * out_s + 7 * back_s + copy_s), rel=1e-9)
     assert moved.memory[0].host == 8 * kept
+    assert moved.memory[0].activations == plain.memory[0].activations - 8 * kept
 
 
 def test_the_estimate_says_where_everything_is_and_its_file_gives_the_same_price_again(tmp_path):
@@ -145,7 +151,9 @@ def test_the_estimate_says_where_everything_is_and_its_file_gives_the_same_price
 
     assert {found.zero_ranks for found in plan.layer_plans.values()} == {8}
     assert {name: found.offload for name, found in plan.layer_plans.items()} == {
-        "embedding": (STATES,), "A": (STATES, ACTIVATIONS), "head": (STATES,)}
+        "embedding": (STATES,), "A": (STATES,), "head": (STATES,)}
+    assert {name: found.keep_on_host for name, found in plan.layer_plans.items()} == {
+        "embedding": (), "A": ("norm1", "attention", "residual1", "norm2", "activation", "residual2"), "head": ()}
     assert plan.predicted.memory_gib[0].host > 0
     assert reprice(read(tmp_path / "plan.yaml")).plan == plan
 

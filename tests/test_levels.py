@@ -76,7 +76,7 @@ def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full(
     assert everything not in options[3]
     with pytest.raises(ConfigError, match="does not recompute blocks in full where dropout draws other masks"):
         estimate_plan(model, CLUSTER, training(), FRAME, recompute=Recompute.FULL)
-    with pytest.raises(ConfigError, match="in full where activations are offloaded"):
+    with pytest.raises(ConfigError, match="in full where the host keeps activations"):
         estimate_plan(LLAMA, CLUSTER, training(), FRAME, recompute=Recompute.FULL, offload=(Offload.ACTIVATIONS,))
     assert estimate_plan(model, CLUSTER, training(), FRAME).pipeline.tp_overlap == 3
 

@@ -18,10 +18,12 @@ from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
 from costmodels.chunks.accesses import Pass
-from costmodels.memory import owned_parameters
+from costmodels.memory import StateBytes, owned_parameters
 from costmodels.occupancy import layer_activations, rank_layers
 from costmodels.strategy import LayerChoice, Strategy
 from profiles.model import LayerKind
+
+SHARD_GRADIENT_BYTES = 4  # FSDP2 keeps the gradients of fp32 shards in fp32, and reduces them so: gradients of 16 bits are of chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +95,12 @@ def _layer(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
     size, frame = layer_activations(choice, strategy.frame, book), strategy.frame
     if choice.kind is LayerKind.BLOCK:
         return _Layer(saved=size.saved, forward=size.workspace, backward=size.workspace + _parameter_bytes(choice, strategy, book))
-    states = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero)
     shared = book.shared_table_bytes(frame.mesh, frame.sharding) if choice.kind is LayerKind.HEAD else 0
-    made = states.states.gradients if book.training.stack.frees_gradients and not book.offloads_states else 0
+    made = _states(choice, strategy, book).gradients if book.training.stack.frees_gradients and not book.offloads_states else 0
     plain = _Layer(saved=size.saved, forward=size.workspace, backward=size.workspace, lasting=shared, gradients=made)
     if book.offloads_states:
-        return replace(plain, forward=size.workspace + states.zero_buffer, backward=size.workspace + states.zero_buffer)
+        buffer = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).zero_buffer
+        return replace(plain, forward=size.workspace + buffer, backward=size.workspace + buffer)
     return _sharded(plain, choice, strategy, book) if choice.zero == 3 else plain
 
 
@@ -109,7 +111,7 @@ def _sharded(plain: _Layer, choice: LayerChoice, strategy: Strategy, book: Price
     """
     whole, frame = _parameter_bytes(choice, strategy, book), strategy.frame
     width = book.training.precision.num_bytes
-    copied = whole // width * book.training.gradient_precision.num_bytes
+    copied = whole // width * SHARD_GRADIENT_BYTES
     largest = max(frame.sharding_of(choice).parameter_elements(operator) for operator in book.layer(choice.kind, 1).operators)
     rest = max(0, whole - width * largest)
     gathered = 0 if _joined(choice, strategy, book) else whole
@@ -132,7 +134,14 @@ def _parameter_bytes(choice: LayerChoice, strategy: Strategy, book: PriceBook) -
 
 def _always(strategy: Strategy, rank: int, book: PriceBook) -> int:
     """States of embedding and head, and what stays gathered of them."""
-    frame = strategy.frame
     outside = [choice for choice in rank_layers(strategy, rank) if choice.kind is not LayerKind.BLOCK]
-    states = sum(book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).states.total for choice in outside)
-    return states + sum(_parameter_bytes(choice, strategy, book) for choice in outside if _joined(choice, strategy, book))
+    held = [_states(choice, strategy, book) for choice in outside]
+    return sum(states.total for states in held) + sum(
+        _parameter_bytes(choice, strategy, book) for choice in outside if _joined(choice, strategy, book))
+
+
+def _states(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> StateBytes:
+    """Of embedding or head, with gradients as FSDP2 keeps them."""
+    frame = strategy.frame
+    states = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).states
+    return replace(states, gradients=states.gradients * SHARD_GRADIENT_BYTES // book.training.gradient_precision.num_bytes)

@@ -155,8 +155,8 @@ class _Run:
         for (group, number), op in sorted(returns.items(), key=lambda each: self._done_s.get((Does.SEND, *each[0]), 0.0)):
             host_s = max(host_s, self._done_s.get((Does.SEND, group, number), 0.0)) + self._costs.host_adam_s
             self._start(op, host_s)
-        if count[Home.HOST]:
-            host_s = max(host_s, self._free_s[Stream.OUT]) + self._costs.host_adam_s * count[Home.HOST]
+        host_s = max(host_s, begin_s if self._costs.waits_for_all else self._free_s[Stream.OUT])
+        host_s += self._costs.host_adam_s * count[Home.HOST]
         return max(begin_s + self._costs.device_adam_s * count[Home.DEVICE], host_s, *self._free_s.values())
 
     def _compute(self, seconds: float) -> None:

@@ -30,6 +30,7 @@ from profiles.model import LayerKind
 from profiles.provenance import ZERO, Kind, Seconds
 
 PassKey = tuple[Work, int]  # the forward or backward passes of a virtual stage
+PICOSECOND = 12  # decimals of seconds
 COLLECTIVES = (Does.GATHER, Does.REDUCE)
 COPIES = (Does.FETCH, Does.SEND, Does.RETURN)
 
@@ -39,11 +40,13 @@ class ChunkTime:
     """Seconds that chunks add to one rank: to a pass of a stage, of the mean micro-batch, and after the last backward pass.
 
     host: waits for copies, and the host's sums; collectives: waits for gathers and reductions, and what they cost passes
-    host_step: copies around the update that it does not hide; optimizer: the update, on device and host at once
+    step: reductions that end after the last pass; host_step: copies around the update that it does not hide
+    optimizer: the update, on device and host at once
     """
 
     host: Mapping[PassKey, Seconds]
     collectives: Mapping[PassKey, Seconds]
+    step: Seconds
     host_step: Seconds
     optimizer: Seconds
 
@@ -71,11 +74,17 @@ def chunk_time(strategy: Strategy, rank: int, book: PriceBook) -> ChunkTime:
     with_sent = replace(costs, gather_s=gather.value_s, reduce_s=reduce.value_s)
     both = _waits(chunks, with_sent, book) if gather.value_s and book.training.overlap_grad_reduce else copies
     waited = {key: max(0.0, both.by_pass[key] - copies.by_pass[key]) for key in copies.by_pass}
-    sent, added, kind = _sent(chunks, with_sent), _added(chunks, book), _kind(book)
+    sent, added, kind, sent_kind = _sent(chunks, with_sent), _added(chunks, book), _kind(book), (gather + reduce).kind
     return ChunkTime(
         host={key: Seconds((copies.by_pass[key] + added[key]) / m, kind) for key in copies.by_pass},
-        collectives={key: Seconds(_paid_s(waited[key], sent[key], book) / m, (gather + reduce).kind) for key in copies.by_pass},
-        host_step=Seconds(max(0.0, both.tail_s - updated.value_s), kind), optimizer=updated)
+        collectives={key: Seconds(_paid_s(waited[key], sent[key], book) / m, sent_kind) for key in copies.by_pass},
+        step=Seconds(_longer_s(both.tail_s, copies.tail_s), sent_kind),
+        host_step=Seconds(_longer_s(copies.tail_s, updated.value_s), kind), optimizer=updated)
+
+
+def _longer_s(whole_s: float, part_s: float) -> float:
+    """What two sums of the same seconds in another order differ by is nothing."""
+    return max(0.0, round(whole_s - part_s, PICOSECOND))
 
 
 def chunk_elements(chunks: RankChunks) -> int:
@@ -108,7 +117,7 @@ def stream_costs(strategy: Strategy, rank: int, chunks: RankChunks, book: PriceB
             ends_s[Work.BACKWARD, stage, not first] += time.backward_s
     return StreamCosts(
         forward_s=forward_s, backward_s=backward_s,
-        ends_s={(work, stage): (ends_s[work, stage, True], ends_s[work, stage, False]) for work, stage, _ in ends_s},
+        ends_s={(work, stage): (ends_s[work, stage, True], ends_s[work, stage, False]) for work, stage, _ in tuple(ends_s)},
         in_bytes_per_s=1 / copy_time(1.0, cluster).value_s, out_bytes_per_s=1 / copy_time(1.0, cluster, to_host=True).value_s,
         device_adam_s=optimizer_time(elements, book.machine, book.training).value_s,
         host_adam_s=host_update_time(elements, book.machine, book.training).value_s)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from costmodels.offload import Offload
 from costmodels.sharding import Sharding, placements
 from executor.rules.rule import with_layer_plan
 from planner.plan import LayerPlan, OperatorPlacement, Plan
@@ -47,11 +46,10 @@ def _layer_problems(plan: Plan, name: str, layer_plan: LayerPlan, graph: ModelGr
     if layer_plan.recompute and not whole:
         found = f"layer_plans.{name}: recompute names {', '.join(layer_plan.recompute)}, it is all operators of a block or none"
         yield found, f"set recompute to [] on layer plan {name}", with_layer_plan(plan, name, recompute=())
-    if Offload.ACTIVATIONS in layer_plan.offload:
-        kept = tuple(each for each in layer_plan.offload if each is not Offload.ACTIVATIONS)
+    if layer_plan.keep_on_host:
         yield (
-            f"layer_plans.{name}: offload has activations", f"take activations out of offload on layer plan {name}",
-            with_layer_plan(plan, name, offload=kept))
+            f"layer_plans.{name}: keep_on_host names {', '.join(layer_plan.keep_on_host)}", f"set keep_on_host to [] on layer plan {name}",
+            with_layer_plan(plan, name, keep_on_host=()))
 
 
 def _tensor_parallel_problems(plan: Plan, graph: ModelGraph) -> Iterator[Problem]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from costmodels.offload import Offload
 from costmodels.sharding import Sharding, placements
 from executor.layout import layer_operators
 from executor.rules.rule import Refusal, rule
@@ -54,8 +53,8 @@ def _half_kept(plan: Plan) -> str | None:
         if set(layer_plan.recompute) == set(layer_operators(plan, layer_plan)):
             if plan.model.dropout:
                 return f"dropout, and layer plan {name} recomputed in full, which would draw no mask for half of its input"
-            if Offload.ACTIVATIONS in layer_plan.offload:
-                return f"layer plan {name} recomputed in full and offloaded, half of whose input would stay"
+            if layer_plan.keep_on_host:
+                return f"layer plan {name} recomputed in full and kept on the host, half of whose input would stay"
     return None
 
 

@@ -14,6 +14,7 @@ from executor.rules.divisions import misplaced, nearest_placement, undivided
 from executor.rules.experts import mixture_problems
 from executor.rules.rule import Refusal, rule, with_layer_plan
 from planner.plan import LayerPlan, Plan
+from profiles.model import LayerKind
 
 
 @rule(why="the operator's placements are not among those that give the right values and gradients", action="place it otherwise")
@@ -99,6 +100,19 @@ def recomputed_dropout(plan: Plan) -> Iterator[Refusal]:
                 yield _without(plan, name, random, f"{random[0]} draws a dropout mask")
 
 
+@rule(why="only what operators of a block keep goes to the host", action="leave out the others")
+def kept_on_host(plan: Plan) -> Iterator[Refusal]:
+    for name, layer_plan in plan.layer_plans.items():
+        known = layer_operators(plan, layer_plan) if layer_plan.layer is LayerKind.BLOCK else ()
+        unknown = [operator for operator in layer_plan.keep_on_host if operator not in known]
+        if unknown:
+            left = tuple(operator for operator in layer_plan.keep_on_host if operator in known)
+            has = f"the layer has {', '.join(known)}" if known else f"it is the {layer_plan.layer}"
+            yield Refusal(
+                found=f"layer_plans.{name}: keep_on_host: it names {unknown[0]}, {has}",
+                action=f"set keep_on_host to {list(left)}", nearest=with_layer_plan(plan, name, keep_on_host=left))
+
+
 DRAWS_MASK = ("positions", "residual1", "residual2")  # attention does too, and restores the generator when it runs again
 
 
@@ -131,4 +145,5 @@ def modules(plan: Plan) -> Iterator[Refusal]:
         yield Refusal(found=found, action=action, nearest=nearest)
 
 
-LAYERS = (placements, divisible, zero_ranks, tied, recompute_names, recomputed_dropout, expert_parallel, mixture, modules)
+LAYERS = (
+    placements, divisible, zero_ranks, tied, recompute_names, recomputed_dropout, kept_on_host, expert_parallel, mixture, modules)

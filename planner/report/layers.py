@@ -5,20 +5,24 @@ from __future__ import annotations
 from rich.console import Console
 
 from planner.plan import LayerPlan, OperatorPlacement, Plan
-from planner.report.names import graph_of, recompute_names, recompute_text, zero_text
+from planner.report.names import graph_of, kept_text, recompute_names, recompute_text, zero_text
 from planner.report.text import print_table, say
 from profiles.model import LayerKind
 
 
 def print_layers(plan: Plan, out: Console) -> None:
     """Which layers run on which plan, and what those plans are."""
-    names = recompute_names(graph_of(plan))
+    graph = graph_of(plan)
+    names, kept = recompute_names(graph), any(layer_plan.keep_on_host for layer_plan in plan.layer_plans.values())
     rows = []
     for name, layer_plan in plan.layer_plans.items():
         recompute = recompute_text(layer_plan, names) if layer_plan.layer is LayerKind.BLOCK else "none"
-        rows.append((name, zero_text(layer_plan), recompute, _where(plan, name)))
+        on_host = (kept_text(layer_plan, graph) or "-",) if kept else ()
+        rows.append((name, zero_text(layer_plan), recompute, *on_host, _where(plan, name)))
     say(out)
-    print_table(out, ("layer plan", "ZeRO", "recompute", "runs"), rows, left=("layer plan", "recompute", "runs"))
+    heading = ("layer plan", "ZeRO", "recompute", *(("kept on the host",) if kept else ()), "runs")
+    words = ("layer plan", *(("ZeRO",) if plan.chunks else ()), "recompute", "kept on the host", "runs")
+    print_table(out, heading, rows, left=words)
     if plan.mesh.tp > 1:
         _print_placements(plan, out)
 

@@ -12,12 +12,14 @@ from costmodels.mesh import Mesh
 from planner.missing import Coverage
 from planner.module_plan import ModulePlan
 from planner.plan import Objective, Plan, RunnerUp, Status
+from planner.report.chunks import chunks_fact
 from planner.report.coverage import coverage_notes, coverage_text, found_coverage
 from planner.report.names import (
     attention_text,
     blocks_by_plan,
     found_text,
     graph_of,
+    kept_text,
     pipeline_phrases,
     recompute_names,
     recompute_text,
@@ -130,6 +132,8 @@ def _facts(plan: Plan, context: Context, measured: Coverage | None) -> Iterator[
     predicted, worst = plan.predicted, fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *layers_phrases(plan))
+    if plan.chunks:
+        yield chunks_fact(plan, plan.chunks)
     yield ("stack", *stack_phrases(plan))
     if measured:
         device = plan.cluster.device.name
@@ -156,13 +160,16 @@ def _facts(plan: Plan, context: Context, measured: Coverage | None) -> Iterator[
 
 
 def layers_phrases(plan: Plan) -> tuple[str, str]:
-    """ZeRO stage and recompute of the blocks; with numbers of blocks where they differ."""
-    names, zero, recompute = recompute_names(graph_of(plan)), Counter[str](), Counter[str]()
+    """ZeRO stage, recompute and what the host keeps of the blocks; with numbers of blocks where they differ."""
+    graph, zero, recompute, kept = graph_of(plan), Counter[str](), Counter[str](), Counter[str]()
+    names = recompute_names(graph)
     for name, count in blocks_by_plan(plan).items():
-        zero[f"ZeRO {zero_text(plan.layer_plans[name])}"] += count
+        zero[f"ZeRO {zero_text(plan.layer_plans[name], homes=False)}"] += count
         recompute[recompute_text(plan.layer_plans[name], names)] += count
+        kept[kept_text(plan.layer_plans[name], graph) or "nothing"] += count
     sequence = ", sequence parallel" if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ""
-    return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}"
+    host = f"; kept on the host: {', '.join(_shares(kept))}" if set(kept) != {"nothing"} else ""
+    return ", ".join(_shares(zero)), f"recompute {', '.join(_shares(recompute))}{sequence}{host}"
 
 
 def stack_phrases(plan: AnyPlan) -> tuple[str, str]:
