@@ -82,7 +82,8 @@ def rank_chunks(
     of_chunks = [own[slot] + whole[slot] - fixed[slot] + reduced.get(slot, 0) for slot in range(step.count)]
     found = RankChunks(
         groups=groups, moments=_moments(moments, step, held, issued, whole, of_chunks),
-        closing=step.returns(), in_parameters=step.in_parameters, device_bytes=device_bytes, smallest_bytes=max(least))
+        closing=step.returns(), in_parameters=step.in_parameters, device_bytes=device_bytes, smallest_bytes=max(least),
+        most_bytes=max(whole))
     check_states(found)
     return found
 
