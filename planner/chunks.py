@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from costmodels.book import PriceBook
-from costmodels.chunks.held import rank_chunks
-from costmodels.chunks.home import Eviction
+from costmodels.chunks.memory import chunks_of_rank
 from costmodels.chunks.schedule import RankChunks
 from costmodels.strategy import Strategy
 from planner.plan import ChunkGroup, ChunkRank, Chunks, Plan
@@ -20,11 +19,14 @@ from profiles.provenance import Kind
 DIGITS = 6  # of a utilisation
 
 
-def chunks_of(strategy: Strategy, book: PriceBook, *, eviction: Eviction, device_bytes: int) -> Chunks:
-    """The section of the plan file for a strategy whose blocks are in chunks. Raises InfeasibleError with the smallest budget."""
-    ranks = range(strategy.frame.mesh.pp)
-    found = [rank_chunks(strategy, rank, book, eviction=eviction, device_bytes=device_bytes) for rank in ranks]
-    return Chunks(eviction=eviction, groups=tuple(_groups(found)), ranks=tuple(_rank(stage, own) for stage, own in enumerate(found)))
+def chunks_of(strategy: Strategy, book: PriceBook) -> Chunks | None:
+    """The section of the plan file, None where no blocks are in chunks. Raises InfeasibleError with the smallest budget."""
+    if not strategy.frame.chunked:
+        return None
+    found = [chunks_of_rank(strategy, rank, book) for rank in range(strategy.frame.mesh.pp)]
+    return Chunks(
+        eviction=book.chunking.eviction, groups=tuple(_groups(found)),
+        ranks=tuple(_rank(stage, own) for stage, own in enumerate(found)))
 
 
 def _groups(ranks: Sequence[RankChunks]) -> Iterator[ChunkGroup]:
@@ -57,6 +59,4 @@ def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     if not 0 <= pipeline_rank < plan.mesh.pp:
         raise ConfigError(f"pipeline rank {pipeline_rank}: the plan has 0 to {plan.mesh.pp - 1}", hint="choose one of them")
     book = book_of(plan)
-    return rank_chunks(
-        strategy_of(plan, book), pipeline_rank, book, eviction=plan.chunks.eviction,
-        device_bytes=plan.chunks.ranks[pipeline_rank].device_bytes)
+    return chunks_of_rank(strategy_of(plan, book), pipeline_rank, book)
