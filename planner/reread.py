@@ -9,6 +9,7 @@ from costmodels.book import PriceBook
 from costmodels.chunks.held import rank_groups
 from costmodels.chunks.home import OFFLOAD_OF, Home
 from costmodels.chunks.price import Chunking
+from costmodels.lookup import illegal_lookup
 from costmodels.offload import Offload
 from costmodels.sharding import Placements, Splits, placed_splits
 from costmodels.strategy import LayerChoice, Strategy
@@ -31,6 +32,9 @@ def book_of(plan: Plan) -> PriceBook:
             f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload {sorted(map(list, offload))} differ between layers, "
             "they can be run so but are priced alike for all", hint="give all layers one zero_ranks and one offload")
     kept = (*next(iter(offload), ()), *(_kept_of_ends(ends) if plan.chunks else _lookup(ends)))
+    reason = illegal_lookup(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings) if Offload.LOOKUP in kept else None
+    if reason:
+        raise ConfigError(f"layer_plans: offload has lookup: {reason}", hint="leave lookup out")
     return PriceBook(
         plan.model, plan.training, machine_for(plan.cluster), zero_ranks=next(iter(sharded), None), offload=kept, chunking=_chunking(plan))
 
@@ -112,7 +116,15 @@ def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerCho
 
 
 def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
-    """The strategy that `planner/assemble.py` made a plan of. Raises ConfigError: layers missing, or placements that are not legal."""
+    """The strategy that `planner/assemble.py` made a plan of. Raises ConfigError: layers missing, placements that are not legal, or other
+    chunks than the layers have."""
+    strategy = layers_of(plan, book)
+    _require_groups(plan, strategy, book)
+    return strategy
+
+
+def layers_of(plan: Plan, book: PriceBook) -> Strategy:
+    """The strategy of the layers of a plan, whatever its chunks are. Raises ConfigError."""
     choices = {name: _choice(name, p, plan, book) for name, p in plan.layer_plans.items()}
     strategy = Strategy(frame=frame_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages))
     num_blocks = sum(choice.kind is LayerKind.BLOCK for stage in strategy.stages for choice in stage)
@@ -120,7 +132,6 @@ def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
         raise ConfigError(
             f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, not {plan.model.num_layers} on "
             f"{strategy.frame.num_virtual_stages}", hint="make the plan again")
-    _require_groups(plan, strategy, book)
     return strategy
 
 
