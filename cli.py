@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import cli_largest
 import cli_module
 import cli_profile
 import cli_run
@@ -478,7 +479,7 @@ def schema(profile: bool) -> None:
     print_json(profile_schema() if profile else plan_schema())
 
 
-for command in (cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):
+for command in (cli_largest.max_model, cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):
     main.add_command(command)
 
 
