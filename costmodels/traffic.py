@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from costmodels.actions import Work
 from costmodels.book import PriceBook
+from costmodels.chunks.memory import chunks_of_rank
+from costmodels.chunks.schedule import Does, RankChunks
 from costmodels.collectives import Collective
 from costmodels.edges import Edge, edges_of, leaves
 from costmodels.kernels import FP32_BYTES
@@ -23,7 +25,7 @@ from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis
 from costmodels.redistribution import Move, moves
 from costmodels.sharding import PARTIAL, Place, Sharding
-from costmodels.strategy import Frame, LayerChoice, Strategy
+from costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
 from costmodels.sub_pipeline import HALVES
 from profiles.model import LayerClass, LayerKind, Operator, OperatorKind, Tensor
 
@@ -77,6 +79,8 @@ def rank_tally(strategy: Strategy, rank: int, book: PriceBook) -> Tally:
         for choice in strategy.stages[stage]:
             _add_layer(tally, choice, frame, book, ahead)
         _add_messages(tally, stage, frame, book)
+    if frame.chunked:
+        _add_chunks(tally, chunks_of_rank(strategy, rank, book))
     ends = {frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)}
     if book.tied and len(ends) > 1 and rank in ends:
         tables = (p for op in book.graph(1).embedding.operators for p in op.parameters if op.parallel_dim == "vocab")
@@ -104,7 +108,17 @@ def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook,
             tally.add(Axis.TP, move.collective, move.num_bytes, parts * frame.num_micro_batches)
         for num_bytes in _summed_inside(layer, sharding, book.shards(frame.mesh) if choice.zero else 1):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
-    _add_data_parallel(tally, choice, layer, frame, book, ahead if again else 0)
+    if not in_chunks(choice, frame):
+        _add_data_parallel(tally, choice, layer, frame, book, ahead if again else 0)
+
+
+def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
+    """Gathers and reductions of whole communication groups of chunks."""
+    kinds = {Does.GATHER: Collective.ALL_GATHER, Does.REDUCE: Collective.REDUCE_SCATTER}
+    for moment in chunks.moments:
+        for op in (*moment.before, *moment.after):
+            if op.does in kinds:
+                tally.add(Axis.DP, kinds[op.does], op.num_bytes)
 
 
 def layer_moves(layer: LayerClass, sharding: Sharding, again: tuple[str, ...]) -> Iterator[Move]:

@@ -213,7 +213,9 @@ def _module_trainer(plan: ModulePlan, options: Options, device: torch.device, pr
 
 def _step_line(plan: Plan | ModulePlan, options: Options, result: StepResult) -> str:
     norm = f"grad norm {result.gradient_norm:.4g}"
-    if 0 < options.clip_gradients < result.gradient_norm:
+    if result.skipped:
+        norm += f" skipped, loss scale {result.loss_scale:g}"
+    elif 0 < options.clip_gradients < result.gradient_norm:
         norm += f" clipped to {options.clip_gradients:g}"
     rate = f"  lr {result.learning_rate:.2e}" if options.lr_varies else ""
     speed = plan.training.tokens_per_step / result.seconds

@@ -86,7 +86,7 @@ def _as_written(plan: ModulePlan) -> Predicted:
 
 def make_run(
     plan: Plan | ModulePlan, environment: Environment, ranks: Sequence[RankMeasured], *, seconds: Sequence[float], losses: Sequence[float],
-    warm_up: int, clock_error_s: float, date: str,
+    warm_up: int, clock_error_s: float, date: str, skipped: Sequence[int] = (),
 ) -> Run:
     """The run of `plan` whose steps took `seconds`, on all ranks in their order."""
     predicted = predict(plan)
@@ -98,7 +98,7 @@ def make_run(
         clock_error_s=clock_error_s, plan=body,
         steps=Steps(
             seconds=tuple(seconds), loss=tuple(losses), warm_up=warm_up, median_s=median(counted), least_s=min(counted),
-            most_s=max(counted)),
+            most_s=max(counted), skipped=tuple(skipped)),
         figures=_figures(plan, predicted, median(counted), _idle_share(ranks)),
         parts=_parts(predicted.timeline, measured_parts_s(steps)), ranks=tuple(steps[-1]))
 

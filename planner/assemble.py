@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from costmodels.book import PriceBook
 from costmodels.chunks.home import OFFLOAD_OF
+from costmodels.chunks.memory import budget_bytes
 from costmodels.occupancy import RankMemory
 from costmodels.offload import Offload
 from costmodels.redundancy import RedundantBytes, added, operator_redundancy
@@ -14,7 +15,7 @@ from costmodels.sharding import placements
 from costmodels.step import StepPrice, model_flops_utilization
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.band import error_band
-from planner.chunks import budget_bytes, chunks_of
+from planner.chunks import chunks_of
 from planner.plan import (
     PLAN_VERSION,
     Breakdown,

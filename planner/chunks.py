@@ -11,8 +11,6 @@ from costmodels.book import PriceBook
 from costmodels.chunks.held import rank_chunks
 from costmodels.chunks.home import Eviction
 from costmodels.chunks.schedule import RankChunks
-from costmodels.mesh import Mesh
-from costmodels.occupancy import usable_bytes
 from costmodels.strategy import Strategy
 from planner.plan import ChunkGroup, ChunkRank, Chunks, Plan
 from planner.reread import book_of, strategy_of
@@ -20,15 +18,6 @@ from profiles.errors import ConfigError
 from profiles.provenance import Kind
 
 DIGITS = 6  # of a utilisation
-
-
-def budget_bytes(mesh: Mesh, book: PriceBook) -> int:
-    """What tensors may fill of a device: as stated, or what the memory limit leaves beside context, communicators and allocator."""
-    chunking = book.chunking
-    if chunking.device_bytes is not None:
-        return chunking.device_bytes
-    limit = book.machine.cluster.device.memory_bytes if chunking.limit_bytes is None else chunking.limit_bytes
-    return int(usable_bytes(limit, mesh, book))
 
 
 def chunks_of(strategy: Strategy, book: PriceBook, *, eviction: Eviction, device_bytes: int) -> Chunks:
@@ -61,25 +50,13 @@ def busiest_rank(plan: Plan) -> int:
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     """The chunk schedule of one pipeline rank of a plan, made again.
 
-    Raises ConfigError where the plan has no chunks, or others than its layers give; InfeasibleError where its budget is too small.
+    Raises ConfigError where the plan has no chunks, or others than its blocks fill; InfeasibleError where its budget is too small.
     """
     if plan.chunks is None:
         raise ConfigError("the plan has no chunks", hint="make one with: plan estimate --offload optimizer,parameters")
     if not 0 <= pipeline_rank < plan.mesh.pp:
         raise ConfigError(f"pipeline rank {pipeline_rank}: the plan has 0 to {plan.mesh.pp - 1}", hint="choose one of them")
     book = book_of(plan)
-    found = rank_chunks(
+    return rank_chunks(
         strategy_of(plan, book), pipeline_rank, book, eviction=plan.chunks.eviction,
         device_bytes=plan.chunks.ranks[pipeline_rank].device_bytes)
-    stated = (group for group in plan.chunks.groups if group.stage == pipeline_rank)
-    for group, own in zip(stated, found.groups, strict=True):
-        _require_same(group, own.layout.chunk_elements, own.layout.num_chunks)
-    return found
-
-
-def _require_same(group: ChunkGroup, chunk_elements: int, num_chunks: int) -> None:
-    """Raises ConfigError where a group of the file is not what its blocks fill: states on disk lie as it says."""
-    if (group.chunk_elements, group.num_chunks) != (chunk_elements, num_chunks):
-        raise ConfigError(
-            f"chunks.groups: stage {group.stage}, home {group.home} has {group.num_chunks} chunks of {group.chunk_elements} elements, "
-            f"its blocks fill {num_chunks} of {chunk_elements}", hint="make the plan again")

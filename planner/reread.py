@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from costmodels.book import PriceBook
+from costmodels.chunks.held import rank_groups
 from costmodels.chunks.home import OFFLOAD_OF, Home
 from costmodels.chunks.price import Chunking
 from costmodels.offload import Offload
@@ -119,22 +120,28 @@ def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
         raise ConfigError(
             f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, not {plan.model.num_layers} on "
             f"{strategy.frame.num_virtual_stages}", hint="make the plan again")
-    _require_groups(plan, strategy)
+    _require_groups(plan, strategy, book)
     return strategy
 
 
-def _require_groups(plan: Plan, strategy: Strategy) -> None:
-    """Raises ConfigError where the groups of chunks are not those of the blocks' homes, and where a chunked block is not sharded."""
+def _require_groups(plan: Plan, strategy: Strategy, book: PriceBook) -> None:
+    """Raises ConfigError where the groups of chunks are not those that the blocks' homes give, and where a chunked block is not sharded."""
     if plan.chunks is None:
         return
-    held = {
-        (strategy.frame.rank_of(stage), choice.home) for stage, layers in enumerate(strategy.stages) for choice in layers
-        if choice.kind is LayerKind.BLOCK}
-    stated = {(group.stage, group.home) for group in plan.chunks.groups}
-    for stage, home in sorted(held ^ stated):
-        found = "has blocks but no group of chunks" if (stage, home) in held else "has a group of chunks but no blocks"
-        raise ConfigError(f"chunks.groups: stage {stage} {found} at home {home}", hint="make the plan again")
     zero = 3 if plan.mesh.dp > 1 else 0
     for name, layer_plan in plan.layer_plans.items():
         if layer_plan.layer is LayerKind.BLOCK and layer_plan.zero != zero:
             raise ConfigError(f"layer_plans.{name}: a block in chunks has zero {layer_plan.zero}, not {zero}", hint="make the plan again")
+    stated = {(group.stage, group.home): (group.num_chunks, group.chunk_elements) for group in plan.chunks.groups}
+    filled = {
+        (stage, group.home): (group.layout.num_chunks, group.layout.chunk_elements)
+        for stage in range(plan.mesh.pp) for group in rank_groups(strategy, stage, book)}
+    for stage, home in sorted(stated.keys() | filled.keys()):
+        if stated.get((stage, home)) != filled.get((stage, home)):
+            found, needed = (_chunks_text(groups.get((stage, home))) for groups in (stated, filled))
+            where = f"chunks.groups: stage {stage}, home {home}"
+            raise ConfigError(f"{where} has {found}, its blocks fill {needed}", hint="make the plan again")
+
+
+def _chunks_text(group: tuple[int, int] | None) -> str:
+    return "none" if group is None else f"{group[0]} chunks of {group[1]} elements"

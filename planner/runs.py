@@ -72,7 +72,10 @@ class Environment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Seconds and mean loss of every step. `warm_up` first steps are not in the median, the least and the most."""
+    """Seconds and mean loss of every step. `warm_up` first steps are not in the median, the least and the most.
+
+    skipped: the steps of an fp16 run, counted from 0, that updated nothing, since a gradient was not finite
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -82,6 +85,7 @@ class Steps:
     median_s: float
     least_s: float
     most_s: float
+    skipped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,18 +23,21 @@ from costmodels.occupancy import layer_activations, rank_layers
 from costmodels.strategy import LayerChoice, Strategy
 from profiles.model import LayerKind
 
+SHARD_GRADIENT_BYTES = 4  # FSDP2 keeps the gradients of fp32 shards in fp32, and reduces them so: gradients of 16 bits are of chunks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """Bytes on a device besides chunks.
 
     moments: during each; gaps: before each and behind the last, at their fullest, with the passes of embedding and head
-    rests: behind each moment, when its temporaries are gone
+    rests: behind each moment, when its temporaries are gone; end: behind all passes
     """
 
     moments: tuple[int, ...]
     gaps: tuple[int, ...]
     rests: tuple[int, ...]
+    end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: 
         gaps.append(fullest)
         rests.append(level)
         fullest = level
-    return Room(moments=tuple(moments), gaps=(*gaps, max(fullest, level)), rests=tuple(rests))
+    return Room(moments=tuple(moments), gaps=(*gaps, max(fullest, level)), rests=tuple(rests), end=level)
 
 
 def _sends(one: Pass, strategy: Strategy) -> bool:
@@ -99,8 +102,9 @@ def _parameter_bytes(choice: LayerChoice, strategy: Strategy, book: PriceBook) -
 def _always(strategy: Strategy, rank: int, book: PriceBook) -> int:
     """Outside states, and what of them stays gathered because its unit begins the passes and ends them."""
     frame, outside = strategy.frame, _outside(strategy, rank)
-    states = sum(book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).states.total for choice in outside)
-    return states + sum(
+    held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).states for choice in outside]
+    wider = SHARD_GRADIENT_BYTES / book.training.gradient_precision.num_bytes - 1
+    return sum(states.total + int(wider * states.gradients) for states in held) + sum(
         _parameter_bytes(choice, strategy, book) for choice in outside if choice.zero == 3 and _joined(choice, strategy, book))
 
 
@@ -110,9 +114,12 @@ def _layer(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
     whole = _parameter_bytes(choice, strategy, book)
     if choice.kind is LayerKind.BLOCK:
         return _Layer(saved=size.saved, forward=size.workspace, backward=size.workspace + whole)
+    elements = whole // book.training.precision.num_bytes
     buffer = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).zero_buffer
+    if buffer:
+        buffer += (SHARD_GRADIENT_BYTES - book.training.gradient_precision.num_bytes) * elements
     shared = book.shared_table_bytes(frame.mesh, frame.sharding) if choice.kind is LayerKind.HEAD else 0
-    lasting = book.training.gradient_precision.num_bytes * whole // book.training.precision.num_bytes if choice.zero else 0
+    lasting = SHARD_GRADIENT_BYTES * elements if choice.zero else 0
     return _Layer(
         saved=size.saved, forward=size.workspace + (2 * whole if choice.zero == 3 else 0), backward=size.workspace + buffer,
         lasting=max(shared, lasting))

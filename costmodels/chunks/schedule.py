@@ -51,6 +51,7 @@ class Moment:
     """One pass of a block of the rank, forward or backward, of one micro-batch, and what is done before it and after it.
 
     stage: the virtual stage; block: its number in the model; device_bytes: all that tensors hold of the device during it
+    chunk_bytes: what chunks hold of it, their parameters, gathered groups, gradients and optimizer states, until all behind it is done
     """
 
     work: Work
@@ -60,6 +61,7 @@ class Moment:
     before: tuple[Op, ...]
     after: tuple[Op, ...]
     device_bytes: int
+    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

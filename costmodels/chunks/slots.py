@@ -5,15 +5,16 @@ Slots are the moments and the gaps between them: gap 0, moment 0, gap 1, moment 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from costmodels.chunks.accesses import Uses
 from costmodels.chunks.eviction import Stay
 from costmodels.chunks.home import Home
-from costmodels.chunks.room import Room
 from costmodels.chunks.schedule import Does, Group, Op
+
+OpKey = tuple[Does, int, int, int]  # what is done with which communication group of which group, and the moment
 
 
 def moment_slot(moment: int) -> int:
@@ -63,6 +64,10 @@ class Slots:
     def home(self, one: Uses) -> Home:
         return self.groups[one.group].home
 
+    def reduces_apart(self, one: Uses) -> bool:
+        """Whether gradients are reduced into memory of their own: to be sent, or added to those of other micro-batches."""
+        return self.gathers and (self.adds_up or self.home(one) is Home.HOST)
+
     def needs(self) -> list[list[int]]:
         """By slot the own chunks of HOST blocks that must be there, by number."""
         found: list[list[int]] = [[] for _ in range(self.count)]
@@ -81,16 +86,14 @@ class Slots:
             slots.update(slot for run in one.runs for slot in range(moment_slot(run.first), moment_slot(run.last) + 1))
         return slots
 
-    def fixed_bytes(self, room: Room, always: int) -> list[int]:
-        """By slot all that is on the device but parameters of HOST blocks; `always`: chunks that stay there."""
-        held, besides = summed(self.count, self._held()), [0] * self.count
-        besides[::2], besides[1::2] = room.gaps, room.moments
-        for one in self.uses:
-            for run in one.runs:
-                if self.gathers and (self.adds_up or self.home(one) is Home.HOST):
-                    slot = moment_slot(run.last)
-                    besides[slot] = max(besides[slot], room.rests[run.last] + self.sizes.gradients)
-        return [always + own + there for own, there in zip(held, besides, strict=True)]
+    def chunk_bytes(self, always: int) -> list[int]:
+        """By slot what chunks take of the device, but for those of HOST parameters; `always`: chunks that stay there."""
+        return [always + own for own in summed(self.count, self._held())]
+
+    def reduced_bytes(self) -> dict[int, int]:
+        """By slot of a moment behind which gradients are reduced into memory of their own, the bytes of that."""
+        apart = (one for one in self.uses if self.reduces_apart(one))
+        return {moment_slot(run.last): self.sizes.gradients for one in apart for run in one.runs}
 
     def _held(self) -> Iterator[tuple[int, int, int]]:
         """Gathered groups, and gradients on their way: (first slot, last slot, bytes)."""
@@ -149,11 +152,12 @@ class Slots:
         return tuple(Op(Does.RETURN, one.group, one.number, self.sizes.parameters) for one in updated)
 
 
-def in_order(count: int, ops: Iterable[tuple[int, Op]]) -> list[list[Op]]:
-    """By moment the ops of it, in the order in which they are given."""
+def in_order(count: int, ops: Iterable[tuple[int, Op]], issued: Mapping[OpKey, int]) -> list[tuple[Op, ...]]:
+    """By moment the ops of it, in the order in which they are given; `issued`: of those that may begin earlier, or be over later."""
     found: list[list[Op]] = [[] for _ in range(count)]
     for moment, op in ops:
-        found[moment].append(op)
-    return found
+        at = issued.get((op.does, op.group, op.number, moment), op.issued)
+        found[moment].append(op if at == op.issued else replace(op, issued=at))
+    return [tuple(own) for own in found]
 
 

@@ -18,6 +18,7 @@ from executor.layout import action_rows, local_stages, stage_layers
 from executor.parallel.runtime import After, PipelineStep, Span, build_runtime, no_span, nothing
 from executor.parallel.sharded import all_reduce
 from executor.parallel.stages import Ranks, Stage, border_example, build_stages
+from executor.scale import LossScale, unscale
 from executor.tensors import local
 from planner.chunks import rank_chunks_of
 from planner.plan import Plan
@@ -29,7 +30,8 @@ Run = Callable[[Tensor, Tensor], Tensor]
 class Pipeline:
     """This rank's stages and what runs them: `run` does all forward and backward passes of (ids, targets).
 
-    chunks: what holds the states of the blocks, if they are held in chunks
+    scale: of the loss, which `run` returns scaled
+    chunks: what holds the states of the blocks, if they are held in chunks; their gradients stay scaled
     """
 
     stages: tuple[Stage, ...]
@@ -39,6 +41,7 @@ class Pipeline:
     tied_group: dist.ProcessGroup | None
     span: Span = no_span
     piped: tuple[PipelineStep, ...] = ()
+    scale: LossScale | None = None
     chunks: ChunkManager | None = None
 
     @property
@@ -66,7 +69,10 @@ class Pipeline:
                 self.chunks.end_step(self.tp_mesh.get_group() if self.tp_mesh is not None else None)
         with self.span("tied", -1, -1) if self.tied else nullcontext():
             self._sum_tied_gradients()
-        return loss
+        if self.scale is None:
+            return loss
+        unscale(self.parameters, self.scale)
+        return loss / self.scale.value
 
     def _sum_tied_gradients(self) -> None:
         """Add the gradients of the two copies of a tied embedding, in the model's first and its last stage."""
@@ -80,6 +86,7 @@ class Pipeline:
 
 def build_pipeline(
     plan: Plan, ranks: Ranks, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = nothing,
+    scale: LossScale | None = None,
 ) -> Pipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
     chunks = _chunk_manager(plan, ranks) if plan.chunks is not None else None
@@ -89,15 +96,15 @@ def build_pipeline(
         span = _also(span, chunks)
     piped: tuple[PipelineStep, ...] = ()
     if plan.mesh.pp == 1:
-        run = partial(_loop, stages[0], plan, after_backward, span)
+        run = partial(_loop, stages[0], partial(_mean_loss, stages[0], plan, scale), plan, after_backward, span)
     else:
-        schedule, piped = _schedule(plan, ranks, stages)
+        schedule, piped = _schedule(plan, ranks, stages, scale)
         for stage in piped:
             stage.after_backward, stage.after_recompute, stage.span = after_backward, after_recompute, span
         run = partial(_scheduled, schedule, stages, plan.module is not None)
     return Pipeline(
         stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
-        tied_group=_tied_group(plan, ranks), span=span, piped=piped, chunks=chunks)
+        tied_group=_tied_group(plan, ranks), span=span, piped=piped, scale=scale, chunks=chunks)
 
 
 def _chunk_manager(plan: Plan, ranks: Ranks) -> ChunkManager:
@@ -117,18 +124,19 @@ def _also(span: Span, chunks: ChunkManager) -> Span:
     return around
 
 
-def _mean_loss(stage: Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
-    """The micro-batch's share of the mean loss over all tokens of the global batch, so that every reduction is a sum."""
-    return local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
+def _mean_loss(stage: Stage, plan: Plan, scale: LossScale | None, logits: Tensor, targets: Tensor) -> Tensor:
+    """The micro-batch's share of the mean loss over all tokens of the global batch, so that every reduction is a sum; scaled."""
+    loss = local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
+    return loss if scale is None else loss * scale.value
 
 
-def _loop(stage: Stage, plan: Plan, after_backward: After, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
+def _loop(stage: Stage, mean_loss: Run, plan: Plan, after_backward: After, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
     """The schedule of one pipeline rank: forward and backward of one micro-batch after the other."""
     total = torch.zeros((), device=ids.device)
     micro_batches = zip(*(x.split(plan.pipeline.micro_batch_size) for x in (ids, targets)), strict=True)
     for index, (micro_ids, micro_targets) in enumerate(micro_batches):
         with span("F", 0, index):
-            loss = _mean_loss(stage, plan, stage(micro_ids), micro_targets)
+            loss = mean_loss(stage(micro_ids), micro_targets)
         with span("B", 0, index):
             loss.backward()
         after_backward()
@@ -148,19 +156,21 @@ def _scheduled(
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
 
 
-def _schedule(plan: Plan, ranks: Ranks, modules: Sequence[Stage]) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
+def _schedule(
+    plan: Plan, ranks: Ranks, modules: Sequence[Stage], scale: LossScale | None,
+) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
     """The runtime with the plan's action lists, which it completes with sends and receives, and this rank's stages in it."""
     indices, rank = local_stages(plan, ranks.coordinate("pp")), ranks.coordinate("pp")
     stages = [_pipeline_stage(plan, ranks, k, module) for k, module in zip(indices, modules, strict=True)]
-    loss = partial(_spanned_loss, stages[-1], plan)
+    loss = partial(_spanned_loss, stages[-1], partial(_mean_loss, stages[-1].submod, plan, scale))
     schedule = build_runtime(action_rows(plan), rank, stages, plan.pipeline.num_micro_batches, loss)
     return schedule, tuple(stages)
 
 
-def _spanned_loss(stage: PipelineStep, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
+def _spanned_loss(stage: PipelineStep, mean_loss: Run, logits: Tensor, targets: Tensor) -> Tensor:
     """The loss of the micro-batch that `stage`, which ends the model, has forwarded last."""
     with stage.span("F", stage.stage_index, stage.forwarded):
-        return _mean_loss(stage.submod, plan, logits, targets)
+        return mean_loss(logits, targets)
 
 
 def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage) -> PipelineStep:

@@ -10,14 +10,6 @@ from planner.plan import Plan
 from profiles.spec import Positions, Precision
 
 
-@rule(why="the executor has no loss scaling, and would run fp32 in its place", action="use bf16 or fp32")
-def fp16(plan: Plan) -> Iterator[Refusal]:
-    if plan.training.precision is Precision.FP16:
-        training = replace(plan.training, precision=Precision.BF16, gradient_precision=Precision.FP32)
-        yield Refusal(
-            found="training: precision is fp16", action="set precision to bf16", nearest=replace(plan, training=training))
-
-
 @rule(why="the executor has no fp8 products and would run 16-bit ones", action="make a plan without --fp8")
 def fp8(plan: Plan) -> Iterator[Refusal]:
     if plan.training.fp8_matmuls:
@@ -55,4 +47,4 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
             action=f"set rotary_fraction to {share}", nearest=replace(plan, model=replace(model, rotary_fraction=share)))
 
 
-TRAINING = (fp16, fp8, gradient_precision, positions, rotary_pairs)
+TRAINING = (fp8, gradient_precision, positions, rotary_pairs)

@@ -51,6 +51,7 @@ class Recorder:
         self.expect(num_steps)
         self.seconds: list[float] = []
         self.losses: list[float] = []
+        self.skipped: list[int] = []
         self.steps: list[RecordedStep] = []
         self.cpu_peak = PeakBytes()
         self._active = False
@@ -93,8 +94,10 @@ class Recorder:
             yield
             self._marks.append((work, stage, micro_batch, start, self._mark()))
 
-    def finish(self, seconds: float, loss: float) -> None:
-        """The step is over, also on the device."""
+    def finish(self, seconds: float, loss: float, *, skipped: bool = False) -> None:
+        """The step is over, also on the device; `skipped`: it updated nothing."""
+        if skipped:
+            self.skipped.append(len(self.seconds))
         self.seconds.append(seconds)
         self.losses.append(loss)
         if self._active:
@@ -179,7 +182,8 @@ def collect(plan: Plan, recorder: Recorder, states: Row, device: torch.device) -
     offsets, error_s = clock_offsets([clock for _, clock in found])
     return make_run(
         plan, environment(device), [replace(rank, ahead_s=ahead) for (rank, _), ahead in zip(found, offsets, strict=True)],
-        seconds=recorder.seconds, losses=recorder.losses, warm_up=recorder.warm_up, clock_error_s=error_s, date=date.today().isoformat())
+        seconds=recorder.seconds, losses=recorder.losses, skipped=recorder.skipped, warm_up=recorder.warm_up, clock_error_s=error_s,
+        date=date.today().isoformat())
 
 
 def environment(device: torch.device) -> Environment:
