@@ -78,7 +78,7 @@ def rank_chunks(strategy: Strategy, rank: int, book: PriceBook, *, eviction: Evi
     found = RankChunks(
         groups=groups, moments=_moments(moments, step, held, issued, whole, of_chunks),
         closing=(*(op for slot, op in step.drops(held) if slot == step.count), *step.returns()),
-        in_parameters=step.in_parameters, device_bytes=device_bytes, smallest_bytes=max(least))
+        in_parameters=step.in_parameters, device_bytes=device_bytes, smallest_bytes=max(least), most_bytes=max(whole))
     check_states(found)
     return found
 

@@ -79,16 +79,10 @@ def chunked_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory
     device, host = chunk_states(chunks, book)
     states = sum((layer.states for layer in outside), device)
     activations = sent_bytes(rank, frame, book) + held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
-    peak = peak_bytes(chunks)
-    beyond = peak - states.total - activations
+    beyond = chunks.most_bytes - states.total - activations
     return RankMemory(
         states=states, activations=activations, temporaries=max(0.0, beyond), apart=max(0.0, -beyond),
-        allocator_reserve=book.training.stack.allocator_share * peak + sum(layer.step_copies for layer in outside),
+        allocator_reserve=book.training.stack.allocator_share * chunks.most_bytes + sum(layer.step_copies for layer in outside),
         communicators=communicator_bytes(frame.mesh, book), context=book.machine.cluster.device.context_bytes,
         host=host.total + staging_bytes(chunks, book) + sum(layer.host for layer in outside)
         + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}))
-
-
-def peak_bytes(chunks: RankChunks) -> int:
-    """What tensors fill of the device at the fullest moment of the step."""
-    return max(chunks.smallest_bytes, *(moment.device_bytes for moment in chunks.moments))

@@ -79,6 +79,7 @@ class RankChunks:
 
     in_parameters: gradients are written over the parameters that they are of (one micro-batch a step, 16-bit gradients)
     closing: after the last backward pass, around the update
+    most_bytes: what tensors hold of the device at the fullest moment of the step, between passes too
     """
 
     groups: tuple[Group, ...]
@@ -87,6 +88,7 @@ class RankChunks:
     in_parameters: bool
     device_bytes: int
     smallest_bytes: int
+    most_bytes: int = 0
 
     def moved(self, does: Does) -> int:
         """Bytes of all ops of a kind in a step."""
