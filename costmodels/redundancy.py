@@ -77,7 +77,7 @@ def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: Pric
     rank's alone, and so is the padding of chunks of states). Temporaries here are those of the operator's
     own backward pass: of a layer and of a rank the largest moment counts, not the sum.
     """
-    layer, sharding = book.kept_graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
+    layer, sharding = book.kept_layer(choice.kind, frame.micro_batch_size), frame.sharding_of(choice)
     again, stack = recompute_operators(layer, choice.recompute) if choice.kind is LayerKind.BLOCK else (), book.training.stack
     kept = saved_bytes_by_operator(layer, sharding, again, stack, choice.on_host)
     ideal = ideal_bytes_by_operator(layer, sharding.tp, again, choice.on_host)

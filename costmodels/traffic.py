@@ -21,6 +21,7 @@ from costmodels.collectives import Collective
 from costmodels.edges import Edge, edges_of, leaves
 from costmodels.kernels import FP32_BYTES
 from costmodels.layer import LOSS_REDUCTIONS
+from costmodels.lookup import TOKEN_BYTES, Lookup
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis
 from costmodels.redistribution import Move, moves
@@ -99,7 +100,7 @@ def _gradient_bytes(elements: int, book: PriceBook) -> int:
 
 
 def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook, ahead: int) -> None:
-    layer, sharding = book.graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
+    layer, sharding = book.layer(choice.kind, frame.micro_batch_size), frame.sharding_of(choice)
     again = book.recompute_operators(choice.kind, choice.recompute)
     if sharding.tp > 1:
         parts = HALVES if sharding.overlap and choice.kind is LayerKind.BLOCK else 1
@@ -108,8 +109,17 @@ def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook,
             tally.add(Axis.TP, move.collective, move.num_bytes, parts * frame.num_micro_batches)
         for num_bytes in _summed_inside(layer, sharding, book.shards(frame.mesh) if choice.zero else 1):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
+    if book.looks_up(choice.kind) and frame.mesh.dp > 1:
+        _add_lookup(tally, book.lookup(frame.micro_batch_size, frame.mesh), frame, book)
     if not in_chunks(choice, frame):
         _add_data_parallel(tally, choice, layer, frame, book, ahead if again else 0)
+
+
+def _add_lookup(tally: Tally, lookup: Lookup, frame: Frame, book: PriceBook) -> None:
+    """The tokens of all data-parallel ranks, and both exchanges of what the host looks up."""
+    m = frame.num_micro_batches
+    tally.add(Axis.DP, Collective.ALL_GATHER, TOKEN_BYTES * lookup.num_tokens * frame.mesh.dp, m)
+    tally.add(Axis.DP, Collective.ALL_TO_ALL, book.training.precision.num_bytes * lookup.elements, 2 * m)
 
 
 def _add_chunks(tally: Tally, chunks: RankChunks) -> None:

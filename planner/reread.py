@@ -9,6 +9,7 @@ from costmodels.book import PriceBook
 from costmodels.chunks.held import rank_groups
 from costmodels.chunks.home import OFFLOAD_OF, Home
 from costmodels.chunks.price import Chunking
+from costmodels.lookup import illegal_lookup
 from costmodels.offload import Offload
 from costmodels.sharding import Placements, Splits, placed_splits
 from costmodels.strategy import LayerChoice, Strategy
@@ -31,6 +32,9 @@ def book_of(plan: Plan) -> PriceBook:
             f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload {sorted(map(list, offload))} differ between layers, "
             "they can be run so but are priced alike for all", hint="give all layers one zero_ranks and one offload")
     kept = (*next(iter(offload), ()), *(_kept_of_ends(ends) if plan.chunks else _lookup(ends)))
+    reason = illegal_lookup(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings) if Offload.LOOKUP in kept else None
+    if reason:
+        raise ConfigError(f"layer_plans: offload has lookup: {reason}", hint="leave lookup out")
     return PriceBook(
         plan.model, plan.training, machine_for(plan.cluster), zero_ranks=next(iter(sharded), None), offload=kept, chunking=_chunking(plan))
 
