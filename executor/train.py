@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from costmodels.memory import StateBytes
 from executor.check.meter import Meter, Row, predicted_state_bytes
 from executor.checkpoint.states import Held, held
+from executor.chunks.adam import ChunkAdam
 from executor.compiled import compile_blocks
 from executor.data.batches import Batches, build_batches
-from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, set_learning_rate
+from executor.optimizer import build_optimizer, clip_factor, clip_gradients, gradient_norm, learning_rate, set_learning_rate
 from executor.options import Options
 from executor.parallel.pipeline import Pipeline, build_pipeline
 from executor.parallel.stages import Ranks
@@ -26,6 +28,7 @@ from executor.scale import LossScale, loss_scale
 from executor.watch.measured import Recorder
 from executor.watch.progress import Progress
 from planner.plan import Plan
+from planner.runs import ChunkMoved
 
 METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time
 
@@ -48,7 +51,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """One rank of a training run."""
+    """One rank of a training run. `optimizer` updates the parameters that lie in no chunk, `adam` the others."""
 
     plan: Plan
     options: Options
@@ -59,6 +62,7 @@ class Trainer:
     meter: Meter
     recorder: Recorder
     progress: Progress = field(default_factory=Progress)
+    adam: ChunkAdam | None = None
 
     def gradients(self, step: int) -> Tensor:
         """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
@@ -83,7 +87,7 @@ class Trainer:
             with self.recorder.counted():
                 loss, norm = self._step(step)
             result = StepResult(
-                step=step, loss=loss, gradient_norm=norm, learning_rate=self.optimizer.param_groups[0]["lr"],
+                step=step, loss=loss, gradient_norm=norm, learning_rate=learning_rate(self.options, step),
                 seconds=time.perf_counter() - started, loss_scale=self.scale.value if self.scale else None,
                 skipped=self.scale is not None and not math.isfinite(norm))
             self.recorder.finish(result.seconds, result.loss, skipped=result.skipped)
@@ -101,11 +105,30 @@ class Trainer:
         """The optimizer's update for the gradients that are there, if they are finite; returns their norm over the whole model."""
         norm = self.norm()
         set_learning_rate(self.optimizer, self.options, step)
+        factor = clip_factor(self.options.clip_gradients, norm, self.scale)  # of the scale that these gradients have
         if self._goes_on(norm):
             clip_gradients(self.optimizer, self.options.clip_gradients, norm)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+            self._update_chunks(step, factor)
+            self._end_update()
+        else:
+            self.leave_out()
         return norm
+
+    def leave_out(self) -> None:
+        """Instead of an update: the gradients that are there are given up."""
+        if self.adam is not None:
+            self.adam.skip()
+        self._end_update()
+
+    def _end_update(self) -> None:
+        if self.adam is not None:
+            self.adam.manager.end_update()
+        self.optimizer.zero_grad()
+
+    def _update_chunks(self, step: int, factor: Tensor | None) -> None:
+        if self.adam is not None:
+            self.adam.step(learning_rate(self.options, step), factor)
 
     def _goes_on(self, norm: Tensor) -> bool:
         """Whether there is an update: all ranks have the same norm. Raises PlannerError where no loss scale helps."""
@@ -122,11 +145,13 @@ class Trainer:
 
     def norm(self) -> Tensor:
         """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
-        return gradient_norm(self.plan, self.pipeline.stages, self.ranks.device)
+        in_chunks = self.adam.gradients() if self.adam is not None else None
+        return gradient_norm(self.plan, self.pipeline.stages, self.ranks.device, in_chunks, self.scale)
 
     def held(self) -> Held:
         """The parameters that a checkpoint has of this rank."""
-        return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings)
+        apart = self.pipeline.chunks.parameters if self.pipeline.chunks is not None else ()
+        return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings, apart=apart)
 
     @property
     def has_copies(self) -> bool:
@@ -140,10 +165,26 @@ class Trainer:
         """What training changes beside parameters, by name."""
         return {}
 
+    def moved(self) -> ChunkMoved | None:
+        """What the chunks of this rank have moved in the last step, beside what the plan says."""
+        return self.adam.manager.moved if self.adam is not None else None
+
+    @property
+    def on_host_bytes(self) -> int:
+        """What chunks hold of the host's memory."""
+        return self.adam.manager.host_bytes if self.adam is not None else 0
+
+    @property
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes of activations that went to the host, and that came back, since the start."""
+        host = self.pipeline.stages[0].host
+        return (0, 0) if host is None else (host.out_bytes, host.back_bytes)
+
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
         pp, dp, tp = (self.ranks.coordinate(axis) for axis in ("pp", "dp", "tp"))
-        return (pp, dp, tp), predicted_state_bytes(self.plan, pp, dp), self.meter.measured(self.optimizer)
+        in_chunks = self.adam.state_bytes() if self.adam is not None else StateBytes()
+        return (pp, dp, tp), predicted_state_bytes(self.plan, pp, dp), self.meter.measured(self.optimizer) + in_chunks
 
 
 def build_trainer(plan: Plan, options: Options, device: torch.device, progress: Progress | None = None) -> Trainer:
@@ -178,10 +219,12 @@ def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter, progres
         scale=loss_scale(plan.training.precision))
     if options.compile:
         compile_blocks(pipeline.stages)
-    meter.watch(pipeline.stages, pipeline.parameters)
+    chunks = pipeline.chunks
+    meter.watch(pipeline.stages, pipeline.parameters, apart=chunks.parameters if chunks is not None else ())
     return Trainer(
         plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=build_optimizer(pipeline.parameters, options),
-        batches=build_batches(plan, dp_rank, options), meter=meter, recorder=recorder, progress=progress)
+        batches=build_batches(plan, dp_rank, options), meter=meter, recorder=recorder, progress=progress,
+        adam=ChunkAdam(chunks, options) if chunks is not None else None)
 
 
 def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:

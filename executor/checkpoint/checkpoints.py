@@ -116,6 +116,8 @@ class Checkpoints:
         random = random_states(device) if same else {}
         scale = self._scale() if document["training"].get("precision") == Precision.FP16 else {}
         self._read(path, {**self._own(), **scale, **random, **self.extra})
+        if self.trainer.adam is not None:
+            self.trainer.adam.settle()
         if self.trainer.has_copies:  # on every rank: reading is collective
             self._read(path, self._tensors(self.held.copies))
             self.trainer.settle_copies()
@@ -129,7 +131,9 @@ class Checkpoints:
 
     def _own(self) -> dict[str, Any]:
         buffers = self.trainer.buffers()
-        return {**self._tensors(self.held.own), **({"buffers": buffers} if buffers else {})}
+        outside, inside = self._tensors(self.held.own), self.trainer.adam.tensors() if self.trainer.adam is not None else {}
+        states = {part: tensors | inside.get(part, {}) for part, tensors in outside.items()}
+        return {**states, **({"buffers": buffers} if buffers else {})}
 
     def _scale(self) -> Tensors:
         """The loss scale of an fp16 run; one that goes on from another precision begins with its own."""

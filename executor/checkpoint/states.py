@@ -35,13 +35,19 @@ class Held:
     copies: Mapping[str, nn.Parameter]
 
 
-def held(stages: Iterable[Stage], *, tied: bool) -> Held:
-    """The parameters of `stages`, which must be as they are between steps; `tied`: the head's weight is the token table."""
+def held(stages: Iterable[Stage], *, tied: bool, apart: Iterable[nn.Parameter] = ()) -> Held:
+    """The parameters of `stages`, which must be as they are between steps; `tied`: the head's weight is the token table.
+
+    apart: those that lie in chunks, which have their own names (executor/chunks/adam.py)
+    """
+    others = {id(parameter) for parameter in apart}
     own: dict[str, nn.Parameter] = {}
     copies: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name, parameter in stage.body.named_parameters():
             name = _plain(name)
+            if id(parameter) in others:
+                continue
             if tied and name != TIED and parameter is stage.tied_weight():
                 copies[TIED] = parameter
             else:

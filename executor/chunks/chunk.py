@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from costmodels.chunks.home import Home
+from costmodels.memory import StateBytes
 from executor.chunks.memory import Buffer, Copies, Holds, Ledger, host_tensor
 from executor.tensors import local, memory_of
 
@@ -140,6 +141,21 @@ class Chunk:
         shared = self.on_device or setting.in_parameters  # what is returned, or fetched next, is written over what was sent
         over = self.gradient.view(setting.compute)[:size] if shared else host_tensor(size, setting.compute, setting.device)
         self.parameters = self.master if plain else over
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        """What is held for good of device and host, each piece of memory once, in the class that has it between steps."""
+        seen: set[int] = set()
+
+        def new_bytes(*tensors: Tensor) -> int:
+            storages = {memory_of(each): each.untyped_storage().nbytes() for each in tensors}
+            found = sum(num_bytes for memory, num_bytes in storages.items() if memory not in seen)
+            seen.update(storages)
+            return found
+
+        kept = (self._kept.flat,) if self._kept is not None else ()
+        parameters = new_bytes(self.own.flat if self.on_device else self.parameters)
+        return StateBytes(parameters, new_bytes(*kept, self.gradient), new_bytes(self.master, *self.moments))
 
     @property
     def host_bytes(self) -> int:
