@@ -176,12 +176,17 @@ class Copies:
         self.counts.in_calls += 1
         self._copy(buffer.flat, host, buffer, self._in)
 
-    def send(self, buffer: Buffer, host: Tensor, *, add: bool) -> None:
-        """Gradients in `buffer` to the host, written there or added to what is there; there after `settle`."""
+    def send(self, buffer: Buffer, host: Tensor, *, add: bool, dropped: bool = False) -> None:
+        """Gradients in `buffer` to the host, written there or added to what is there; there after `settle`.
+
+        dropped: `buffer` is freed at once, and compute does not wait: its memory is not given to anything else before that
+        """
         self.counts.out_bytes += buffer.num_bytes
         self.counts.out_calls += 1
+        if dropped and self._out is not None:
+            buffer.flat.record_stream(self._out)
         if not add:
-            self._copy(host, buffer.flat, buffer, self._out)
+            self._copy(host, buffer.flat, buffer, self._out, dropped=dropped)
             return
         if not self._stagings:
             self._add_first()
@@ -189,7 +194,9 @@ class Copies:
         event = self._copy(staging[: host.numel()], buffer.flat, buffer, self._out)
         self._staged.append(_Staged(staging, host, event))
 
-    def _copy(self, to: Tensor, source: Tensor, buffer: Buffer, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    def _copy(
+        self, to: Tensor, source: Tensor, buffer: Buffer, stream: torch.cuda.Stream | None, *, dropped: bool = False,
+    ) -> torch.cuda.Event | None:
         """`buffer`: the one on the device, whose memory is the copy's until it is over."""
         if stream is None:
             to.copy_(source)
@@ -199,7 +206,8 @@ class Copies:
             buffer.wait()
             to.copy_(source, non_blocking=True)
             event = stream.record_event()
-        buffer.is_over(lambda: torch.cuda.current_stream().wait_event(event))
+        if not dropped:
+            buffer.is_over(lambda: torch.cuda.current_stream().wait_event(event))
         return event
 
     def _add_first(self) -> None:
