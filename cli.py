@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import cli_largest
 import cli_module
 import cli_profile
 import cli_run
@@ -237,13 +238,14 @@ def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_jso
     from planner.report.chunks import levels_document, print_levels
     from planner.report.scatter import require_plot
     from planner.report.text import console
+    from planner.reread import book_of
 
     if plot:
         require_plot(plot)
     plan = read(plan_file)
     rank = busiest_rank(plan) if rank is None else rank
     found = rank_chunks_of(plan, rank)
-    moments = levels(found, plan.training)
+    moments = levels(found, book_of(plan))
     if plot:
         draw_levels(moments, plan, rank, found.device_bytes, plot)
     if as_json:
@@ -478,7 +480,7 @@ def schema(profile: bool) -> None:
     print_json(profile_schema() if profile else plan_schema())
 
 
-for command in (cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):
+for command in (cli_largest.max_model, cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):
     main.add_command(command)
 
 

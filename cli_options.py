@@ -16,9 +16,7 @@ ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"
 WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
 
-asked = together(
-    option(WHAT, "--model", metavar="NAME|PATH|PKG.MOD:FUNC",
-           help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module."),
+trained = together(
     option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
     option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
     option(WHAT, "--precision", type=click.Choice(PRECISIONS),
@@ -29,8 +27,8 @@ asked = together(
     option(WHAT, "--stack", metavar="NAME|FILE",
            help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core, or the profile's]"),
     option(WHAT, "--attention", type=click.Choice(ATTENTION), help="Attention kernel. [default: the stack's]"),
-    option(WHAT, "--module", metavar="huggingface|PKG.MOD:FUNC",
-           help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]"),
+)
+located = together(
     option(WHERE, "--gpus", type=int, metavar="N", help="How many GPUs."),
     option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb, or the profile's]"),
     option(WHERE, "--gpus-per-node", type=int, metavar="N", help="GPUs in a node. [default: the cluster's]"),
@@ -38,6 +36,14 @@ asked = together(
     option(WHERE, "--host-memory", metavar="SIZE", help="Of a node, such as 240GiB. [default: the cluster's]"),
     option(WHERE, "--profile", metavar="FILE", help="A hardware profile of your own, of `plan profile` or `plan calibrate`."),
     option(WHERE, "--force-profile", is_flag=True, help="Take it also for another device, stack or precision, or beside other prices."),
+)
+asked = together(
+    option(WHAT, "--model", metavar="NAME|PATH|PKG.MOD:FUNC",
+           help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module."),
+    trained,
+    option(WHAT, "--module", metavar="huggingface|PKG.MOD:FUNC",
+           help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]"),
+    located,
 )
 tracing = together(
     option(WHAT, "--trace", is_flag=True, help="Trace the model of a config.json, also where its family is described."),

@@ -14,11 +14,10 @@ from costmodels.sharding import placements
 from costmodels.step import StepPrice, model_flops_utilization
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.band import error_band
-from planner.chunks import budget_bytes, chunks_of
+from planner.chunks import chunks_of
 from planner.plan import (
     PLAN_VERSION,
     Breakdown,
-    Chunks,
     LayerPlan,
     LayerRedundancy,
     LayerRun,
@@ -209,13 +208,7 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
     return Plan(
         plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
         layer_plans={name: _layer_plan(choice, frame, book) for choice, name in names.items()},
-        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted), chunks=_chunks(strategy, book))
-
-
-def _chunks(strategy: Strategy, book: PriceBook) -> Chunks | None:
-    if not strategy.frame.chunked:
-        return None
-    return chunks_of(strategy, book, eviction=book.chunking.eviction, device_bytes=budget_bytes(strategy.frame.mesh, book))
+        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted), chunks=chunks_of(strategy, book))
 
 
 def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:

@@ -23,11 +23,11 @@ from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.chunk_costs import HomeCosts, home_costs
+from planner.chunk_costs import HomeCosts, Tensors, home_costs, tensors_of
 from planner.fronts import Ints, front
 from planner.homes import NOTHING, Homes, in_homes
 from planner.layer_plans import LayerOption, catalogue_of
-from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, pure_mixes, widest
+from planner.mixes import Hull, Mixes, Pairs, column_of, exhaustive, hulls, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
 
@@ -69,6 +69,8 @@ class MixTable:
         self.offload = pins.offload or ()
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self._known: dict[tuple[int, Sharding, bool, int, int], Mixes] = {}
+        self._hulls: dict[tuple[int, Sharding, bool], tuple[Hull, ...]] = {}
+        self._tensors: dict[Sharding, Tensors] = {}
         self._homes: dict[tuple[Mesh, int, int, Sharding, int], HomeCosts] = {}
         self._pairs: dict[tuple[int, Sharding, bool], Pairs] = {}
         self._whole: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
@@ -121,6 +123,23 @@ class MixTable:
         if key not in self._homes:
             self._homes[key] = home_costs(sharding, num_blocks, frame, self.offload, self.book)
         return self._homes[key]
+
+    def tensors(self, sharding: Sharding) -> Tensors:
+        """The sizes of a block's tensors, divided as `sharding` does."""
+        if sharding not in self._tensors:
+            self._tensors[sharding] = tensors_of(sharding, self.book)
+        return self._tensors[sharding]
+
+    def hulls(self, frame: Frame, rank: int) -> tuple[Hull, ...]:
+        """What mixes of real numbers of blocks reach (planner/mixes.py)."""
+        key = frame.micro_batch_size, frame.sharding, frame.keeps_all(rank)
+        if key not in self._hulls:
+            self._hulls[key] = hulls(self.options(frame, rank))
+        return self._hulls[key]
+
+    def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:
+        """The ways to divide the weights that the options have, and one option's sharding for each."""
+        return {self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)}
 
     def get(self, frame: Frame, rank: int, num_blocks: int) -> Mixes:
         """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
@@ -259,18 +278,18 @@ class RankColumns:
         self.rank, self.frame, self.table = rank, frame, table
         self.stages = table.zero_stages(frame)
         self.fixed = {zero: fixed_price(rank, frame, zero, table.book) for zero in self.stages}
-        self._per_block = table.per_block(frame, rank)
-        self._stashes = stashes(LayerKind.BLOCK, rank, frame)
+        self.per_block = table.per_block(frame, rank)
+        self.stashes = stashes(LayerKind.BLOCK, rank, frame)
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
-        self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self._stashes),)
+        self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self.stashes),)
 
     def priced(self, mixes: Mixes, zero: int) -> Priced:
-        fixed, block = self.fixed[zero], self._per_block[zero]
+        fixed, block = self.fixed[zero], self.per_block[zero]
         counts = mixes.counts
-        running = self._running(mixes, fixed, block)
+        running = self.running(mixes, zero)
         buffers = np.maximum(widest(counts, block.zero_buffer), fixed.zero_buffer)
-        held = fixed.states + counts @ block.states + self._stashes * mixes.saved_bytes + fixed.held
-        ideal = fixed.ideal_states + counts @ block.ideal_states + self._stashes * mixes.ideal_saved_bytes + fixed.ideal_held
+        held = fixed.states + counts @ block.states + self.stashes * mixes.saved_bytes + fixed.held
+        ideal = fixed.ideal_states + counts @ block.ideal_states + self.stashes * mixes.ideal_saved_bytes + fixed.ideal_held
         allocated = held + running + buffers
         reserved = (fixed.step_copies + counts @ block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
         time_s = counts @ block.time_s + fixed.time_s
@@ -282,15 +301,16 @@ class RankColumns:
     def _plain_and_ramp(self, time_s: Array, recompute_s: Array, longer_s: Array) -> tuple[Array, Array]:
         return plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, time_s, recompute_s, longer_s)
 
-    def _running(self, mixes: Mixes, fixed: Fixed, block: _PerBlock) -> Array:
+    def running(self, mixes: Mixes, zero: int) -> Array:
         """What the fullest moment holds beyond states and the most stashes (costmodels/moments.py)."""
+        fixed, block = self.fixed[zero], self.per_block[zero]
         saved, whole = mixes.saved_bytes, mixes.chunk_counts @ block.whole_saved
         inside = self._temporaries(mixes.workspace_bytes, saved, mixes.chunk_counts @ block.waiting, fixed)
         if not self.frame.recomputes_ahead:
             return inside
         alone = self._temporaries(widest(mixes.counts, block.whole_workspace), whole, np.zeros_like(saved), fixed)
         levels = [
-            (one.stashes - self._stashes) * (saved + fixed.saved) + one.remade * (whole - saved) + (alone if one.alone else inside)
+            (one.stashes - self.stashes) * (saved + fixed.saved) + one.remade * (whole - saved) + (alone if one.alone else inside)
             for one in self._moments]
         found: Array = np.max(levels, axis=0)
         return found
@@ -303,7 +323,7 @@ class RankColumns:
         if not self._peaks:
             return found
         fullest: Array = np.max([held * saved + waits * waiting for held, waits in self._peaks], axis=0)
-        return found + fullest - self._stashes * saved + fixed.waiting
+        return found + fullest - self.stashes * saved + fixed.waiting
 
     def column(self, priced: Priced, row: int) -> Column:
         memory = occupied_bytes(float(priced.allocated[row]), self.frame.mesh, self.table.book)
@@ -349,7 +369,7 @@ class RankColumns:
         pairs = self.table.pairs(self.frame, self.rank)
         for zero in self.stages:
             time_s, fits = self.relaxed_s(num_blocks, zero, pairs, usable)
-            tail_s = num_blocks * float(self._per_block[zero].tail_s.min()) + self.fixed[zero].tail_s
+            tail_s = num_blocks * float(self.per_block[zero].tail_s.min()) + self.fixed[zero].tail_s
             if fits:
                 plain_s, ramp_s = self._least_plain_and_ramp(num_blocks, zero, time_s)
                 time_s += self.fixed[zero].time_s
@@ -359,7 +379,7 @@ class RankColumns:
 
     def _least_plain_and_ramp(self, num_blocks: int, zero: int, blocks_s: float) -> tuple[float, float]:
         """What no mix is below whose blocks take at least `blocks_s`: its least without recompute, of the ramps no more than that."""
-        fixed_s, block = self.fixed[zero].time_s, self._per_block[zero]
+        fixed_s, block = self.fixed[zero].time_s, self.per_block[zero]
         least_s = num_blocks * float((block.time_s - block.recompute_s).min())
         plain_s, _ = plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, blocks_s, blocks_s - least_s, blocks_s)
         return plain_s + fixed_s, plain_s + fixed_s
@@ -369,7 +389,7 @@ class RankColumns:
 
         A program over two limits at once would take three options; the larger of two optima over one is below it.
         """
-        fixed, block = self.fixed[zero], self._per_block[zero]
+        fixed, block = self.fixed[zero], self.per_block[zero]
         chunk = num_blocks / self.frame.virtual_stages
         saved, whole = chunk * pairs.saved_bytes, chunk * block.whole_saved[pairs.index]
         spare = (fixed.step_copies + num_blocks * block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
@@ -383,7 +403,7 @@ class RankColumns:
             waiting = chunk * block.waiting[pairs.index].min(axis=0)
             temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), waiting, fixed)
             own = one.stashes * saved + one.remade * (whole - saved) + always
-            share, fits = _least_share(own, room - temporaries - (one.stashes - self._stashes) * fixed.saved)
+            share, fits = _least_share(own, room - temporaries - (one.stashes - self.stashes) * fixed.saved)
             times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
             found.append((float(times.min()), bool(fits.any())))
         return max(time_s for time_s, _ in found), all(fits for _, fits in found)

@@ -9,7 +9,8 @@ from costmodels.actions import check
 from costmodels.book import PriceBook
 from costmodels.chunks.home import OFFLOAD_OF, Eviction, Home
 from costmodels.chunks.price import Chunking
-from costmodels.mesh import illegal_expert_parallel
+from costmodels.lookup import illegal_lookup
+from costmodels.mesh import Mesh, illegal_expert_parallel
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
@@ -131,7 +132,7 @@ def _check_halves(frame: Frame, model: ModelSpec, recompute: Recompute, *, on_ho
         raise ConfigError(reason, hint="use --tp-overlap 2")
 
 
-def _check_offload(offload: tuple[Offload, ...], chunks: ChunkRequest | None) -> None:
+def _check_offload(offload: tuple[Offload, ...], chunks: ChunkRequest | None, mesh: Mesh, model: ModelSpec) -> None:
     homes = next((what for what in offload if what in OFFLOAD_OF[Home.HOST]), None)
     if homes:
         raise ConfigError(f"offload has {homes}, which is by block", hint="ask for chunks")
@@ -139,6 +140,9 @@ def _check_offload(offload: tuple[Offload, ...], chunks: ChunkRequest | None) ->
         raise ConfigError(
             "--offload states is of whole layers, optimizer and parameters are of blocks in chunks: one or the other",
             hint="drop states, chunks move less")
+    reason = illegal_lookup(mesh, model.hidden_size, model.tied_embeddings) if Offload.LOOKUP in offload else None
+    if reason:
+        raise ConfigError(f"--offload lookup: {reason}", hint="leave lookup out")
 
 
 def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
@@ -168,17 +172,17 @@ def estimate_plan(
     """The plan of one configuration: every block at the same recompute level and ZeRO stage, `blocks[s]` on rank s.
 
     blocks: an even split by default; zero_ranks: neighbours that hold one copy of sharded states, all of dp by default
-    offload: what the host keeps, states of every layer and all activations of the blocks; keep_on_host: of the named operators
+    offload: what the host keeps: states of every layer, all activations of the blocks, the token table; keep_on_host: of named operators
     chunks: the states of the blocks in chunks; `zero` is that of embedding and head then, 3 where dp > 1
 
     A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`), one that does not fit their
-    hosts is an InfeasibleError.
+    hosts, or whose chunks have no room on a device, is an InfeasibleError.
     Raises ConfigError when the configuration cannot run.
     """
     blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)
     _check(frame, blocks, model, cluster, training)
     _check_holders(frame, zero, zero_ranks)
-    _check_offload(offload, chunks)
+    _check_offload(offload, chunks, frame.mesh, model)
     if chunks is not None:
         reason = illegal_chunks(frame, (zero,) if zero else None, zero_ranks)
         if reason:

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from costmodels.chunks.home import Home
 from costmodels.offload import Offload
 from costmodels.strategy import Frame, LayerChoice
+from planner.fronts import Ints
 from profiles.model import LayerKind
 
 _NEEDS = {Home.OPTIMIZER: Offload.OPTIMIZER, Home.HOST: Offload.PARAMETERS}
@@ -43,11 +46,12 @@ def homes_allowed(offload: Collection[Offload]) -> tuple[Home, ...]:
     return tuple(home for home in Home if home not in _NEEDS or _NEEDS[home] in offload)
 
 
-def allowed_homes(num_blocks: int, offload: Collection[Offload]) -> tuple[Homes, ...]:
-    """Every way to give the blocks of a rank homes, of those that `offload` allows."""
-    most_host, most_optimizer = (num_blocks * (home in homes_allowed(offload)) for home in (Home.HOST, Home.OPTIMIZER))
-    return tuple(
-        Homes(host, optimizer) for host in range(most_host + 1) for optimizer in range(min(most_optimizer, num_blocks - host) + 1))
+def counts_of_homes(num_blocks: int, offload: Collection[Offload]) -> tuple[Ints, Ints]:
+    """Every way to give the blocks of a rank homes, of those that `offload` allows: the counts of HOST and of OPTIMIZER blocks."""
+    allowed = homes_allowed(offload)
+    host, optimizer = np.indices([num_blocks * (home in allowed) + 1 for home in (Home.HOST, Home.OPTIMIZER)]).reshape(2, -1)
+    within = host + optimizer <= num_blocks
+    return host[within], optimizer[within]
 
 
 def illegal_chunks(frame: Frame, zero: Collection[int] | None = None, zero_ranks: int | None = None) -> str | None:

@@ -33,7 +33,7 @@ from profiles.hardware import Cluster, Device
 from profiles.measured import machine_for
 from profiles.module import ModuleSource
 from profiles.own import OwnProfile, read
-from profiles.spec import FP8, ModelSpec, Positions, Precision, TrainingSpec
+from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.units import parse_size
 
@@ -94,16 +94,22 @@ def question(asked: Asked) -> Question:
     entry, module = load_model(asked.model), load_module(asked.module, asked.model)
     if module:
         entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))  # its tables are as large as it makes them
+    return replace(question_about(entry, asked), module=module)
+
+
+def question_about(entry: ModelEntry, asked: Asked, *, whose: str = "the model's") -> Question:
+    """The question for a model that is at hand; `whose` batch and sequence are taken where none were asked for. Raises ConfigError."""
     own = None if asked.profile is None else read(Path(asked.profile))
     cluster, assumed_cluster = asked_cluster(asked, own)
-    training, assumed_training = asked_training(asked, entry.global_batch_size, entry.seq_length, own, cluster.device)
+    training, assumed_training = asked_training(
+        asked, entry.global_batch_size, entry.seq_length, own, cluster.device, whose=whose)
     cluster.device.peak(training.precision)
     if training.fp8_matmuls and FP8 not in cluster.device.peak_flops_per_s:
         raise ConfigError(f"{cluster.device.name} has no fp8 arithmetic", hint="leave out --fp8, or plan for a device of Hopper or later")
     _check_positions(entry.spec, training)
     if own and asked.profile is not None:
         cluster, training = applied(own, cluster, training, asked.profile, force=asked.force_profile)
-    return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training), module=module)
+    return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training))
 
 
 def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:

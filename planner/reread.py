@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from costmodels.book import PriceBook
+from costmodels.chunks.held import rank_groups
 from costmodels.chunks.home import OFFLOAD_OF, Home
 from costmodels.chunks.price import Chunking
+from costmodels.lookup import illegal_lookup
 from costmodels.offload import Offload
 from costmodels.sharding import Placements, Splits, placed_splits
 from costmodels.strategy import LayerChoice, Strategy
@@ -30,6 +32,9 @@ def book_of(plan: Plan) -> PriceBook:
             f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload {sorted(map(list, offload))} differ between layers, "
             "they can be run so but are priced alike for all", hint="give all layers one zero_ranks and one offload")
     kept = (*next(iter(offload), ()), *(_kept_of_ends(ends) if plan.chunks else _lookup(ends)))
+    reason = illegal_lookup(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings) if Offload.LOOKUP in kept else None
+    if reason:
+        raise ConfigError(f"layer_plans: offload has lookup: {reason}", hint="leave lookup out")
     return PriceBook(
         plan.model, plan.training, machine_for(plan.cluster), zero_ranks=next(iter(sharded), None), offload=kept, chunking=_chunking(plan))
 
@@ -114,7 +119,7 @@ def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
     """The strategy that `planner/assemble.py` made a plan of. Raises ConfigError: layers missing, placements that are not legal, or other
     chunks than the layers have."""
     strategy = layers_of(plan, book)
-    _require_groups(plan, strategy)
+    _require_groups(plan, strategy, book)
     return strategy
 
 
@@ -130,18 +135,24 @@ def layers_of(plan: Plan, book: PriceBook) -> Strategy:
     return strategy
 
 
-def _require_groups(plan: Plan, strategy: Strategy) -> None:
-    """Raises ConfigError where the groups of chunks are not those of the blocks' homes, and where a chunked block is not sharded."""
+def _require_groups(plan: Plan, strategy: Strategy, book: PriceBook) -> None:
+    """Raises ConfigError where the groups of chunks are not those that the blocks' homes give, and where a chunked block is not sharded."""
     if plan.chunks is None:
         return
-    held = {
-        (strategy.frame.rank_of(stage), choice.home) for stage, layers in enumerate(strategy.stages) for choice in layers
-        if choice.kind is LayerKind.BLOCK}
-    stated = {(group.stage, group.home) for group in plan.chunks.groups}
-    for stage, home in sorted(held ^ stated):
-        found = "has blocks but no group of chunks" if (stage, home) in held else "has a group of chunks but no blocks"
-        raise ConfigError(f"chunks.groups: stage {stage} {found} at home {home}", hint="make the plan again")
     zero = 3 if plan.mesh.dp > 1 else 0
     for name, layer_plan in plan.layer_plans.items():
         if layer_plan.layer is LayerKind.BLOCK and layer_plan.zero != zero:
             raise ConfigError(f"layer_plans.{name}: a block in chunks has zero {layer_plan.zero}, not {zero}", hint="make the plan again")
+    stated = {(group.stage, group.home): (group.num_chunks, group.chunk_elements) for group in plan.chunks.groups}
+    filled = {
+        (stage, group.home): (group.layout.num_chunks, group.layout.chunk_elements)
+        for stage in range(plan.mesh.pp) for group in rank_groups(strategy, stage, book)}
+    for stage, home in sorted(stated.keys() | filled.keys()):
+        if stated.get((stage, home)) != filled.get((stage, home)):
+            found, needed = (_chunks_text(groups.get((stage, home))) for groups in (stated, filled))
+            where = f"chunks.groups: stage {stage}, home {home}"
+            raise ConfigError(f"{where} has {found}, its blocks fill {needed}", hint="make the plan again")
+
+
+def _chunks_text(group: tuple[int, int] | None) -> str:
+    return "none" if group is None else f"{group[0]} chunks of {group[1]} elements"

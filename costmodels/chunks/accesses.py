@@ -95,7 +95,7 @@ def uses(groups: Sequence[Group], moments: Sequence[Pass], *, in_parameters: boo
     """
     touched: dict[tuple[int, int], list[int]] = {
         (index, number): [] for index, group in enumerate(groups) for number in range(group.layout.num_groups)}
-    of_block = {block: keys for index, group in enumerate(groups) for block, keys in _keys_of(index, group)}
+    of_block = {block: keys for index, group in enumerate(groups) for block, keys in blocks_of(index, group)}
     for moment, one in enumerate(moments):
         assert one.block is not None, "moments are passes of blocks"
         for key in of_block[one.block]:
@@ -103,7 +103,7 @@ def uses(groups: Sequence[Group], moments: Sequence[Pass], *, in_parameters: boo
     return tuple(_uses(key, tuple(found), moments, in_parameters) for key, found in touched.items())
 
 
-def _keys_of(index: int, group: Group) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
+def blocks_of(index: int, group: Group) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
     """By block of a group the communication groups that hold one of its tensors; all blocks have the same number of tensors."""
     layout, count = group.layout, len(group.layout.tensors) // len(group.blocks)
     for place, block in enumerate(group.blocks):

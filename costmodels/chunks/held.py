@@ -25,10 +25,11 @@ from costmodels.chunks.eviction import Stay, stays
 from costmodels.chunks.home import Eviction, Home
 from costmodels.chunks.layout import Sized, block_tensors, pack
 from costmodels.chunks.price import state_widths, writes_over_parameters
-from costmodels.chunks.room import besides_chunks
+from costmodels.chunks.room import Room, besides_chunks
 from costmodels.chunks.schedule import Group, Moment, RankChunks
 from costmodels.chunks.size import chunk_size_of, widest
 from costmodels.chunks.slots import ChunkBytes, OpKey, Slots, in_order, moment_slot, summed
+from costmodels.chunks.states import check_states
 from costmodels.strategy import Strategy
 from profiles.errors import InfeasibleError
 from profiles.model import LayerKind
@@ -53,31 +54,52 @@ def rank_groups(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Group, 
     return tuple(groups)
 
 
-def rank_chunks(strategy: Strategy, rank: int, book: PriceBook, *, eviction: Eviction, device_bytes: int) -> RankChunks:
+def rank_chunks(
+    strategy: Strategy, rank: int, book: PriceBook, *, eviction: Eviction, device_bytes: int, clean_copies: bool = True,
+) -> RankChunks:
     """What happens to the chunks of one device of pipeline rank `rank` in a step, where its tensors may fill `device_bytes`.
+
+    clean_copies: the host keeps a copy of what it sends; False prices PatrickStar's way, which nothing here runs: a chunk that is given
+        up is moved, and updated parameters return in fp32
 
     Raises InfeasibleError, with the smallest budget, where they do not suffice; ConfigError for schedules that chunks do not go with.
     """
     groups, passes = rank_groups(strategy, rank, book), tuple(layer_passes(strategy, rank))
     moments = tuple(one for one in passes if one.block is not None)
-    step = _slots(groups, moments, strategy, book)
-    fixed = step.fixed_bytes(besides_chunks(strategy, rank, passes, book), always_bytes(groups, book, in_parameters=step.in_parameters))
-    fixed[-1] += UPDATE_BYTES * groups[0].layout.chunk_elements * any(group.home is Home.DEVICE for group in groups)
+    step = _slots(groups, moments, strategy, book, clean_copies)
+    own = step.chunk_bytes(always_bytes(groups, book, in_parameters=step.in_parameters))
+    fixed = _fixed_bytes(own, step, besides_chunks(strategy, rank, passes, book))
     needs, chunk = step.needs(), step.sizes.parameters
-    least = [there + len(own) * chunk for there, own in zip(fixed, needs, strict=True)]
+    least = [there + len(needed) * chunk for there, needed in zip(fixed, needs, strict=True)]
     if max(least) > device_bytes:
         raise _too_small(rank, least, device_bytes, moments)
     held = stays(needs, [(device_bytes - there) // chunk for there in fixed], eviction, forgets=step.in_parameters and not step.gathers)
-    evicted = summed(step.count, ((stay.first, stay.last, chunk) for stay in held))
-    free = [device_bytes - there - own for there, own in zip(fixed, evicted, strict=True)]
+    evictable = summed(step.count, ((stay.first, stay.last, chunk) for stay in held))
+    free = [device_bytes - there - more for there, more in zip(fixed, evictable, strict=True)]
     issued = moved_apart(step, held, free)
-    return RankChunks(
-        groups=groups, moments=_moments(moments, step, held, issued, [device_bytes - left for left in free]),
-        closing=(*(op for slot, op in step.drops(held) if slot == step.count), *step.returns()),
-        in_parameters=step.in_parameters, device_bytes=device_bytes, smallest_bytes=max(least))
+    whole = [device_bytes - left for left in free]
+    reduced = step.reduced_bytes()
+    of_chunks = [own[slot] + whole[slot] - fixed[slot] + reduced.get(slot, 0) for slot in range(step.count)]
+    found = RankChunks(
+        groups=groups, moments=_moments(moments, step, held, issued, whole, of_chunks),
+        closing=step.returns(), in_parameters=step.in_parameters, device_bytes=device_bytes, smallest_bytes=max(least),
+        most_bytes=max(whole))
+    check_states(found)
+    return found
 
 
-def _slots(groups: tuple[Group, ...], moments: Sequence[Pass], strategy: Strategy, book: PriceBook) -> Slots:
+def _fixed_bytes(own: Sequence[int], step: Slots, room: Room) -> list[int]:
+    """By slot all that is on the device but parameters of HOST blocks; `own`: of it what chunks take."""
+    besides = [0] * step.count
+    besides[::2], besides[1::2] = room.gaps, room.moments
+    for slot, output in step.reduced_bytes().items():
+        besides[slot] = max(besides[slot], room.rests[slot // 2] + output)
+    elements = step.groups[0].layout.chunk_elements * any(group.home is Home.DEVICE for group in step.groups)
+    besides[-1] = max(besides[-1], room.end + UPDATE_BYTES * elements)
+    return [there + more for there, more in zip(own, besides, strict=True)]
+
+
+def _slots(groups: tuple[Group, ...], moments: Sequence[Pass], strategy: Strategy, book: PriceBook, clean_copies: bool) -> Slots:
     training, elements = book.training, groups[0].layout.chunk_elements
     in_parameters = writes_over_parameters(training, strategy.frame.num_micro_batches)
     gradient = training.precision if in_parameters else training.gradient_precision
@@ -85,7 +107,7 @@ def _slots(groups: tuple[Group, ...], moments: Sequence[Pass], strategy: Strateg
         groups=groups, uses=uses(groups, moments, in_parameters=in_parameters), num_moments=len(moments), in_parameters=in_parameters,
         sizes=ChunkBytes(
             parameters=training.precision.num_bytes * elements, gradients=gradient.num_bytes * elements, ranks=strategy.frame.mesh.dp),
-        adds_up=strategy.frame.num_micro_batches > 1)
+        adds_up=strategy.frame.num_micro_batches > 1, clean_copies=clean_copies)
 
 
 def always_bytes(groups: Sequence[Group], book: PriceBook, *, in_parameters: bool) -> int:
@@ -107,14 +129,13 @@ def _too_small(rank: int, least: Sequence[int], device_bytes: int, moments: Sequ
 
 
 def _moments(
-    moments: Sequence[Pass], step: Slots, held: Sequence[Stay], issued: Mapping[OpKey, int], there: Sequence[int],
+    moments: Sequence[Pass], step: Slots, held: Sequence[Stay], issued: Mapping[OpKey, int], whole: Sequence[int],
+    of_chunks: Sequence[int],
 ) -> tuple[Moment, ...]:
-    drops = tuple(step.drops(held))
-    early = ((slot // 2, op) for slot, op in drops if slot % 2 and slot < step.count)
-    before = in_order(len(moments), (*early, *step.fetches(held), *step.gathers_before()), issued)
-    after = in_order(len(moments), (*step.ops_behind(), *((slot // 2 - 1, op) for slot, op in drops if slot % 2 == 0)), issued)
+    before = in_order(len(moments), (*step.fetches(held), *step.gathers_before()), issued)
+    after = in_order(len(moments), (*step.ops_behind(), *step.drops(held)), issued)
     return tuple(
         Moment(
             work=one.work, stage=one.stage, micro_batch=one.micro_batch, block=-1 if one.block is None else one.block,
-            before=before[index], after=after[index], device_bytes=there[moment_slot(index)])
+            before=before[index], after=after[index], device_bytes=whole[moment_slot(index)], chunk_bytes=of_chunks[moment_slot(index)])
         for index, one in enumerate(moments))

@@ -24,13 +24,15 @@ from costmodels.chunks.home import Eviction, Home
 from costmodels.collectives import Collective, collective_time
 from costmodels.compute import optimizer_time
 from costmodels.layer import LayerTime, under
-from costmodels.memory import MASTER_BYTES, MOMENTS_BYTES, StateBytes
+from costmodels.memory import MASTER_BYTES, MOMENTS_BYTES, StateBytes, ideal_states
 from costmodels.mesh import Axis, Mesh, place
-from costmodels.offload import ADAM_BYTES, copy_time, host_time
+from costmodels.offload import copy_time, host_adam_time, host_time
+from profiles.hardware import CPU
 from profiles.measured import Machine
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import Precision, TrainingSpec
 
+STAGED_CHUNKS = 2  # of gradients of HOST blocks that are on their way to be added up
 ADDED_WIDTHS = 3  # of a gradient that the host adds to what it has: both are read and one written
 
 
@@ -101,8 +103,24 @@ def state_widths(home: Home, training: TrainingSpec, in_parameters: bool) -> tup
     return StateBytes(width, gradient, 0), StateBytes(0, training.gradient_precision.num_bytes, MASTER_BYTES + MOMENTS_BYTES)
 
 
-def _times(widths: StateBytes, elements: int) -> StateBytes:
+def times(widths: StateBytes, elements: int) -> StateBytes:
+    """Bytes of so many parameters."""
     return StateBytes(widths.parameters * elements, widths.gradients * elements, widths.optimizer * elements)
+
+
+def ideal_bytes(
+    home: Home, num_parameters: int, ranks: int, training: TrainingSpec, in_parameters: bool,
+) -> tuple[float, float, float]:
+    """Parameter, gradient and optimizer bytes of a device when nothing is there twice over `ranks` of them (EQUATIONS R).
+
+    Of what is on devices: the host's states leave nothing, or gradients alone, which lie where their parameters were if so asked.
+    """
+    parameters, gradients, optimizer = ideal_states(num_parameters, ranks, training)
+    if home is not Home.DEVICE:
+        parameters, optimizer = 0.0, 0.0
+    if home is Home.HOST:
+        return 0.0, 0.0, 0.0
+    return (gradients, 0.0, optimizer) if in_parameters else (parameters, gradients, optimizer)
 
 
 def block_cost(
@@ -112,11 +130,10 @@ def block_cost(
     own = -(-elements // mesh.dp)
     width = training.precision.num_bytes
     gradient = width if in_parameters else training.gradient_precision.num_bytes
-    device, host = (_times(widths, own) for widths in state_widths(home, training, in_parameters))
-    gather, reduce = _collectives(elements, width, gradient, mesh, machine)
-    window = training.overlap_grad_reduce
+    device, host = (times(widths, own) for widths in state_widths(home, training, in_parameters))
+    gather, reduce = group_collectives(elements, mesh, machine, training, in_parameters=in_parameters)
+    window, cluster = training.overlap_grad_reduce, machine.cluster
     on_host, apart = home is Home.HOST, home is Home.OPTIMIZER
-    cluster, updated = machine.cluster, host_time(ADAM_BYTES * own, machine.cluster)
     return BlockCost(
         device=device, host=host, used_bytes=width * (elements if mesh.dp > 1 else own * on_host),
         fetched_bytes=width * own * on_host, sent_bytes=gradient * own * on_host,
@@ -124,21 +141,38 @@ def block_cost(
         gathered_bytes=width * elements * (mesh.dp > 1), reduced_bytes=gradient * elements * (mesh.dp > 1),
         forward_s=(under(gather, time.forward_s, machine) if window else gather).value_s,
         backward_s=(under(gather + reduce, time.backward_s, machine) if window else gather + reduce).value_s,
-        fetch_s=copy_time(width * own * on_host, cluster).value_s, send_s=copy_time(gradient * own * on_host, cluster).value_s,
-        return_s=copy_time(width * own * apart, cluster).value_s, leave_s=copy_time(gradient * own * apart, cluster).value_s,
-        added_s=host_time(ADDED_WIDTHS * gradient * own * on_host, cluster).value_s,
-        host_adam_s=0.0 if home is Home.DEVICE else updated.value_s,
+        fetch_s=copy_time(width * own * on_host, cluster).value_s,
+        send_s=copy_time(gradient * own * on_host, cluster, to_host=True).value_s,
+        return_s=copy_time(width * own * apart, cluster).value_s,
+        leave_s=copy_time(gradient * own * apart, cluster, to_host=True).value_s,
+        added_s=added_time(own * on_host, machine, training).value_s,
+        host_adam_s=0.0 if home is Home.DEVICE else host_update_time(own, machine, training).value_s,
         device_adam_s=optimizer_time(own, machine, training).value_s if home is Home.DEVICE else 0.0)
 
 
-def _collectives(elements: int, width: int, gradient: int, mesh: Mesh, machine: Machine) -> tuple[Seconds, Seconds]:
-    """One gather of whole groups of chunks, and one reduce-scatter, over the data-parallel ranks."""
+def group_collectives(
+    elements: int, mesh: Mesh, machine: Machine, training: TrainingSpec, *, in_parameters: bool,
+) -> tuple[Seconds, Seconds]:
+    """One gather of `elements` parameters of all data-parallel ranks together, and one reduce-scatter of their gradients."""
     if mesh.dp == 1:
         return ZERO, ZERO
-    where = place(mesh, Axis.DP, machine.cluster.gpus_per_node)
+    width, where = training.precision.num_bytes, place(mesh, Axis.DP, machine.cluster.gpus_per_node)
+    gradient = width if in_parameters else training.gradient_precision.num_bytes
     gather = collective_time(Collective.ALL_GATHER, width * elements, where, machine)
     reduce = collective_time(Collective.REDUCE_SCATTER, gradient * elements, where, machine)
     return machine.corrected("data", gather), machine.corrected("data", reduce)
+
+
+def host_update_time(num_parameters: float, machine: Machine, training: TrainingSpec) -> Seconds:
+    """Seconds of Adam on the host over `num_parameters` of each rank; where the device is the host, as it updates its own."""
+    if machine.cluster.device.name == CPU:
+        return optimizer_time(num_parameters, machine, training)
+    return host_adam_time(num_parameters, machine.cluster)
+
+
+def added_time(num_parameters: float, machine: Machine, training: TrainingSpec) -> Seconds:
+    """Seconds in which the host adds gradients of so many parameters to others: two are read and one written."""
+    return host_time(ADDED_WIDTHS * training.gradient_precision.num_bytes * num_parameters, machine.cluster)
 
 
 def fetches(num_blocks: int, held: float, num_micro_batches: int) -> float:

@@ -109,7 +109,7 @@ class Chunk:
         """
         setting = self._setting
         self._written: set[int] = set()
-        self._has_reduced = self._has_sent = False
+        self._has_reduced = self._has_sent = self._reduces = self._to_send = False
 
         def buffer(ranks: int = 1) -> Buffer:
             return setting.buffer(self.elements * ranks, setting.gradient, Holds.GRADIENTS)
@@ -196,12 +196,15 @@ class Chunk:
         self.own.free()
 
     def gather(self) -> None:
-        setting = self._setting
-        self.own.wait()
+        counts = self._setting.copies.counts
         self.used.bring()
-        _GATHER(self.used.flat, self.own.flat, group=setting.group)
-        setting.copies.counts.gathered_bytes += self.used.num_bytes
-        setting.copies.counts.gathers += 1
+        with self._setting.copies.aside() as aside:
+            self.own.wait()
+            work = _GATHER(self.used.flat, self.own.flat, group=self._setting.group, async_op=aside)
+        if work is not None:
+            self.used.is_over(work.wait)
+        counts.gathered_bytes += self.used.num_bytes
+        counts.gathers += 1
 
     def release(self) -> None:
         self.used.free()
@@ -227,36 +230,63 @@ class Chunk:
         place.parameter.grad = None
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks, each of which has those of its own chunk then."""
-        setting = self._setting
-        reduced = self._reduced_to()
-        _SCATTER(reduced, self._fresh.flat, group=setting.group)
-        setting.copies.counts.reduced_bytes += self._fresh.num_bytes
-        setting.copies.counts.reduces += 1
-        if setting.in_parameters:
-            return
-        if self._kept is not None:
-            (self._kept.flat.add_ if self._has_reduced else self._kept.flat.copy_)(reduced)
-            self._has_reduced = True
-        self._fresh.free()
-        self._written.clear()
+        """Begin to sum the gradients over the ranks, each of which has those of its own chunk then."""
+        counts = self._setting.copies.counts
+        buffer, reduced = self._reduced_to()
+        self._reduces = not self._setting.in_parameters
+        with self._setting.copies.aside() as aside:
+            work = _SCATTER(reduced, self._fresh.flat, group=self._setting.group, async_op=aside)
+        for each in (self._fresh, buffer) if work is not None else ():
+            each.is_over(work.wait)
+        counts.reduced_bytes += self._fresh.num_bytes
+        counts.reduces += 1
 
-    def _reduced_to(self) -> Tensor:
-        """Memory for the own chunk's gradients: on their way to the host their own, else in their place among those of all ranks."""
+    def _reduced_to(self) -> tuple[Buffer, Tensor]:
+        """The own chunk's gradients on their way to the host have memory of their own, else their place among those of all ranks."""
         setting = self._setting
         if not self.on_device:
             self._leaving.bring()
-            return self._leaving.flat
-        return self.own.flat if setting.in_parameters else self._fresh.flat.narrow(0, setting.rank * self.elements, self.elements)
+            return self._leaving, self._leaving.flat
+        if setting.in_parameters:
+            return self.own, self.own.flat
+        return self._fresh, self._fresh.flat.narrow(0, setting.rank * self.elements, self.elements)
+
+    def reduced(self) -> None:
+        """The sums are there, the gradients that they are of can go; the own chunk's of several micro-batches are added up."""
+        if self._setting.in_parameters:
+            return
+        if self._kept is not None:
+            self._fresh.wait()
+            (self._kept.flat.add_ if self._has_reduced else self._kept.flat.copy_)(self._reduced_to()[1])
+            self._has_reduced = True
+        self._fresh.free()
+        self._written.clear()
+        self._reduces = False
+        if self._to_send:
+            self.send()
 
     def send(self) -> None:
-        """The own chunk's gradients to the host, which adds them to those of the step's micro-batches before."""
-        source = self._kept or self._leaving
-        self._setting.copies.send(source.flat, self.gradient, add=self._has_sent)
+        """Begin to send the own chunk's gradients to the host, which adds them to those of the step's micro-batches before.
+
+        Where the last of them are still to be added up on the device it begins behind that.
+        """
+        self._to_send = self._reduces and self._kept is not None
+        if self._to_send:
+            return
+        self._setting.copies.send(self._kept or self._leaving, self.gradient, add=self._has_sent)
         self._has_sent = True
-        if self._kept is None and source is not self.own:
-            source.free()
-            self._written.clear()
+
+    def sent(self) -> None:
+        """They have left the device, if they were not to stay there."""
+        if self._kept is None and self._leaving is not self.own:
+            self._leaving.free()
+            if self._leaving is self._fresh:
+                self._written.clear()
+
+    def wait(self) -> None:
+        """All that was begun is over for what is computed from now on."""
+        for buffer in {self.own, self.used, self._fresh, self._leaving}:
+            buffer.wait()
 
     def bring_back(self) -> None:
         """RETURN: parameters that the host has updated."""

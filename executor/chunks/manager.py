@@ -8,7 +8,7 @@ parameter's gradient before it goes on to what came before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class ChunkManager:
         self._groups = [self._chunks_of(each) for each in schedule.groups]
         self._of_block: dict[int, list[Chunk]] = {}
         self._early = _issued_early(schedule.moments)
+        self._late: dict[int, list[Callable[[], None]]] = {}
         self._action: tuple[Work, int, int] | None = None
         self._open: Moment | None = None
         self._next = 0
@@ -171,6 +172,9 @@ class ChunkManager:
             raise OrderError(f"the step ended after {self._next} of {len(self.schedule.moments)} passes of blocks")
         for op in self.schedule.closing[: self._updated]:
             self._do(op)
+        self._settle(sorted(self._late))
+        for chunk in self.chunks:
+            chunk.wait()
         self.setting.copies.settle()
         if tp_group is not None:
             summed = [part for chunk in self.chunks for part in chunk.own_parts(chunk.gradient, lambda place: place.over_tp).values()]
@@ -203,11 +207,7 @@ class ChunkManager:
         """Before a block's pass: what its moment needs, and the copies for later ones that may begin now."""
         self._end()
         moment = self._expected(work, micro_batch, block)
-        early = {id(op) for ops in self._early.values() for op in ops}
-        for op in moment.before:
-            if id(op) not in early:
-                self._do(op)
-        for op in self._early.get(self._next, ()):
+        for op in (*(op for op in moment.before if not _is_early(op, self._next)), *self._early.get(self._next, ())):
             self._do(op)
         for chunk in self._of_block[block]:
             if not chunk.used.there:
@@ -233,6 +233,7 @@ class ChunkManager:
         if moment is None or block not in (None, moment.block):
             return
         self._open = None
+        self._settle((self._next - 1,))
         if moment.work is Work.BACKWARD:
             for chunk in self._of_block[moment.block]:
                 chunk.collect(moment.block)
@@ -240,19 +241,35 @@ class ChunkManager:
             self._do(op)
 
     def _do(self, op: Op) -> None:
+        """`_late`: by moment what may still be under way during it, and is over behind it."""
         chunk = self._groups[op.group][op.number]
         {
             Does.DROP: chunk.drop, Does.FETCH: chunk.fetch, Does.GATHER: chunk.gather, Does.RELEASE: chunk.release,
             Does.REDUCE: chunk.reduce, Does.SEND: chunk.send, Does.RETURN: chunk.bring_back,
         }[op.does]()
+        over = {Does.REDUCE: chunk.reduced, Does.SEND: chunk.sent}.get(op.does)
+        if over is not None and op.issued >= self._next:
+            self._late.setdefault(op.issued, []).append(over)
+        elif over is not None:
+            over()
+
+    def _settle(self, moments: Iterable[int]) -> None:
+        for index in moments:
+            for over in self._late.pop(index, ()):
+                over()
+
+
+def _is_early(op: Op, index: int) -> bool:
+    """Whether an op before moment `index` begins at a moment before that."""
+    return op.does in (Does.FETCH, Does.GATHER) and 0 <= op.issued < index
 
 
 def _issued_early(moments: Sequence[Moment]) -> dict[int, list[Op]]:
-    """By moment what is fetched there for a later one."""
+    """By moment what is fetched, or gathered, there for a later one."""
     found: dict[int, list[Op]] = {}
     for index, moment in enumerate(moments):
         for op in moment.before:
-            if op.does is Does.FETCH and 0 <= op.issued < index:
+            if _is_early(op, index):
                 found.setdefault(op.issued, []).append(op)
     return found
 

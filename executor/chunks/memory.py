@@ -8,7 +8,7 @@ written against torch's documentation and have not been run.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -82,7 +82,7 @@ class Buffer:
         self.flat = torch.empty(elements, dtype=dtype, device=device)
         self.num_bytes = elements * dtype.itemsize
         self._ledger, self._holds = ledger, holds
-        self._ready: torch.cuda.Event | None = None
+        self._ready: Callable[[], object] | None = None
         self.there = False
         self.flat.untyped_storage().resize_(0)
 
@@ -98,19 +98,19 @@ class Buffer:
     def free(self) -> None:
         assert self.there, "it is not there"
         self.wait()
+        self._ready = None
         self.flat.untyped_storage().resize_(0)
         self._ledger.give(self._holds, self.num_bytes)
         self.there = False
 
-    def comes_with(self, event: torch.cuda.Event) -> None:
-        """What it holds is there when `event` has happened."""
-        self._ready = event
+    def is_over(self, wait: Callable[[], object]) -> None:
+        """What is done with its memory is over when `wait`, which lets the current stream wait for that, is through."""
+        self._ready = wait
 
     def wait(self) -> None:
-        """Let what is computed from now on wait until a copy into it is over."""
+        """Let what is computed from now on, on the current stream, wait until what is done with it elsewhere is over."""
         if self._ready is not None:
-            torch.cuda.current_stream().wait_event(self._ready)
-            self._ready = None
+            self._ready()
 
     @contextmanager
     def viewed(self, offset: int, shape: torch.Size) -> Iterator[Tensor]:
@@ -152,6 +152,7 @@ class Copies:
         on_gpu = device.type == "cuda"
         self._in = torch.cuda.Stream(device) if on_gpu else None
         self._out = torch.cuda.Stream(device) if on_gpu else None
+        self._aside = torch.cuda.Stream(device) if on_gpu else None
         self._stagings = deque(host_tensor(staging_elements, dtype, device) for _ in range(STAGINGS if staging_elements else 0))
         self._staged: deque[_Staged] = deque()
 
@@ -159,40 +160,47 @@ class Copies:
     def host_bytes(self) -> int:
         return sum(each.nbytes for each in (*self._stagings, *(staged.staging for staged in self._staged)))
 
+    @contextmanager
+    def aside(self) -> Iterator[bool]:
+        """Around a collective that compute need not wait for, where there are streams: its work is to be waited for then."""
+        if self._aside is None:
+            yield False
+            return
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
+            yield True
+
     def fetch(self, host: Tensor, buffer: Buffer) -> None:
         """To the device: `buffer` has memory, and may be used after its `wait`."""
         self.counts.in_bytes += host.nbytes
         self.counts.in_calls += 1
-        if self._in is None:
-            buffer.flat.copy_(host)
-            return
-        self._in.wait_stream(torch.cuda.current_stream())  # what used this memory before
-        with torch.cuda.stream(self._in):
-            buffer.flat.copy_(host, non_blocking=True)
-            buffer.comes_with(self._in.record_event())
+        self._copy(buffer.flat, host, buffer, self._in)
 
-    def send(self, gradients: Tensor, host: Tensor, *, add: bool) -> None:
-        """To the host, written there or added to what is there; over after `settle`."""
-        self.counts.out_bytes += gradients.nbytes
+    def send(self, buffer: Buffer, host: Tensor, *, add: bool) -> None:
+        """Gradients in `buffer` to the host, written there or added to what is there; there after `settle`."""
+        self.counts.out_bytes += buffer.num_bytes
         self.counts.out_calls += 1
         if not add:
-            self._out_to(gradients, host)
+            self._copy(host, buffer.flat, buffer, self._out)
             return
         if not self._stagings:
             self._add_first()
         staging = self._stagings.popleft()
-        event = self._out_to(gradients, staging[: gradients.numel()])
+        event = self._copy(staging[: host.numel()], buffer.flat, buffer, self._out)
         self._staged.append(_Staged(staging, host, event))
 
-    def _out_to(self, source: Tensor, host: Tensor) -> torch.cuda.Event | None:
-        if self._out is None:
-            host.copy_(source)
+    def _copy(self, to: Tensor, source: Tensor, buffer: Buffer, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """`buffer`: the one on the device, whose memory is the copy's until it is over."""
+        if stream is None:
+            to.copy_(source)
             return None
-        self._out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._out):
-            host.copy_(source, non_blocking=True)
-            source.record_stream(self._out)  # its memory may be freed before the copy is over
-            return self._out.record_event()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            buffer.wait()
+            to.copy_(source, non_blocking=True)
+            event = stream.record_event()
+        buffer.is_over(lambda: torch.cuda.current_stream().wait_event(event))
+        return event
 
     def _add_first(self) -> None:
         staged = self._staged.popleft()

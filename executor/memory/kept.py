@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from executor.memory.ahead import Ahead
+from executor.memory.host import OnHost, Sent, flattened
 from executor.tensors import local, memory_of
 
 Make = Callable[..., Iterable[Any]]  # tensors, or what was kept of them
@@ -56,9 +57,9 @@ class _Recipe:
 
 @dataclass(frozen=True, slots=True)
 class _Again:
-    """A view of this rank's part of what a recipe makes at `index`, and that view's wrapping."""
+    """A view of this rank's part of what a recipe makes at `index`, or of what comes back from the host, and that view's wrapping."""
 
-    recipe: _Recipe
+    recipe: _Recipe | Sent
     index: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -66,35 +67,19 @@ class _Again:
     wrapped: Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _OnHost:
-    """What save_on_cpu made of this rank's part of a tensor, and the tensor's wrapping."""
-
-    hooks: save_on_cpu
-    packed: Any
-    wrapped: Callable[[Tensor], Tensor]
-
-
-Kept = Tensor | _Again | _OnHost
-
-
-def _to_host(tensor: Tensor) -> _OnHost:
-    part = local(tensor.detach())
-    hooks = save_on_cpu(pin_memory=part.device.type == "cuda")
-    return _OnHost(hooks, hooks.pack_hook(part), _wrapping(tensor))
+Kept = Tensor | _Again
 
 
 class Recipes:
     """The recipes of one layer. A tensor is known by its memory for as long as that lives.
 
-    on_host: what is kept is kept on the host, but for parameters
+    on_host: what of it the host keeps
     in_halves: whether the layer hands on sums that are still under way, which are no tensors to keep
     """
 
-    def __init__(self, *, on_host: bool = False) -> None:
+    def __init__(self, *, on_host: OnHost | None = None) -> None:
         self.on_host = on_host
         self.in_halves = False
-        self._parameters: set[int] = set()
         self.ahead = Ahead()
         self._runs_ahead = False
         self._made: dict[int, tuple[StorageWeakRef, _Recipe, int]] = {}
@@ -106,13 +91,18 @@ class Recipes:
 
     def _run(self, layer: nn.Module, forward: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         self._watching = True
-        self._parameters = {memory_of(parameter) for parameter in layer.parameters()} if self.on_host else set()
+        flight = self.on_host.begin(layer) if self.on_host is not None else None
         try:
-            with saved_tensors_hooks(self.keep, again):
-                return forward(*inputs)
+            with saved_tensors_hooks(self._save, again):
+                output = forward(*inputs)
         finally:
             self._watching = False
             self._made.clear()
+            if self.on_host is not None:
+                self.on_host.end()
+        if flight is not None:
+            flight.follow(output)
+        return output
 
     @property
     def active(self) -> bool:
@@ -189,12 +179,12 @@ class Recipes:
             if len(saved) == number:
                 raise _AllSavedError
 
-        self._watching, on_host, self.on_host = self._runs_ahead, self.on_host, False
+        self._watching = self._runs_ahead
         try:
             with suppress(_AllSavedError), _as_before(inputs, requires_grad, states) as leaves, saved_tensors_hooks(keep, lambda _: None):
                 forward(*leaves)
         finally:
-            self._watching, self.on_host = False, on_host
+            self._watching = False
             self._made.clear()
         return saved
 
@@ -209,11 +199,12 @@ class Recipes:
             self._runs_ahead = False
 
     def keep(self, tensor: Tensor) -> Kept:
-        """What to keep of `tensor`: itself, here or on the host, or the recipe of the tensor it is a view of."""
-        found = self._again(tensor)
-        if found is not None:
-            return found
-        return _to_host(tensor) if self.on_host and memory_of(tensor) not in self._parameters else tensor.detach()
+        """What to keep of an input: itself, here or on the host, or the recipe of the tensor it is a view of."""
+        return self._again(tensor) or _here_or(self.on_host.read(tensor) if self.on_host is not None else None, tensor)
+
+    def _save(self, tensor: Tensor) -> Kept:
+        """The same of what autograd keeps."""
+        return self._again(tensor) or _here_or(self.on_host.saved(tensor) if self.on_host is not None else None, tensor)
 
     def _again(self, tensor: Tensor) -> _Again | None:
         reference, recipe, index = self._made.get(memory_of(tensor), (None, None, 0))
@@ -227,8 +218,6 @@ class Recipes:
 
 def again(kept: Kept) -> Tensor:
     """The tensor of what was kept."""
-    if isinstance(kept, _OnHost):
-        return kept.wrapped(kept.hooks.unpack_hook(kept.packed))
     if not isinstance(kept, _Again):
         return kept
     made = kept.recipe.tensor(kept.index)
@@ -238,6 +227,15 @@ def again(kept: Kept) -> Tensor:
 def _view(recipe: _Recipe, index: int, tensor: Tensor) -> _Again:
     part = local(tensor.detach())
     return _Again(recipe, index, part.size(), part.stride(), int(part.storage_offset()), _wrapping(tensor))
+
+
+def _here_or(sent: Sent | None, tensor: Tensor) -> Kept:
+    """What to keep of a tensor that was sent to the host, or else of one that stays."""
+    if sent is None:
+        return tensor.detach()
+    part = local(tensor.detach())
+    stride = part.stride() if flattened(part) is not part else sent.stride  # one with gaps was copied without them
+    return _Again(sent, 0, part.size(), stride, 0, _wrapping(tensor))
 
 
 def _wrapping(tensor: Tensor) -> Callable[[Any], Tensor]:

@@ -47,6 +47,8 @@ def recomputed(layer: nn.Module, operators: tuple[str, ...], where: str, recipes
         attention.forward = partial(again, attention.forward)
     elif attention is not None:
         _follow_copies(attention, recipes)
+    if recipes.on_host is not None:
+        recipes.on_host.follow(layer)
     return _watched(layer, recipes)
 
 
@@ -56,7 +58,7 @@ def _checkpointed(layer: nn.Module, recipes: Recipes | None) -> nn.Module:
         layer.forward = partial(recipes.checkpoint, layer.forward)
         return _watched(layer, recipes)
     layer = checkpointed(layer)
-    if recipes is not None and recipes.on_host:
+    if recipes is not None and recipes.on_host is not None:
         recipes.watch(layer)  # its input is all that it keeps
     return layer
 

@@ -17,6 +17,7 @@ from executor.chunks.manager import ChunkManager
 from executor.foreign.build import build_foreign
 from executor.foreign.cut import ForeignBody
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
+from executor.memory.host import HostCopies, OnHost
 from executor.memory.kept import Recipes
 from executor.memory.recompute import recomputed
 from executor.modules.models import Block, build_layer
@@ -29,6 +30,7 @@ from executor.tensors import as_dtensor, local
 from planner.plan import Plan
 from profiles.model import LayerKind
 from profiles.spec import Positions
+from profiles.transformer import build_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ class Stage(nn.Module):
 
     def __init__(
         self, body: Body | ForeignBody, units: tuple[Unit, ...], enter: Callable[[Tensor], Tensor], begins_model: bool, ends_model: bool,
+        host: HostCopies | None = None,
     ) -> None:
         super().__init__()
         self.body = body
@@ -117,8 +120,11 @@ class Stage(nn.Module):
         self.enter = enter
         self.begins_model = begins_model
         self.ends_model = ends_model
+        self.host = host
 
     def forward(self, x: Tensor, **inputs: Tensor) -> Tensor:
+        if self.host is not None:
+            self.host.begin_pass()
         out = self.body(self.enter(x), **inputs)
         return out if self.ends_model else local(out)
 
@@ -135,13 +141,15 @@ class Stage(nn.Module):
 
 def build_stages(plan: Plan, ranks: Ranks, seed: int, chunks: ChunkManager | None = None) -> tuple[Stage, ...]:
     """The stages that this rank runs; without a pipeline all stages are one. `chunks` owns their blocks. Raises ConfigError."""
-    stages = stage_layers(plan)
+    stages, host = stage_layers(plan), HostCopies(ranks.device)
     if plan.mesh.pp == 1:
-        return (_build_stage(plan, ranks, seed, tuple(layer for stage in stages for layer in stage), chunks),)
-    return tuple(_build_stage(plan, ranks, seed, stages[k], chunks) for k in local_stages(plan, ranks.coordinate("pp")))
+        return (_build_stage(plan, ranks, seed, tuple(layer for stage in stages for layer in stage), host, chunks),)
+    return tuple(_build_stage(plan, ranks, seed, stages[k], host, chunks) for k in local_stages(plan, ranks.coordinate("pp")))
 
 
-def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer, ...], chunks: ChunkManager | None) -> Stage:
+def _build_stage(
+    plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer, ...], host: HostCopies, chunks: ChunkManager | None,
+) -> Stage:
     ends = placed[0].kind is LayerKind.EMBEDDING, placed[-1].kind is LayerKind.HEAD
     if plan.module is not None:
         return Stage(*build_foreign(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends)
@@ -149,7 +157,7 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
     units: list[Unit] = []
     last_choice = LastChoice()
     for group in _unit_layers(plan, placed):
-        recipes = {layer.name: _recipes(layer, ranks) for layer in group}
+        recipes = {layer.name: _recipes(plan, layer, ranks, host) for layer in group}
         built = {layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name]) for layer in group}
         _overlap(plan, ranks, built, recipes, placed, last_choice)
         if len(built) > 1:
@@ -165,7 +173,7 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
     shard_root(body, units, ranks.dp_mesh, chunks.parameters if chunks is not None else ())
-    return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends)
+    return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
 
 
 def _units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
@@ -221,10 +229,12 @@ def _overlap(
             block_in_halves(layer, ranks.tp_mesh, recipes[name] or Recipes(), last_choice, hands_on=hands_on)
 
 
-def _recipes(placed: PlacedLayer, ranks: Ranks) -> Recipes | None:
+def _recipes(plan: Plan, placed: PlacedLayer, ranks: Ranks, host: HostCopies) -> Recipes | None:
     """Where a layer has more to do with what autograd keeps than to keep it: gathered inputs, or the host."""
-    on_host = bool(placed.plan.keep_on_host)
-    return Recipes(on_host=on_host) if on_host or ranks.tp_mesh is not None else None
+    if not placed.plan.keep_on_host:
+        return Recipes() if ranks.tp_mesh is not None else None
+    layer = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).layer_class(placed.kind)
+    return Recipes(on_host=OnHost(placed.plan.keep_on_host, layer, placed.plan.recompute, host))
 
 
 def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
