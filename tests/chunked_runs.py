@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -134,12 +133,3 @@ def joined(ranks: list[Found]) -> tuple[float, dict[str, Tensor]]:
     for found in ranks:
         gradients |= found.gradients
     return sum(found.loss for found in ranks), gradients
-
-
-def in_process(plan: Plan, folder: Any) -> Found:
-    """The step of a plan of one rank, here."""
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-    try:
-        return first_step(plan)
-    finally:
-        dist.destroy_process_group()
