@@ -7,6 +7,7 @@ written against torch's documentation and have not been run.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from profiles.errors import PlannerError
+from profiles.errors import ConfigError, PlannerError
 from profiles.units import format_bytes
 
+PORTABLE = 1  # cudaHostRegisterPortable
 STAGINGS = 2  # sends to be added up that may be under way at once
 
 
@@ -126,8 +128,22 @@ class Buffer:
 
 
 def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [elements] of the host, pinned where `device` is a GPU."""
-    return torch.zeros(elements, dtype=dtype, pin_memory=device.type == "cuda")
+    """Zeros [elements] of the host, pinned where `device` is a GPU. Raises ConfigError where the host does not let so much be pinned."""
+    tensor = torch.zeros(elements, dtype=dtype)
+    if device.type == "cuda" and tensor.nbytes:
+        _pin(tensor)
+    return tensor
+
+
+def _pin(tensor: Tensor) -> None:
+    """Not by torch's allocator of pinned memory, which takes the next power of two: up to twice what a plan says of the host."""
+    address, runtime = tensor.data_ptr(), torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(address, tensor.nbytes, PORTABLE))
+    if error:
+        raise ConfigError(
+            f"the host does not pin {format_bytes(tensor.nbytes)} for chunks (error {error} of CUDA)",
+            hint="raise the limit of locked memory (ulimit -l), or keep less on the host")
+    weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
 
 
 @dataclass(slots=True)
