@@ -13,6 +13,7 @@ from torch import Tensor
 
 from costmodels.chunks.home import Eviction, Home
 from costmodels.mesh import Mesh
+from executor.check import parity
 from executor.check.shrink import shrunk
 from executor.checkpoint.checkpoints import Checkpoints
 from executor.checkpoint.resume import CheckpointOptions
@@ -28,6 +29,8 @@ from profiles.spec import Precision
 from tests.chunked_runs import chunked_plan, smallest
 from tests.executor_plans import GPT, LLAMA
 from tests.executor_world import (
+    BF16_GRADIENT_TOLERANCE,
+    BF16_LOSS_TOLERANCE,
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     NORM_TOLERANCE,
@@ -155,6 +158,57 @@ def test_a_run_goes_on_bit_by_bit_with_chunks_without_and_with_other_homes(alone
     parts = [_train(plan, steps, directory=tmp_path) for steps, plan in enumerate((mixed, mixed, plain, host, mixed), 1)]
 
     assert [loss for part in parts for loss in part] == whole
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_across_meshes_with_chunks_and_without(tmp_path):
+    """Every plan makes one step from the checkpoint that the one before left."""
+    chain = [
+        tight(MIXED, dp=2, num_micro_batches=2), chunked_plan(None, SMALL, dp=2), tight(HOST, tp=2),
+        tight(MIXED, pp=2, num_micro_batches=2), chunked_plan(None, SMALL, tp=2, sp=True), tight(HOST, dp=2)]
+
+    def one_step(plan: Plan) -> list[float]:
+        return _train(plan, 1 + next(index for index, each in enumerate(chain) if each is plan), directory=tmp_path)
+
+    parts = parity.run_ranks(chain, one_step)
+    ((whole,),) = parity.run_ranks([chunked_plan(None, SMALL)], lambda plan: _train(plan, len(chain)))
+
+    assert [len(losses) for ranks in parts for losses in ranks] == [1] * 2 * len(chain)
+    assert [ranks[0][0] for ranks in parts] == pytest.approx(whole, rel=2 * LOSS_TOLERANCE)
+
+
+def _first_overflows_on_one_rank(plan: Plan) -> list[object]:
+    trained = trainer(plan)
+    trained.gradients(0)
+    if dist.get_rank() == 1:
+        next(iter(trained.adam.gradients().values())).fill_(torch.inf)
+    before = states(trained)
+    norm, same = trained.update(0).item(), equal(before, states(trained))
+    return [norm, same, trained.scale.value, trained.gradients(1).item(), trained.update(1).item()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [{}, {"gradients": FP16}])
+def test_chunks_of_one_rank_that_overflow_stop_the_update_of_all(choices):
+    ((first, second),) = parity.run_ranks([tight(MIXED, dp=2, precision=FP16, **choices)], _first_overflows_on_one_rank)
+
+    assert first[:3] == second[:3] == [torch.inf, True, 2.0**15]
+    assert first[3:] == second[3:]
+    assert first[4] < torch.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2, "num_micro_batches": 2}])
+def test_16_bits_on_two_ranks_train_like_one_process(mesh):
+    plans = [tight(MIXED, precision=BF16, gradients=BF16, **mesh), tight(HOST, precision=BF16, **mesh)]
+    expected = run_reference(chunked_plan(None, SMALL))
+
+    for plan, found in zip(plans, run_plans(plans), strict=True):
+        validate(plan)
+        assert worst_gradient(found, expected)[0] <= BF16_GRADIENT_TOLERANCE
+        assert found.losses == pytest.approx(expected.losses, rel=BF16_LOSS_TOLERANCE)
+        assert all(rank.as_predicted for rank in found.moved.values())
+        assert all(predicted == measured for predicted, measured in found.states.values())
 
 
 TWO_RANKS = {
