@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
+import sys
 from datetime import timedelta
 from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 
 from costmodels.chunks.home import Eviction, Home
 from costmodels.mesh import Mesh
+from executor.__main__ import run
 from executor.check import parity
 from executor.check.shrink import shrunk
 from executor.checkpoint.checkpoints import Checkpoints
@@ -23,7 +28,10 @@ from executor.rules.all import nearest_legal, refusals, validate
 from executor.tensors import local
 from executor.train import Trainer, build_trainer
 from planner.estimate import ChunkRequest
-from planner.plan import Plan, frame_of
+from planner.plan import Plan, frame_of, write
+from planner.report.parity import Parity, print_parity
+from planner.runs import Beside, ChunkMoved
+from planner.runs import read as read_run
 from profiles.errors import ConfigError
 from profiles.spec import Precision
 from tests.chunked_runs import chunked_plan, smallest
@@ -190,7 +198,7 @@ def _first_overflows_on_one_rank(plan: Plan) -> list[object]:
 @pytest.mark.slow
 @pytest.mark.parametrize("choices", [{}, {"gradients": FP16}])
 def test_chunks_of_one_rank_that_overflow_stop_the_update_of_all(choices):
-    ((first, second),) = parity.run_ranks([tight(MIXED, dp=2, precision=FP16, **choices)], _first_overflows_on_one_rank)
+    ((first, second),) = parity.run_ranks([tight(HOST, dp=2, precision=FP16, **choices)], _first_overflows_on_one_rank)
 
     assert first[:3] == second[:3] == [torch.inf, True, 2.0**15]
     assert first[3:] == second[3:]
@@ -241,6 +249,44 @@ def test_ranks_train_like_one_process_and_move_and_hold_what_is_predicted(name):
     assert len(found.moved) == 2
     assert all(rank.as_predicted and rank.in_bytes.measured for rank in found.moved.values())
     assert all(predicted == measured for predicted, measured in found.states.values())
+
+
+def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_budget(tmp_path, monkeypatch, capsys):
+    plan = tight(MIXED, num_micro_batches=2)
+    write(plan, tmp_path / "plan.yaml")
+    monkeypatch.setattr(sys, "argv", ["executor", str(tmp_path / "plan.yaml"), "--steps", "3"])
+
+    assert run() == 0
+
+    (rank,) = read_run(tmp_path / "run.json").ranks
+    assert rank.chunks.as_predicted
+    assert rank.chunks.in_bytes.measured == plan.chunks.ranks[0].in_bytes > 0
+    assert rank.chunks.out_bytes.measured == plan.chunks.ranks[0].out_bytes > 0
+    assert rank.chunks.device_bytes.measured < rank.peak_allocated_bytes.measured <= plan.chunks.ranks[0].device_bytes
+    out = capsys.readouterr().out
+    assert re.search(r"\n +chunks to the device +(\S+ \S+) +\1 +\+0 %\n +chunks to the host +(\S+ \S+) +\2 ", out)
+    assert "equal" in out
+
+
+def test_counted_transfers_are_printed_beside_predicted_ones():
+    def moved(counted: int) -> ChunkMoved:
+        same = Beside(predicted=7, measured=7)
+        return ChunkMoved(
+            in_bytes=Beside(predicted=5000, measured=counted), out_bytes=same, gathered_bytes=same, reduced_bytes=same, device_bytes=same)
+
+    def said(*ranks: ChunkMoved) -> str:
+        parity = Parity(
+            plan=DP2, small=DP2, losses=((1.0, 1.0),), gradients={"head.norm.weight": 0.0}, agree=True, as_predicted=True,
+            loss_tolerance=1e-6, gradient_tolerance=1e-5, moved=ranks)
+        out = Console(width=200, record=True, file=io.StringIO())
+        print_parity(parity, out)
+        return out.export_text()
+
+    assert "10,000 bytes to the device as predicted, 14 bytes to the host as predicted" in said(moved(5000), moved(5000))
+    assert "NOT" not in said(moved(5000))
+    wrong = said(moved(4000), moved(5000))
+    assert "9,000 bytes to the device NOT as predicted, 10,000" in wrong
+    assert "what chunks moved is NOT as predicted" in wrong
 
 
 def test_a_stage_whose_parameters_are_all_in_chunks_has_an_optimizer_of_nothing():
