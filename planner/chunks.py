@@ -6,17 +6,19 @@ The file has homes, groups, budgets and predicted bytes. The schedule is made ag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import chunks_of_rank
 from costmodels.chunks.schedule import RankChunks
 from costmodels.strategy import Strategy
 from planner.plan import ChunkGroup, ChunkRank, Chunks, Plan
-from planner.reread import book_of, strategy_of
+from planner.reread import book_of, layers_of, strategy_of
 from profiles.errors import ConfigError
 from profiles.provenance import Kind
 
 DIGITS = 6  # of a utilisation
+_AMPLE = 2**62
 
 
 def chunks_of(strategy: Strategy, book: PriceBook) -> Chunks | None:
@@ -47,6 +49,22 @@ def _rank(stage: int, own: RankChunks) -> ChunkRank:
 def busiest_rank(plan: Plan) -> int:
     """The pipeline rank whose devices move most in a step; 0 where the plan has no chunks."""
     return max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage if plan.chunks else 0
+
+
+def rechunked(plan: Plan) -> Plan:
+    """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the smallest budget. Raises ConfigError."""
+    ample = _in_budget(plan, _AMPLE)
+    return replace(plan, chunks=_in_budget(plan, max(rank.smallest_bytes for rank in ample.ranks)))
+
+
+def _in_budget(plan: Plan, device_bytes: int) -> Chunks:
+    """The chunks of a plan's layers where tensors may fill `device_bytes` of a device."""
+    chunks = plan.chunks
+    assert chunks is not None, "it has chunks"
+    book = book_of(replace(plan, chunks=replace(chunks, ranks=tuple(replace(rank, device_bytes=device_bytes) for rank in chunks.ranks))))
+    found = chunks_of(layers_of(plan, book), book)
+    assert found is not None, "it has chunks"
+    return found
 
 
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
