@@ -217,15 +217,9 @@ def of_blocks(plan: Plan, **changes: object) -> Plan:
     return dataclasses.replace(plan, layer_plans=layer_plans)
 
 
-def starved(plan: Plan) -> Plan:
-    ranks = tuple(dataclasses.replace(rank, device_bytes=rank.smallest_bytes - 1) for rank in plan.chunks.ranks)
-    return dataclasses.replace(plan, chunks=dataclasses.replace(plan.chunks, ranks=ranks))
-
-
 @pytest.mark.parametrize(("plan", "message"), [
     pytest.param(of_blocks(DP2, zero=1), "zero 1 of a block in chunks", id="zero"),
     pytest.param(of_blocks(DP2, zero_ranks=1), "zero_ranks 1 of a block in chunks", id="zero-ranks"),
-    pytest.param(starved(DP2), "it needs", id="budget"),
     pytest.param(
         dataclasses.replace(DP2, mesh=Mesh(pp=1, dp=2, tp=1, ep=2), model=dataclasses.replace(
             LLAMA, num_experts=4, experts_per_token=2, expert_ffn_hidden_size=24, ffn_hidden_size=0)), "divides the experts", id="experts"),
