@@ -6,17 +6,19 @@ The file has homes, groups, budgets and predicted bytes. The schedule is made ag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import chunks_of_rank
 from costmodels.chunks.schedule import RankChunks
 from costmodels.strategy import Strategy
 from planner.plan import ChunkGroup, ChunkRank, Chunks, Plan
-from planner.reread import book_of, strategy_of
+from planner.reread import book_of, layers_of, strategy_of
 from profiles.errors import ConfigError
 from profiles.provenance import Kind
 
 DIGITS = 6  # of a utilisation
+_AMPLE = 2**62
 
 
 def chunks_of(strategy: Strategy, book: PriceBook) -> Chunks | None:
@@ -47,6 +49,16 @@ def _rank(stage: int, own: RankChunks) -> ChunkRank:
 def busiest_rank(plan: Plan) -> int:
     """The pipeline rank whose devices move most in a step; 0 where the plan has no chunks."""
     return max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage if plan.chunks else 0
+
+
+def rechunked(plan: Plan) -> Plan:
+    """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the smallest budget. Raises ConfigError."""
+    assert plan.chunks is not None, "it has chunks"
+    book, eviction = book_of(plan), plan.chunks.eviction
+    strategy = layers_of(plan, book)
+    ample = chunks_of(strategy, book, eviction=eviction, device_bytes=_AMPLE)
+    smallest = max(rank.smallest_bytes for rank in ample.ranks)
+    return replace(plan, chunks=chunks_of(strategy, book, eviction=eviction, device_bytes=smallest))
 
 
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
