@@ -38,6 +38,10 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
             raise ConfigError(
                 f"--compile: layer_plans.{name} recomputes {', '.join(layer.recompute)} by recipes, which torch.compile cannot trace",
                 hint="leave --compile out, or make a plan with --recompute none,full")
+        if layer.keep_on_host:
+            raise ConfigError(
+                f"--compile: layer_plans.{name} has {', '.join(layer.keep_on_host)} keep on the host, which torch.compile cannot trace",
+                hint="leave --compile out, or make a plan without --offload activations")
     schedule = plan.pipeline.schedule
     if recomputes_ahead(plan) and any(layer.recompute for layer in plan.layer_plans.values()):
         raise ConfigError(

@@ -174,6 +174,12 @@ class Trainer:
         """What chunks hold of the host's memory."""
         return self.adam.manager.host_bytes if self.adam is not None else 0
 
+    @property
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes of activations that went to the host, and that came back, since the start."""
+        host = self.pipeline.stages[0].host
+        return (0, 0) if host is None else (host.out_bytes, host.back_bytes)
+
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
         pp, dp, tp = (self.ranks.coordinate(axis) for axis in ("pp", "dp", "tp"))

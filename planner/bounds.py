@@ -113,15 +113,20 @@ def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
     return usual_s * (1 - share * (ranks + hidden) / (frame.num_micro_batches - 1 + ranks))
 
 
+def least_kept_bytes(frame: Frame, table: MixTable) -> float:
+    """What any block keeps at least of a micro-batch."""
+    return min(
+        table.book.activations(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level).ideal_saved
+        for level in ((Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels))
+
+
 def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
     """Whether the blocks can be within `limit_bytes` when each is divided, recomputed and sharded as much as it can be.
 
     Without the workspace of blocks, and without a catalogue: it rules out most candidates that are far too large.
     """
     usable, pp, v = usable_bytes(limit_bytes, frame.mesh, table.book), frame.mesh.pp, frame.virtual_stages
-    kept = min(
-        table.book.activations(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level).ideal_saved
-        for level in ((Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels))
+    kept = least_kept_bytes(frame, table)
     states = {zero: _block_bytes(frame, zero, table) for zero in table.zero_stages(frame)}
     share, most = host_share_bytes(table.book.machine.cluster) if frame.chunked else 0.0, 0
     for rank in range(pp):

@@ -22,6 +22,7 @@ from planner.baselines.space import counted_ends, equal_blocks
 from planner.baselines.stage_aware import Room, stage_aware
 from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_bytes, time_bound
 from planner.branch import Outcome, best_of, branch, worth_replaying
+from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import Columns, rank_columns
 from planner.columns import Column, MixTable, block_counts, tied_ends, to_strategy
 from planner.faults import can_place, failure_text
@@ -81,6 +82,7 @@ class Prices:
         self.space = Space(frames, (*space.pruned, *(Pruned(describe(frame), reason) for frame, reason in beaten)))
         self.table, self.recompute = MixTable(self.book, pins.resolved()), pins.resolved().recompute
         self._bounds: dict[Frame, TimeBound] = {}
+        self._chunk_bounds: dict[tuple[Frame, float], ChunkBound] = {}
         self._raised: dict[Frame, tuple[float, float]] = {}
         self._lean: dict[tuple[Frame, int, int, float], list[Column]] = {}
 
@@ -93,7 +95,21 @@ class Prices:
     def least_s(self, frame: Frame, limit_bytes: float) -> float:
         """The best known bound of the frame's time within `limit_bytes`: what was proven under a looser limit holds."""
         under_bytes, least_s = self._raised.get(frame, (0.0, 0.0))
-        return max(self.time_bound(frame).step_s, least_s if limit_bytes <= under_bytes else 0.0)
+        step_s = self.chunk_bound(frame, limit_bytes).step_s() if frame.chunked else self.time_bound(frame).step_s
+        return max(step_s, least_s if limit_bytes <= under_bytes else 0.0)
+
+    def chunk_bound(self, frame: Frame, limit_bytes: float) -> ChunkBound:
+        """The bound of a frame in chunks."""
+        key = frame, limit_bytes
+        if key not in self._chunk_bounds:
+            self._chunk_bounds[key] = ChunkBound(frame, self.table, self.time_bound(frame), limit_bytes, bubble_share(frame, self.book))
+        return self._chunk_bounds[key]
+
+    def longest_rank(self, frame: Frame, cut_s: float, limit_bytes: float) -> int | None:
+        """How many blocks a rank may hold before the frame takes `cut_s` or more; None when there is no such limit."""
+        if frame.chunked:
+            return self.chunk_bound(frame, limit_bytes).longest_rank(cut_s)
+        return self.time_bound(frame).longest_rank(frame, cut_s)
 
     def may_fit(self, frame: Frame, limit_bytes: float) -> bool:
         """Whether the frame is not ruled out within `limit_bytes` by what it holds at least (planner/bounds.py)."""
@@ -134,7 +150,7 @@ class Session:
 
         None as soon as one rank has none: nothing fits its device.
         """
-        longest = self.time_bound(frame).longest_rank(frame, cut_s)
+        longest = self.prices.longest_rank(frame, cut_s, self.limit_bytes)
         options: list[list[Column]] = []
         for rank in range(frame.mesh.pp):
             columns, counts = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
