@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import chunks_of_rank
+from costmodels.chunks.price import Chunking
 from costmodels.chunks.schedule import RankChunks
 from costmodels.strategy import Strategy
 from planner.plan import ChunkGroup, ChunkRank, Chunks, Plan
@@ -54,11 +55,12 @@ def busiest_rank(plan: Plan) -> int:
 def rechunked(plan: Plan) -> Plan:
     """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the smallest budget. Raises ConfigError."""
     assert plan.chunks is not None, "it has chunks"
-    book, eviction = book_of(plan), plan.chunks.eviction
+    book = book_of(plan)
     strategy = layers_of(plan, book)
-    ample = chunks_of(strategy, book, eviction=eviction, device_bytes=_AMPLE)
-    smallest = max(rank.smallest_bytes for rank in ample.ranks)
-    return replace(plan, chunks=chunks_of(strategy, book, eviction=eviction, device_bytes=smallest))
+    book.chunking = Chunking(eviction=plan.chunks.eviction, device_bytes=_AMPLE)
+    smallest = max(chunks_of_rank(strategy, rank, book).smallest_bytes for rank in range(plan.mesh.pp))
+    book.chunking = replace(book.chunking, device_bytes=smallest)
+    return replace(plan, chunks=chunks_of(strategy, book))
 
 
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
