@@ -124,17 +124,17 @@ def test_with_room_for_all_a_step_moves_what_the_closed_form_says(dp, m):
     assert rank.out_bytes == pytest.approx(copied_out_bytes(shares, num_micro_batches=m))
 
 
-@pytest.mark.parametrize("m", [1, 2, 4])
-def test_with_room_for_one_block_every_sweep_but_at_its_turns_fetches_all_as_the_closed_form_says(m):
-    """Blocks of a chunk each, and activations of less than a chunk: one chunk stays where the sweeps turn around."""
-    training = replace(HALF, seq_length=8)
-    options = {"host": 8, "optimizer": 0, "m": m, "training": training}
+@pytest.mark.parametrize(("m", "most"), [pytest.param(1, 1, id="one-pass-each-way"), (2, 2), (4, 2)])
+def test_with_room_for_one_block_a_step_moves_what_the_closed_form_says(m, most):
+    """Blocks of a chunk each, activations of less than a chunk: where sweeps turn around one chunk stays, or two where no gradients are."""
+    options = {"host": 8, "optimizer": 0, "m": m, "training": replace(HALF, seq_length=8)}
     plan = chunked(**options, budget=smallest(**options))
     (group,), (rank,) = plan.chunks.groups, plan.chunks.ranks
     shares = Shares(parameters=group.num_chunks * group.chunk_elements, delta=1, gamma=1)
+    fewest, all_but_one = (copied_in_bytes(shares, num_micro_batches=m, staying=chunks / 8) for chunks in (most, 1))
 
     assert group.num_chunks == 8
-    assert rank.in_bytes == pytest.approx(copied_in_bytes(shares, num_micro_batches=m, staying=1 / 8))
+    assert fewest <= rank.in_bytes <= all_but_one
     assert rank.out_bytes == pytest.approx(copied_out_bytes(shares, num_micro_batches=m))
 
 
