@@ -18,7 +18,7 @@ from costmodels.book import PriceBook
 from costmodels.chunks.accesses import numbered_layers
 from costmodels.chunks.home import Home
 from costmodels.chunks.memory import chunks_of_rank
-from costmodels.chunks.price import added_time, group_collectives, host_update_time
+from costmodels.chunks.price import Chunking, added_time, group_collectives, host_update_time
 from costmodels.chunks.schedule import Does, Moment, Op, RankChunks
 from costmodels.chunks.streams import StreamCosts, exposed
 from costmodels.compute import optimizer_time
@@ -63,9 +63,13 @@ class _Waits:
     tail_s: float
 
 
-@lru_cache(maxsize=64)
 def chunk_time(strategy: Strategy, rank: int, book: PriceBook) -> ChunkTime:
     """What the chunks of pipeline rank `rank` add to its time. Raises InfeasibleError where the budget is too small."""
+    return _chunk_time(strategy, rank, book, book.chunking)
+
+
+@lru_cache(maxsize=64)
+def _chunk_time(strategy: Strategy, rank: int, book: PriceBook, _: Chunking) -> ChunkTime:
     chunks, m = chunks_of_rank(strategy, rank, book), strategy.frame.num_micro_batches
     mesh, elements = strategy.frame.mesh, strategy.frame.mesh.dp * chunk_elements(chunks)
     gather, reduce = group_collectives(elements, mesh, book.machine, book.training, in_parameters=chunks.in_parameters)
