@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodels.book import PriceBook
-from costmodels.strategy import Frame, LayerChoice
+from costmodels.strategy import Frame, LayerChoice, Strategy
 from profiles.provenance import ZERO, Kind, Seconds
 
 
@@ -44,3 +44,11 @@ def window_bytes(sent: Sequence[int]) -> int:
     """What a device holds of the copies of another block than the one that runs; `sent`: to the host, by layer of a rank."""
     moving = sorted(sent)[-2:]
     return moving[0] if len(moving) == 2 and moving[0] else 0
+
+
+def copied_bytes(strategy: Strategy, rank: int, book: PriceBook) -> int:
+    """Bytes that go from one device of a pipeline rank to its host in a step; as many come back."""
+    frame = strategy.frame
+    return frame.num_micro_batches * sum(
+        book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).host
+        for chunk in strategy.chunks(rank) for choice in chunk if choice.on_host)
