@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+import cli_largest
 import cli_module
 import cli_profile
 import cli_run
 from cli_options import (
     AIM,
     BASELINES,
+    EVICTION,
     OFFLOAD,
     OUTPUT,
     RECOMPUTE,
@@ -191,17 +193,30 @@ def _explain(question: Question, pins: Constraints, *, to_stderr: bool) -> None:
     print_pruned(prices.space, console(sys.stderr if to_stderr else sys.stdout))
 
 
-@main.command(epilog="  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s")
+_CHUNKS = "Chunks"
+
+
+@main.command(epilog="  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s\n"
+                     "  plan show plan.yaml --chunks --plot moments.png")
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@option(_CHUNKS, "--chunks", is_flag=True, help="Instead the fullest moments of a GPU whose plan has chunks.")
+@option(_CHUNKS, "--rank", type=click.IntRange(0), metavar="N", help="Of this pipeline rank. [default: the one that moves most]")
+@option(_CHUNKS, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw every moment: .png, .svg or .pdf.")
 @as_json
-def show(plan_file: Path, as_json: bool) -> None:
-    """Print the summary of a plan file, its layer plans, the placement of every operator, and what is redundant."""
+def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_json: bool) -> None:
+    """Print the summary of a plan file, its layer plans, its chunks, the placement of every operator, and what is redundant."""
     from planner.module_plan import ModulePlan, read
+    from planner.report.chunks import print_chunks
     from planner.report.layers import print_layers
     from planner.report.redundancy import print_redundancy
     from planner.report.summary import Context
     from planner.report.text import console
 
+    if chunks:
+        _show_chunks(plan_file, rank, plot, as_json=as_json)
+        return
+    if rank is not None or plot is not None:
+        raise click.UsageError(f"{'--plot' if rank is None else '--rank'} is for --chunks")
     plan = read(plan_file)
     if as_json:
         print_plan_json(plan)
@@ -211,7 +226,34 @@ def show(plan_file: Path, as_json: bool) -> None:
     if isinstance(plan, ModulePlan):
         return
     print_layers(plan, out)
+    print_chunks(plan, out)
     print_redundancy(plan, out)
+
+
+def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_json: bool) -> None:
+    from planner.chunk_levels import levels
+    from planner.chunks import busiest_rank, rank_chunks_of
+    from planner.plan import read
+    from planner.report.chunk_plot import draw_levels
+    from planner.report.chunks import levels_document, print_levels
+    from planner.report.scatter import require_plot
+    from planner.report.text import console
+    from planner.reread import book_of
+
+    if plot:
+        require_plot(plot)
+    plan = read(plan_file)
+    rank = busiest_rank(plan) if rank is None else rank
+    found = rank_chunks_of(plan, rank)
+    moments = levels(found, book_of(plan))
+    if plot:
+        draw_levels(moments, plan, rank, found.device_bytes, plot)
+    if as_json:
+        print_json(levels_document(moments, rank, found.device_bytes))
+    else:
+        print_levels(moments, rank, found.device_bytes, console(sys.stdout))
+    if plot:
+        click.echo(f"wrote {plot}", err=as_json)
 
 
 _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file")  # what a plan file leaves open
@@ -273,7 +315,8 @@ _MEASURED = "Measured steps"
 
 
 @main.command(epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
-                     "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml")
+                     "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml\n"
+                     "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --offload optimizer,parameters --host-blocks 20")
 @asked
 @option(_LAYOUT, "--pp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Pipeline stages.")
 @option(_LAYOUT, "--dp", type=click.IntRange(1), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")
@@ -286,7 +329,12 @@ _MEASURED = "Measured steps"
 @option(_LAYOUT, "--virtual-stages", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Chunks per pipeline rank.")
 @option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
 @option(_LAYOUT, "--zero-ranks", type=click.IntRange(2), metavar="N", help="Neighbours that hold one copy of the states. [default: all]")
-@option(_LAYOUT, "--offload", type=List(click.Choice(OFFLOAD)), metavar="WHAT,..", help="To the host: states, activations.")
+@option(_LAYOUT, "--offload", type=List(click.Choice(OFFLOAD)), metavar="WHAT,..",
+        help="To the host: states, or in chunks of blocks optimizer (states), parameters (with those); activations, lookup.")
+@option(_LAYOUT, "--host-blocks", type=click.IntRange(0), metavar="N", help="With parameters, the last N blocks of a rank. [default: all]")
+@option(_LAYOUT, "--host-optimizer", type=click.IntRange(0), metavar="N", help="With optimizer, the N blocks before. [default: all others]")
+@option(_LAYOUT, "--eviction", type=click.Choice(EVICTION), help="Which chunk leaves a full device. [default: opt]")
+@option(_LAYOUT, "--memory-limit", metavar="SIZE", help="What chunks and all else may fill of a device. [default: as in a search]")
 @option(_LAYOUT, "--keep-on-host", type=List(click.STRING), metavar="NAME,..",
         help="Operators of every block whose activations go to the host, or all: as --offload activations.")
 @option(_LAYOUT, "--recompute", type=click.Choice(RECOMPUTE), default="none", show_default=True, help="Of every block.")
@@ -297,8 +345,8 @@ _MEASURED = "Measured steps"
 @as_json
 def estimate(**options: Any) -> None:
     """Price one layout by hand: the same breakdown and the same plan file, without a search."""
-    from costmodels.offload import Offload
     from costmodels.recompute import Recompute
+    from planner.chunk_options import chunk_request
     from planner.estimate import estimate_plan
     from planner.options import frame, question_of, require_writable
     from planner.report.summary import Context
@@ -307,9 +355,10 @@ def estimate(**options: Any) -> None:
     if output not in (None, STDOUT):
         require_writable(output)
     question = question_of(options)
+    offload, chunks = chunk_request(question, options)
     plan = estimate_plan(
         question.model, question.cluster, question.training, frame(question, options), zero=options["zero"],
-        recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=tuple(map(Offload, options["offload"] or ())),
+        recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=offload, chunks=chunks,
         keep_on_host=options["keep_on_host"] or ())
     context = Context(assumed=question.assumed, **_files(options))
     deliver(_with_module(plan, question), context, output, as_json=options["as_json"])
@@ -431,7 +480,7 @@ def schema(profile: bool) -> None:
     print_json(profile_schema() if profile else plan_schema())
 
 
-for command in (cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):
+for command in (cli_largest.max_model, cli_profile.profile, cli_run.calibrate, cli_run.check, cli_run.tokenize, cli_run.trace):
     main.add_command(command)
 
 

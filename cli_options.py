@@ -9,31 +9,41 @@ from cli_style import List, option, together
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
+SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "none")
+EVICTION = ("opt", "lru", "fifo")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
 BASELINES = "Baselines"
 WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
 
-asked = together(
-    option(WHAT, "--model", metavar="NAME|PATH|PKG.MOD:FUNC",
-           help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module."),
+trained = together(
     option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
     option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
-    option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of weights and activations. [default: bf16, or the profile's]"),
+    option(WHAT, "--precision", type=click.Choice(PRECISIONS),
+           help="Of weights and activations. [default: bf16, fp16 where the GPU has none, or the profile's]"),
     option(WHAT, "--gradient-precision", type=click.Choice(PRECISIONS),
            help="What gradients accumulate and are reduced in. [default: fp32]"),
     option(WHAT, "--fp8", is_flag=True, help="Run the products of the blocks in fp8."),
     option(WHAT, "--stack", metavar="NAME|FILE",
            help="Software that runs it: a name of `plan stacks`, or a YAML. [default: megatron-core, or the profile's]"),
     option(WHAT, "--attention", type=click.Choice(ATTENTION), help="Attention kernel. [default: the stack's]"),
-    option(WHAT, "--module", metavar="huggingface|PKG.MOD:FUNC",
-           help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]"),
+)
+located = together(
     option(WHERE, "--gpus", type=int, metavar="N", help="How many GPUs."),
     option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb, or the profile's]"),
     option(WHERE, "--gpus-per-node", type=int, metavar="N", help="GPUs in a node. [default: the cluster's]"),
     option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
+    option(WHERE, "--host-memory", metavar="SIZE", help="Of a node, such as 240GiB. [default: the cluster's]"),
     option(WHERE, "--profile", metavar="FILE", help="A hardware profile of your own, of `plan profile` or `plan calibrate`."),
     option(WHERE, "--force-profile", is_flag=True, help="Take it also for another device, stack or precision, or beside other prices."),
+)
+asked = together(
+    option(WHAT, "--model", metavar="NAME|PATH|PKG.MOD:FUNC",
+           help="A name of `plan models`, a YAML of that form, a Hugging Face config.json, or a function that makes a module."),
+    trained,
+    option(WHAT, "--module", metavar="huggingface|PKG.MOD:FUNC",
+           help="Whose module runs: transformers' for the config.json, or what your function returns. [default: parplan's]"),
+    located,
 )
 tracing = together(
     option(WHAT, "--trace", is_flag=True, help="Trace the model of a config.json, also where its family is described."),
@@ -60,6 +70,9 @@ searching = together(
            help="Levels of sub-pipelined tensor parallelism, where tp > 1. [default: those that the stack runs]"),
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
     option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
+    option(PINS, "--offload", type=List(click.Choice(SEARCHED_OFFLOAD)), metavar="WHAT,..",
+           help="What of the blocks the host may keep: optimizer (states), parameters (with those), activations; or none. "
+                "[default: all with --host-memory, else only if nothing fits without]"),
     option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
            help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),
     option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),

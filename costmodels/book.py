@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+from costmodels.chunks.home import Home
+from costmodels.chunks.price import BlockCost, Chunking, block_cost
 from costmodels.collectives import Collective, collective_time, point_to_point_time
 from costmodels.halved import HalvedOperators, halved_workspace_bytes, price_halves
 from costmodels.layer import (
@@ -19,6 +21,7 @@ from costmodels.layer import (
     price_operators,
     tied_reduction,
 )
+from costmodels.lookup import Lookup, lookup_of, without_table
 from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, step_copy_bytes, zero_buffer_bytes
 from costmodels.mesh import Axis, Mesh, place
 from costmodels.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
@@ -30,7 +33,7 @@ from profiles.hardware import CPU
 from profiles.measured import Machine
 from profiles.model import LayerClass, LayerKind, ModelGraph
 from profiles.provenance import ZERO, Seconds
-from profiles.spec import ModelSpec, TrainingSpec
+from profiles.spec import ModelSpec, Precision, TrainingSpec
 from profiles.transformer import build_graph
 
 T = TypeVar("T")
@@ -220,23 +223,68 @@ class LayerBook(ABC, Generic[K]):
 
 
 class PriceBook(LayerBook[LayerKind]):
-    """Prices of the layers of `model`; the head's recompute is always none."""
+    """Prices of the layers of `model`; the head's recompute is always none.
+
+    chunking: how a device holds chunks, of frames whose blocks are held in chunks; it does not change any other price
+    """
 
     def __init__(
         self, model: ModelSpec, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None,
-        offload: tuple[Offload, ...] = (),
+        offload: tuple[Offload, ...] = (), chunking: Chunking | None = None,
     ) -> None:
         super().__init__(training, machine, zero_ranks=zero_ranks, offload=offload)
         self.model = model
+        self.chunking = chunking or Chunking()
 
     def graph(self, micro_batch_size: int) -> ModelGraph:
         return self._once(("graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size))
 
     def layer(self, kind: LayerKind, micro_batch_size: int) -> LayerClass:
-        return self.graph(micro_batch_size).layer_class(kind)
+        return self._on_device(self.graph(micro_batch_size).layer_class(kind), ("layer", micro_batch_size))
 
     def kept_layer(self, kind: LayerKind, micro_batch_size: int) -> LayerClass:
-        return self.kept_graph(micro_batch_size).layer_class(kind)
+        return self._on_device(self.kept_graph(micro_batch_size).layer_class(kind), ("kept layer", micro_batch_size))
+
+    def _on_device(self, layer: LayerClass, key: tuple[str, int]) -> LayerClass:
+        """The layer, without the token table where the host looks it up."""
+        if not self.looks_up(layer.kind):
+            return layer
+        return self._once(key, lambda: without_table(layer))
+
+    @property
+    def outside(self) -> PriceBook:
+        """Prices of embedding and head where blocks are in chunks: FSDP2 keeps and reduces gradients of fp32 shards in fp32, of which
+        precision those of the chunks may be."""
+        if self.training.gradient_precision is Precision.FP32:
+            return self
+        return self._once("outside", lambda: PriceBook(
+            self.model, replace(self.training, gradient_precision=Precision.FP32), self.machine, zero_ranks=self.zero_ranks,
+            offload=self.offload, chunking=self.chunking))
+
+    def looks_up(self, kind: LayerKind) -> bool:
+        """Whether the host has the table of a layer of `kind`."""
+        return kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
+
+    def lookup(self, micro_batch_size: int, mesh: Mesh) -> Lookup:
+        """What the host's look-up costs (call only where it does so)."""
+        return self._once(
+            ("lookup", micro_batch_size, mesh), lambda: lookup_of(self.graph(micro_batch_size).embedding, mesh, self.machine))
+
+    def data_parallel(self, kind: LayerKind, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
+        """As of any layer; of the embedding with the host's look-up, the exchange of what it gives, and the update of the table."""
+        plain = super().data_parallel(kind, micro_batch_size, mesh, sharding, zero)
+        if not self.looks_up(kind):
+            return plain
+        own = self.lookup(micro_batch_size, mesh)
+        return replace(
+            plain, forward=plain.forward + own.forward + own.tokens + own.exchange,
+            backward=plain.backward + own.backward + own.exchange, optimizer=plain.optimizer + own.update,
+            host=plain.host + own.forward + own.backward)
+
+    def states(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
+        """As of any layer, with the table that the host has."""
+        plain = super().states(kind, mesh, sharding, zero)
+        return replace(plain, host=plain.host + self.lookup(1, mesh).host_bytes) if self.looks_up(kind) else plain
 
     @property
     def plain_dropout(self) -> bool:
@@ -268,6 +316,19 @@ class PriceBook(LayerBook[LayerKind]):
             return price_halves(half, whole, sharding, self.machine, self.training)
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
+
+    def chunked(
+        self, home: Home, micro_batch_size: int, mesh: Mesh, sharding: Sharding, *, in_parameters: bool, elements: int | None = None,
+    ) -> BlockCost:
+        """One block held in chunks at `home`. elements: of its chunks on all data-parallel ranks together, without padding by default."""
+        own = owned_parameters(self.layer(LayerKind.BLOCK, 1), sharding) if elements is None else elements
+
+        def make() -> BlockCost:
+            time = self.layer_time(LayerKind.BLOCK, micro_batch_size, sharding)
+            return block_cost(
+                home, own, time, mesh=mesh, in_parameters=in_parameters, machine=self.machine, training=self.training)
+
+        return self._once(("chunked", home, micro_batch_size, mesh, sharding, in_parameters, own), make)
 
     def row_edges(self, micro_batch_size: int, sharding: Sharding) -> tuple[Seconds, Seconds]:
         """What the blocks of a stage pay forward and backward beside `layer_time`: the ends of a row of halves, at level 3 alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from costmodels.collectives import Collective, collective_time
 from costmodels.compute import FREE, OperatorTime, operator_time, optimizer_time
@@ -12,7 +12,7 @@ from costmodels.edges import Edge, edges_of, leaves
 from costmodels.kernels import FP32_BYTES
 from costmodels.memory import holders, owned_parameters
 from costmodels.mesh import Axis, Mesh, place, place_axis, place_expert_copies
-from costmodels.offload import ADAM_BYTES, ADDED_BYTES, COPIED_BYTES, copy_time, host_time
+from costmodels.offload import ADDED_BYTES, COPIED_BYTES, copy_time, host_adam_time, host_time
 from costmodels.pace import host, launch_s, layouts_of
 from costmodels.redistribution import redistribute
 from costmodels.sharding import PARTIAL, Place, Sharding
@@ -67,12 +67,15 @@ class DataParallelTime:
 
     forward, backward: in every micro-batch (gathers and reductions of ZeRO 2 and 3); step: once a step (reduction of
     the gradients, gathering of the updated parameters); optimizer: the update of the parameters this rank owns.
+    host, host_step: of forward and backward, and of step, what copies between device and host and the host's sums add.
     """
 
     forward: Seconds
     backward: Seconds
     step: Seconds
     optimizer: Seconds
+    host: Seconds = ZERO
+    host_step: Seconds = ZERO
 
     @property
     def per_micro_batch_s(self) -> float:
@@ -274,9 +277,8 @@ def data_parallel_time(
     parameters = owned_parameters(layer, sharding, with_tied=with_tied)
     shards = (shards or mesh.dp) if zero else 1
     owned = owned_parameters(layer, sharding, shards, with_tied=with_tied) if zero else parameters
-    optimizer = host_time(ADAM_BYTES * owned, machine.cluster) if offloaded else optimizer_time(owned, machine, training)
+    optimizer = host_adam_time(owned, machine.cluster) if offloaded else optimizer_time(owned, machine, training)
     inside = summed_inside(layer, sharding, shards, machine, training)
-    copied = copy_time(COPIED_BYTES * owned, machine.cluster) if offloaded else ZERO
     if parameters and (sharding.tp > 1 or (zero and mesh.dp > 1)):
         optimizer += _layout_cost("update", owned, machine, training)
     if not parameters or (mesh.dp == 1 and not offloaded):
@@ -285,19 +287,52 @@ def data_parallel_time(
     if zero or training.precision is not Precision.FP32:  # without ZeRO in fp32 the gradients are reduced as they are
         gather, reduce = (
             sent + _layout_cost(name, parameters, machine, training) for name, sent in (("gather", gather), ("reduce", reduce)))
+    alone = _phases(_Moved(gather, reduce, over_copies, inside), zero, time, optimizer, machine, training)
+    if not offloaded:
+        return alone
+    cluster = machine.cluster
+    moved = _Moved(
+        gather, reduce, over_copies, inside, brought=copy_time(COPIED_BYTES * owned, cluster),
+        taken=copy_time(COPIED_BYTES * owned, cluster, to_host=True), added=host_time(ADDED_BYTES * owned, cluster))
+    whole = _phases(moved, zero, time, optimizer, machine, training)
+    return replace(
+        whole, host=_beyond(whole.forward + whole.backward, alone.forward + alone.backward), host_step=_beyond(whole.step, alone.step))
 
+
+def _beyond(whole: Seconds, part: Seconds) -> Seconds:
+    return Seconds(max(0.0, whole.value_s - part.value_s), Kind.ANALYTIC)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """What data parallelism does for one layer: its collectives, the sums inside a stage, and where the host keeps the states copies to
+    the device (`brought`) and from it, and what the host adds up."""
+
+    gather: Seconds
+    reduce: Seconds
+    over_copies: Seconds
+    inside: Seconds
+    brought: Seconds = ZERO
+    taken: Seconds = ZERO
+    added: Seconds = ZERO
+
+
+def _phases(
+    moved: _Moved, zero: int, time: LayerTime, optimizer: Seconds, machine: Machine, training: TrainingSpec,
+) -> DataParallelTime:
+    """When it is done, and what of it compute does not hide."""
     def exposed(communication: Seconds, window_s: float) -> Seconds:
         return under(communication, window_s, machine) if training.overlap_grad_reduce else communication
 
-    gathered, reduced = exposed(gather + copied, time.forward_s), exposed(reduce + copied, time.backward_s)
+    gathered, reduced = exposed(moved.gather + moved.brought, time.forward_s), exposed(moved.reduce + moved.taken, time.backward_s)
     if zero < 2:
-        step = gathered + exposed(reduce + over_copies + copied, time.backward_s) + inside
+        step = gathered + exposed(moved.reduce + moved.over_copies + moved.taken, time.backward_s) + moved.inside
         return DataParallelTime(forward=ZERO, backward=ZERO, step=step, optimizer=optimizer)
-    added = host_time(ADDED_BYTES * owned, machine.cluster) if offloaded else ZERO
     if zero == 2:
-        return DataParallelTime(forward=ZERO, backward=reduced + added, step=gathered + over_copies + inside, optimizer=optimizer)
-    backward = exposed(gather + reduce + copied + copied, time.backward_s) + added
-    return DataParallelTime(forward=gathered, backward=backward, step=over_copies + inside, optimizer=optimizer)
+        step = gathered + moved.over_copies + moved.inside
+        return DataParallelTime(forward=ZERO, backward=reduced + moved.added, step=step, optimizer=optimizer)
+    backward = exposed(moved.gather + moved.reduce + moved.brought + moved.taken, time.backward_s) + moved.added
+    return DataParallelTime(forward=gathered, backward=backward, step=moved.over_copies + moved.inside, optimizer=optimizer)
 
 
 def _layout_cost(name: str, parameters: int, machine: Machine, training: TrainingSpec) -> Seconds:

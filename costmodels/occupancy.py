@@ -143,7 +143,8 @@ def sent_bytes(rank: int, frame: Frame, book: PriceBook) -> float:
 def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
     frame, layers = strategy.frame, rank_layers(strategy, rank)
-    kept, table = {choice: _activations(choice, frame, book) for choice in layers}, book.shared_table_bytes(frame.mesh, frame.sharding)
+    kept = {choice: layer_activations(choice, frame, book) for choice in layers}
+    table = book.shared_table_bytes(frame.mesh, frame.sharding)
     held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
     between, running = _held_and_running(strategy, rank, kept, book)
@@ -170,7 +171,7 @@ def _held_and_running(
     chunks, most = strategy.chunks(rank), stashes(LayerKind.BLOCK, rank, frame)
     stash = max(sum(kept[c].saved for c in chunk if frame.virtual_stages == 1 or c.kind is LayerKind.BLOCK) for chunk in chunks)
     made = max(sum(_remade_bytes(choice, frame, book) for choice in chunk) for chunk in chunks)
-    alone = _workspace_bytes(strategy, rank, {choice: _activations(choice, frame, book, ahead=True) for choice in kept})
+    alone = _workspace_bytes(strategy, rank, {choice: layer_activations(choice, frame, book, ahead=True) for choice in kept})
     levels = [
         (held + (moment.stashes - most) * stash + moment.remade * made, alone if moment.alone else inside)
         for moment in moments(rank, frame)]
@@ -178,7 +179,7 @@ def _held_and_running(
     return between, max(map(sum, levels)) - between
 
 
-def _activations(choice: LayerChoice, frame: Frame, book: PriceBook, *, ahead: bool = False) -> ActivationBytes:
+def layer_activations(choice: LayerChoice, frame: Frame, book: PriceBook, *, ahead: bool = False) -> ActivationBytes:
     """A layer's, with the sum of a shared table's gradients among the temporaries of the embedding, or its whole one before that.
 
     ahead: after a recompute ahead of the gradient, when it holds all that it would keep without recompute
@@ -208,7 +209,8 @@ def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, Activati
     layers = {choice: _of_layer(choice, size, held[choice], joined=table > 0) for choice, size in kept.items()}
     if frame.recomputes_ahead:
         layers = {
-            choice: replace(layer, remade=_remade_bytes(choice, frame, book), alone=_activations(choice, frame, book, ahead=True).workspace)
+            choice: replace(
+                layer, remade=_remade_bytes(choice, frame, book), alone=layer_activations(choice, frame, book, ahead=True).workspace)
             for choice, layer in layers.items()}
     end = next((choice for choice in kept if choice.kind is LayerKind.EMBEDDING and table and choice.zero == 3), None)
     return together - fullest_bytes(strategy, rank, layers, Throughout(

@@ -5,7 +5,9 @@ each parameter that the rank owns, lie on the host. The shard goes to the device
 gradient comes back after every reduction (4), and the host adds it to what it has (12 bytes of its memory) and runs Adam (28).
 Activations: costmodels/copies.py.
 
-Every GPU has its own lane of PCIe. All is analytic: no step with offload was measured.
+A GPU copies at the bandwidth of its own lane of PCIe, or at its part of what all of the node's GPUs share: uplinks of switches
+(EQUATIONS O6). Both ways at once are no slower. Where the machine's own profile measured copies, and Adam on one process of the
+host, those rates take the place of the lane's and bound the host's. No step with offload was measured.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ from enum import StrEnum
 
 from profiles.hardware import Cluster
 from profiles.provenance import Kind, Seconds
+from profiles.speeds import HostSpeed
 
 HOST_STATE_BYTES = 16  # fp32 parameter, gradient and two moments
 COPIED_BYTES = 4  # fp32, in either direction
 ADDED_BYTES = 12  # two fp32 are read and one written
 ADAM_BYTES = 28  # parameter and moments read and written, gradient read
-HOST_BYTES_PER_S = 2e11  # assumed: half of the 409.6 GB/s of two sockets of eight DDR4-3200 channels, shared by a node's GPUs
+# Of the datasheet's bandwidth of the host's memory. ZeRO-Offload (Ren et al. 2021, arXiv 2101.06840, table 4): Adam of 1, 2, 4, 8 and 10
+# billion parameters in 0.22, 0.51, 1.03, 2.41 and 2.57 s on two sockets of six DDR4-2666 channels (255.9 GB/s), at 28 bytes a parameter
+# 0.50, 0.43, 0.42, 0.36 and 0.43 of it. Adam of all cores, one vectorised kernel: PyTorch's took six times as long there.
+HOST_SHARE = 0.43
+HOST_BYTES_PER_S = 2e11  # assumed where nothing is stated: half of the 409.6 GB/s of two sockets of eight DDR4-3200 channels
 
 
 class Offload(StrEnum):
@@ -38,11 +45,36 @@ class Offload(StrEnum):
     LOOKUP = "lookup"
 
 
-def copy_time(n_bytes: float, cluster: Cluster) -> Seconds:
-    """Seconds to move `n_bytes` between one device and its host: n / PCIe bandwidth."""
-    return Seconds(n_bytes / cluster.pcie_bytes_per_s, Kind.ANALYTIC)
+def _measured(cluster: Cluster) -> HostSpeed:
+    return cluster.profile.host if cluster.profile is not None and cluster.profile.host is not None else HostSpeed()
+
+
+def copy_time(n_bytes: float, cluster: Cluster, *, to_host: bool = False) -> Seconds:
+    """Seconds to move `n_bytes` between one device and its host while all of the node's do: n / min(lane, W_node / G)."""
+    own = _measured(cluster)
+    measured = own.from_device_bytes_per_s if to_host else own.to_device_bytes_per_s
+    lane = measured or cluster.pcie_bytes_per_s
+    shared = lane if cluster.pcie_node_bytes_per_s is None else cluster.pcie_node_bytes_per_s / cluster.gpus_per_node
+    return Seconds(n_bytes / min(lane, shared), Kind.INTERPOLATED if measured and lane <= shared else Kind.ANALYTIC)
 
 
 def host_time(n_bytes: float, cluster: Cluster) -> Seconds:
-    """Seconds of the host over `n_bytes` of its memory, while all of a node's ranks do the same: n G / bandwidth."""
-    return Seconds(n_bytes * cluster.gpus_per_node / HOST_BYTES_PER_S, Kind.ANALYTIC)
+    """Seconds of the host over `n_bytes` of its memory, while all of a node's ranks do the same: n G / bandwidth.
+
+    No faster than one process was measured to run Adam.
+    """
+    return Seconds(n_bytes / _host_rate(cluster)[0], Kind.ANALYTIC)
+
+
+def host_adam_time(num_parameters: float, cluster: Cluster) -> Seconds:
+    """Seconds of Adam over `num_parameters` of each of a node's ranks on the host."""
+    bytes_per_s, measured = _host_rate(cluster)
+    return Seconds(ADAM_BYTES * num_parameters / bytes_per_s, Kind.INTERPOLATED if measured else Kind.ANALYTIC)
+
+
+def _host_rate(cluster: Cluster) -> tuple[float, bool]:
+    """Bytes a second of the host's memory for one rank, and whether they are those of one process as measured."""
+    stated = cluster.host_bytes_per_s
+    shared = (HOST_BYTES_PER_S if stated is None else HOST_SHARE * stated) / cluster.gpus_per_node
+    own = _measured(cluster).adam_bytes_per_s
+    return (own, True) if own is not None and own <= shared else (shared, False)

@@ -11,10 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from costmodels.book import PriceBook
-from costmodels.memory import ideal_states, operator_states
+from costmodels.chunks.memory import prices_of
+from costmodels.chunks.price import ideal_bytes, state_widths, writes_over_parameters
+from costmodels.memory import ideal_states, operator_states, owned_parameters
 from costmodels.occupancy import RankMemory, held_bytes, rank_layers, stashes
 from costmodels.recompute import gradient_bytes, ideal_bytes_by_operator, recompute_operators, saved_bytes_by_operator
-from costmodels.strategy import Frame, LayerChoice, Strategy
+from costmodels.sharding import Sharding
+from costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
 from profiles.model import LayerKind, Operator
 
 
@@ -49,7 +52,7 @@ def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: Pri
     kept: dict[LayerChoice, float] = {}
     for choice in rank_layers(strategy, rank):
         sharding = frame.sharding_of(choice)
-        parts = book.states(choice.kind, frame.mesh, sharding, choice.zero).ideal
+        parts = _ideal(choice, frame, book)
         ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
         kept[choice] = book.activations(choice.kind, frame.micro_batch_size, sharding, choice.recompute, choice.on_host).ideal_saved
     return RedundantBytes(
@@ -58,29 +61,52 @@ def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: Pri
         activations=memory.activations - held_bytes(strategy, rank, kept), temporaries=memory.temporaries)
 
 
+def _ideal(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[float, float, float]:
+    """Of one layer; of a block in chunks by its home, without padding."""
+    if not in_chunks(choice, frame):
+        return prices_of(frame, book).states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).ideal
+    whole = owned_parameters(book.layer(choice.kind, 1), Sharding())
+    over = writes_over_parameters(book.training, frame.num_micro_batches)
+    return ideal_bytes(choice.home, whole, frame.mesh.ranks_per_stage, book.training, over)
+
+
 def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: PriceBook) -> dict[str, RedundantBytes]:
     """Redundant bytes of each operator of one layer on a device of pipeline rank `rank`.
 
     Over the operators and layers of a rank all classes but temporaries add up to `rank_redundancy` (with virtual stages,
     over the layers of its largest chunk, which the stashes are counted by; what a recompute ahead of the gradient makes is in the
-    rank's alone). Temporaries here are those of the operator's
+    rank's alone, and so is the padding of chunks of states). Temporaries here are those of the operator's
     own backward pass: of a layer and of a rank the largest moment counts, not the sum.
     """
-    layer, sharding = book.kept_graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
+    layer, sharding = book.kept_layer(choice.kind, frame.micro_batch_size), frame.sharding_of(choice)
     again, stack = recompute_operators(layer, choice.recompute) if choice.kind is LayerKind.BLOCK else (), book.training.stack
     kept = saved_bytes_by_operator(layer, sharding, again, stack, choice.on_host)
     ideal = ideal_bytes_by_operator(layer, sharding.tp, again, choice.on_host)
     held = stashes(choice.kind, rank, frame)
 
     def of(operator: Operator) -> RedundantBytes:
-        with_tied = frame.mesh.pp > 1
-        states = operator_states(
-            operator, sharding, choice.zero, book.shards(frame.mesh), book.training, with_tied=with_tied, offloaded=book.offloads_states)
-        whole = sum(p.num_elements for p in operator.parameters if not p.tied)
-        least = (0.0, 0.0, 0.0) if book.offloads_states else ideal_states(whole, frame.mesh.ranks_per_stage, book.training)
+        own, least = _operator_states(operator, choice, frame, book)
         return RedundantBytes(
-            parameters=states.parameters - least[0], gradients=states.gradients - least[1], optimizer=states.optimizer - least[2],
+            parameters=own[0] - least[0], gradients=own[1] - least[1], optimizer=own[2] - least[2],
             activations=held * (kept[operator.name] - ideal[operator.name]),
             temporaries=float(gradient_bytes(operator, sharding, stack)))
 
     return {operator.name: of(operator) for operator in layer.operators}
+
+
+def _operator_states(
+    operator: Operator, choice: LayerChoice, frame: Frame, book: PriceBook,
+) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
+    """Parameter, gradient and optimizer bytes of one operator on a device, and how few they could be."""
+    mesh, sharding, training = frame.mesh, frame.sharding_of(choice), book.training
+    outside = prices_of(frame, book).training
+    whole = sum(p.num_elements for p in operator.parameters if not p.tied)
+    if in_chunks(choice, frame):
+        over = writes_over_parameters(training, frame.num_micro_batches)
+        own, (widths, _) = sharding.parameter_elements(operator) / mesh.dp, state_widths(choice.home, training, over)
+        held = widths.parameters * own, widths.gradients * own, widths.optimizer * own
+        return held, ideal_bytes(choice.home, whole, mesh.ranks_per_stage, training, over)
+    states = operator_states(
+        operator, sharding, choice.zero, book.shards(mesh), outside, with_tied=mesh.pp > 1, offloaded=book.offloads_states)
+    least = (0.0, 0.0, 0.0) if book.offloads_states else ideal_states(whole, mesh.ranks_per_stage, outside)
+    return (states.parameters, states.gradients, states.optimizer), least

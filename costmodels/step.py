@@ -17,18 +17,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from costmodels.actions import Work
 from costmodels.book import LayerBook, PriceBook
+from costmodels.chunks.memory import device_memory, prices_of
+from costmodels.chunks.time import chunk_time
 from costmodels.collectives import Collective, collective_time
 from costmodels.copies import exposed_copies
-from costmodels.layer import contention
+from costmodels.layer import DataParallelTime, contention, summed_inside
 from costmodels.mesh import Axis, place_axis
-from costmodels.occupancy import RankMemory, rank_layers, rank_memory
+from costmodels.occupancy import RankMemory, rank_layers
 from costmodels.pace import layouts_of
 from costmodels.passes import Ahead, hidden_passes, plain_and_ramp
 from costmodels.redundancy import RedundantBytes, rank_redundancy
 from costmodels.schedules import LAST_KEEPS_ALL, Schedule
 from costmodels.simulate import SimulatedStep, StageCost, replay
-from costmodels.strategy import Frame, LayerChoice, Strategy
+from costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.provenance import ZERO, Seconds
@@ -40,7 +43,10 @@ STEPS = 50  # of the proportions that a bubble is replayed with: 2 % of a micro-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTime:
-    """Seconds of one pipeline rank in one step; all but the bubble, by cause."""
+    """Seconds of one pipeline rank in one step; all but the bubble, by cause.
+
+    host_comm: copies between device and host that nothing hides, and what the host adds up
+    """
 
     compute: Seconds
     recompute: Seconds
@@ -48,10 +54,11 @@ class RankTime:
     dp_comm: Seconds
     pp_comm: Seconds
     optimizer: Seconds
+    host_comm: Seconds = ZERO
 
     @property
     def total(self) -> Seconds:
-        return self.compute + self.recompute + self.tp_comm + self.dp_comm + self.pp_comm + self.optimizer
+        return self.compute + self.recompute + self.tp_comm + self.dp_comm + self.pp_comm + self.optimizer + self.host_comm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +84,7 @@ class StepPrice:
 class StepCosts:
     """What a simulation of a strategy starts from: `stages[rank][chunk]`, and by rank the seconds after its last action, `tail_s`.
 
-    reduced_s      exposed reductions and gathers of the step
+    reduced_s      exposed reductions and gathers of the step, and copies between device and host
     tied_s         the reduction of a tied embedding's two gradients
     optimizer_s    the update of the parameters
     """
@@ -205,7 +212,7 @@ def step_costs(strategy: Strategy, book: PriceBook) -> StepCosts:
     if frame.schedule in LAST_KEEPS_ALL and any(book.recompute_operators(choice.kind, choice.recompute) for choice in strategy.stages[-1]):
         raise ConfigError(f"{frame.schedule}: its last stage recomputes nothing, here it does", hint="use early-recompute")
     stages = tuple(
-        tuple(_stage_cost(strategy.stages[stage], stage, frame, book) for stage in frame.stages_of(rank)) for rank in ranks)
+        tuple(_stage_cost(strategy, stage, book) for stage in frame.stages_of(rank)) for rank in ranks)
     tails = [_tail(strategy, rank, book) for rank in ranks]
     reduced_s, tied_s, optimizer_s = (tuple(part.value_s for part in parts) for parts in zip(*tails, strict=True))
     return StepCosts(stages, reduced_s, tied_s, optimizer_s)
@@ -223,7 +230,7 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     """
     frame = strategy.frame
     ranks = range(frame.mesh.pp)
-    memory = tuple(rank_memory(strategy, rank, book) for rank in ranks)
+    memory = tuple(device_memory(strategy, rank, book) for rank in ranks)
     costs = step_costs(strategy, book)
     simulated = simulated_step(strategy, costs)
     times = [_rank_time(strategy, rank, book) for rank in ranks]
@@ -243,11 +250,21 @@ def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     )
 
 
-def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: PriceBook) -> StageCost:
+def _data_parallel(choice: LayerChoice, frame: Frame, book: PriceBook) -> DataParallelTime:
+    """What data parallelism adds to one layer; of a block in chunks only the sums inside the stage, the rest is `chunk_time`."""
+    sharding = frame.sharding_of(choice)
+    if not in_chunks(choice, frame):
+        return prices_of(frame, book).data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, sharding, choice.zero)
+    summed = summed_inside(book.layer(choice.kind, 1), sharding, frame.mesh.dp, book.machine, book.training)
+    return DataParallelTime(forward=ZERO, backward=ZERO, step=summed, optimizer=ZERO)
+
+
+def _stage_cost(strategy: Strategy, stage: int, book: PriceBook) -> StageCost:
+    frame, chunk = strategy.frame, strategy.stages[stage]
     forward_s = backward_s = recompute_s = weight_s = stash_bytes = waiting_bytes = remade_bytes = 0.0
     for choice in chunk:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
-        data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
+        data = _data_parallel(choice, frame, book)
         forward_s += time.forward_s + data.forward.value_s
         backward_s += time.backward_s + data.backward.value_s
         recompute_s += time.recompute_s
@@ -265,9 +282,13 @@ def _stage_cost(chunk: tuple[LayerChoice, ...], stage: int, frame: Frame, book: 
     if any(choice.kind is LayerKind.BLOCK for choice in chunk):
         edges = book.row_edges(frame.micro_batch_size, frame.sharding)
         forward_s, backward_s = forward_s + edges[0].value_s, backward_s + edges[1].value_s
+    if frame.chunked:
+        added = chunk_time(strategy, frame.rank_of(stage), book)
+        forward_s, backward_s = (
+            own_s + added.of_pass(work, stage).value_s for work, own_s in ((Work.FORWARD, forward_s), (Work.BACKWARD, backward_s)))
     receive_forward, receive_backward = receive_times(stage, frame, book)
-    if frame.mesh.pp > 1 and (added := layouts_of(book.machine, book.training.stack)):
-        forward_s, backward_s = forward_s + added.action_s, backward_s + added.action_s
+    if frame.mesh.pp > 1 and (layouts := layouts_of(book.machine, book.training.stack)):
+        forward_s, backward_s = forward_s + layouts.action_s, backward_s + layouts.action_s
     return StageCost(
         forward_s=forward_s, backward_s=backward_s, recompute_s=recompute_s, weight_s=weight_s,
         stash_bytes=stash_bytes, waiting_bytes=waiting_bytes, remade_bytes=remade_bytes,
@@ -278,9 +299,12 @@ def _tail(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Seconds, Seco
     """What follows the last backward pass of a rank: exposed reductions, the tied embedding's, and the optimizer."""
     frame, reduced, updated = strategy.frame, ZERO, ZERO
     for choice in rank_layers(strategy, rank):
-        data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
+        data = _data_parallel(choice, frame, book)
         reduced += data.step
         updated += data.optimizer
+    if frame.chunked:
+        added = chunk_time(strategy, rank, book)
+        reduced, updated = reduced + added.step + added.host_step, updated + added.optimizer
     return reduced, _tied(frame, rank, book), updated + norm_and_loss(frame, book)
 
 
@@ -294,29 +318,39 @@ def norm_and_loss(frame: Frame, book: LayerBook[Any]) -> Seconds:
 
 def _tied(frame: Frame, rank: int, book: PriceBook) -> Seconds:
     ends = {frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)}  # one rank that holds both adds without sending
-    return book.tied_reduction(frame.mesh, frame.sharding) if book.tied and len(ends) > 1 and rank in ends else ZERO
+    return prices_of(frame, book).tied_reduction(frame.mesh, frame.sharding) if book.tied and len(ends) > 1 and rank in ends else ZERO
 
 
 def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:
     frame = strategy.frame
-    compute = recompute = tp_comm = per_micro_batch = per_step = optimizer = ZERO
+    compute = recompute = tp_comm = per_micro_batch = per_step = host = host_step = optimizer = ZERO
     for choice in rank_layers(strategy, rank):
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
-        data = book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, frame.sharding_of(choice), choice.zero)
+        data = _data_parallel(choice, frame, book)
         compute += time.forward + time.backward
         recompute += time.recompute
         tp_comm += time.tp_forward + time.tp_backward + time.tp_recompute
-        per_micro_batch += data.forward + data.backward
-        per_step += data.step
+        per_micro_batch += _without(data.forward + data.backward, data.host)
+        per_step += _without(data.step, data.host_step)
+        host, host_step = host + data.host, host_step + data.host_step
         optimizer += data.optimizer
+    if frame.chunked:
+        added = chunk_time(strategy, rank, book)
+        per_micro_batch, host = sum(added.collectives.values(), per_micro_batch), sum(added.host.values(), host)
+        per_step, host_step, optimizer = per_step + added.step, host_step + added.host_step, optimizer + added.optimizer
     for chunk in strategy.chunks(rank):
         out, back = exposed_copies(chunk, frame, book)
-        per_micro_batch += out + back
+        host += out + back
     tp_comm += rank_edges(frame, book)
     transfers, m = rank_receives(rank, frame, book), frame.num_micro_batches
     return RankTime(
         compute=compute.scaled(m), recompute=recompute.scaled(m), tp_comm=tp_comm.scaled(m), pp_comm=transfers.scaled(m),
-        dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer)
+        dp_comm=per_micro_batch.scaled(m) + per_step + _tied(frame, rank, book), optimizer=optimizer,
+        host_comm=host.scaled(m) + host_step)
+
+
+def _without(whole: Seconds, part: Seconds) -> Seconds:
+    return whole.scaled(1 - part.value_s / whole.value_s) if part.value_s else whole
 
 
 def _less_hidden(time: RankTime, transfer_s: float) -> RankTime:

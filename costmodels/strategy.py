@@ -104,6 +104,11 @@ class Frame:
         return tuple(actions(self.schedule, rank, self.mesh.pp, self.num_micro_batches, self.virtual_stages) for rank in ranks)
 
 
+def in_chunks(choice: LayerChoice, frame: Frame) -> bool:
+    """Whether the states of a layer of `frame` are held in chunks: those of blocks, where any are."""
+    return frame.chunked and choice.kind is LayerKind.BLOCK
+
+
 _placement = lru_cache(maxsize=8)(placement_of)
 _orders = lru_cache(maxsize=8)(orders_of)
 

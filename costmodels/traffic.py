@@ -15,15 +15,18 @@ from dataclasses import dataclass
 
 from costmodels.actions import Work
 from costmodels.book import PriceBook
+from costmodels.chunks.memory import chunks_of_rank, prices_of
+from costmodels.chunks.schedule import Does, RankChunks
 from costmodels.collectives import Collective
 from costmodels.edges import Edge, edges_of, leaves
 from costmodels.kernels import FP32_BYTES
 from costmodels.layer import LOSS_REDUCTIONS
+from costmodels.lookup import TOKEN_BYTES, Lookup
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis
 from costmodels.redistribution import Move, moves
 from costmodels.sharding import PARTIAL, Place, Sharding
-from costmodels.strategy import Frame, LayerChoice, Strategy
+from costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
 from costmodels.sub_pipeline import HALVES
 from profiles.model import LayerClass, LayerKind, Operator, OperatorKind, Tensor
 
@@ -77,10 +80,12 @@ def rank_tally(strategy: Strategy, rank: int, book: PriceBook) -> Tally:
         for choice in strategy.stages[stage]:
             _add_layer(tally, choice, frame, book, ahead)
         _add_messages(tally, stage, frame, book)
+    if frame.chunked:
+        _add_chunks(tally, chunks_of_rank(strategy, rank, book))
     ends = {frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)}
     if book.tied and len(ends) > 1 and rank in ends:
         tables = (p for op in book.graph(1).embedding.operators for p in op.parameters if op.parallel_dim == "vocab")
-        tally.add(Axis.PP, Collective.ALL_REDUCE, _gradient_bytes(sum(p.num_elements for p in tables) // frame.mesh.tp, book))
+        tally.add(Axis.PP, Collective.ALL_REDUCE, _gradient_bytes(sum(p.num_elements for p in tables) // frame.mesh.tp, prices_of(frame, book)))
     return tally
 
 
@@ -95,7 +100,7 @@ def _gradient_bytes(elements: int, book: PriceBook) -> int:
 
 
 def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook, ahead: int) -> None:
-    layer, sharding = book.graph(frame.micro_batch_size).layer_class(choice.kind), frame.sharding_of(choice)
+    layer, sharding = book.layer(choice.kind, frame.micro_batch_size), frame.sharding_of(choice)
     again = book.recompute_operators(choice.kind, choice.recompute)
     if sharding.tp > 1:
         parts = HALVES if sharding.overlap and choice.kind is LayerKind.BLOCK else 1
@@ -104,7 +109,26 @@ def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook,
             tally.add(Axis.TP, move.collective, move.num_bytes, parts * frame.num_micro_batches)
         for num_bytes in _summed_inside(layer, sharding, book.shards(frame.mesh) if choice.zero else 1):
             tally.add(Axis.TP, Collective.ALL_REDUCE, num_bytes)
-    _add_data_parallel(tally, choice, layer, frame, book, ahead if again else 0)
+    if book.looks_up(choice.kind) and frame.mesh.dp > 1:
+        _add_lookup(tally, book.lookup(frame.micro_batch_size, frame.mesh), frame, book)
+    if not in_chunks(choice, frame):
+        _add_data_parallel(tally, choice, layer, frame, prices_of(frame, book), ahead if again else 0)
+
+
+def _add_lookup(tally: Tally, lookup: Lookup, frame: Frame, book: PriceBook) -> None:
+    """The tokens of all data-parallel ranks, and both exchanges of what the host looks up."""
+    m = frame.num_micro_batches
+    tally.add(Axis.DP, Collective.ALL_GATHER, TOKEN_BYTES * lookup.num_tokens * frame.mesh.dp, m)
+    tally.add(Axis.DP, Collective.ALL_TO_ALL, book.training.precision.num_bytes * lookup.elements, 2 * m)
+
+
+def _add_chunks(tally: Tally, chunks: RankChunks) -> None:
+    """Gathers and reductions of whole communication groups of chunks."""
+    kinds = {Does.GATHER: Collective.ALL_GATHER, Does.REDUCE: Collective.REDUCE_SCATTER}
+    for moment in chunks.moments:
+        for op in (*moment.before, *moment.after):
+            if op.does in kinds:
+                tally.add(Axis.DP, kinds[op.does], op.num_bytes)
 
 
 def layer_moves(layer: LayerClass, sharding: Sharding, again: tuple[str, ...]) -> Iterator[Move]:

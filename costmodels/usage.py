@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from costmodels.book import PriceBook
+from costmodels.chunks.memory import device_memory
 from costmodels.memory import StateBytes
-from costmodels.occupancy import rank_layers, rank_memory
+from costmodels.occupancy import rank_layers
 from costmodels.strategy import Strategy
 from costmodels.traffic import Sent, rank_traffic
 
@@ -34,8 +35,8 @@ class RankUse:
 
 
 def predicted_use(strategy: Strategy, rank: int, book: PriceBook) -> RankUse:
-    """As the prices have it: the classes of `rank_memory`, the collectives of `rank_traffic`."""
-    frame, memory = strategy.frame, rank_memory(strategy, rank, book)
+    """As the prices have it: the classes of `device_memory`, the collectives of `rank_traffic`."""
+    frame, memory = strategy.frame, device_memory(strategy, rank, book)
     saved = sum(
         book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).saved
         for choice in rank_layers(strategy, rank))

@@ -197,7 +197,7 @@ def _train(
     checkpoints.finish(options.steps)
     rows, own = [None] * dist.get_world_size(), trainer.state_bytes()
     dist.all_gather_object(rows, own)
-    run = collect(plan, trainer.recorder, own, device)
+    run = collect(plan, trainer.recorder, own, device, trainer.moved(), trainer.on_host_bytes)
     if speaks:
         click.echo(table(rows, compared=isinstance(plan, ModulePlan) or has_even_shards(plan)))
     if run is not None:
@@ -213,7 +213,9 @@ def _module_trainer(plan: ModulePlan, options: Options, device: torch.device, pr
 
 def _step_line(plan: Plan | ModulePlan, options: Options, result: StepResult) -> str:
     norm = f"grad norm {result.gradient_norm:.4g}"
-    if 0 < options.clip_gradients < result.gradient_norm:
+    if result.skipped:
+        norm += f" skipped, loss scale {result.loss_scale:g}"
+    elif 0 < options.clip_gradients < result.gradient_norm:
         norm += f" clipped to {options.clip_gradients:g}"
     rate = f"  lr {result.learning_rate:.2e}" if options.lr_varies else ""
     speed = plan.training.tokens_per_step / result.seconds

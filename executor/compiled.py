@@ -24,6 +24,10 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
     Recipes (`executor.memory.kept`) are what autograd asks Python for when it keeps a tensor. A compiled block keeps tensors of
     its own: tracing it ends at the hooks, and in pieces around them an operator that runs again met freed memory.
     """
+    if plan.chunks is not None:
+        raise ConfigError(
+            "--compile: parameters in chunks come and go around the passes of their block, which torch.compile cannot trace",
+            hint="leave --compile out, or make a plan without chunks")
     if plan.mesh.tp > 1:
         raise ConfigError(
             f"--compile: with tp {plan.mesh.tp} the gathered inputs are kept by recipes, which torch.compile cannot trace",

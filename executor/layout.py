@@ -24,8 +24,13 @@ class PlacedLayer:
     plan: LayerPlan
 
     @property
+    def block(self) -> int:
+        """The number of a block in the model, from 0."""
+        return self.index - 1
+
+    @property
     def name(self) -> str:
-        return f"block{self.index - 1}" if self.kind is LayerKind.BLOCK else self.kind.value
+        return f"block{self.block}" if self.kind is LayerKind.BLOCK else self.kind.value
 
 
 def stage_layers(plan: Plan) -> tuple[tuple[PlacedLayer, ...], ...]:

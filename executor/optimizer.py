@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.linalg import vector_norm
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from costmodels.mesh import Mesh
 from executor.options import LearningRateSchedule, Options
 from executor.parallel.stages import Stage
+from executor.scale import LossScale
 from executor.tensors import local
 from planner.plan import Plan
+
+CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 
 
 def build_optimizer(parameters: Sequence[nn.Parameter], options: Options) -> torch.optim.Optimizer:
@@ -31,7 +36,8 @@ def build_optimizer(parameters: Sequence[nn.Parameter], options: Options) -> tor
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         groups.setdefault((mesh, local(parameter.detach()).device, decays(parameter)), []).append(parameter)
     return torch.optim.AdamW(
-        [{"params": group, "weight_decay": options.weight_decay if decay else 0.0} for (_, _, decay), group in groups.items()],
+        [{"params": group, "weight_decay": options.weight_decay if decay else 0.0} for (_, _, decay), group in groups.items()]
+        or [{"params": []}],  # of a stage whose parameters are all in chunks
         lr=options.learning_rate, betas=options.betas, fused=True)
 
 
@@ -62,16 +68,26 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: 
 
 
 @torch.no_grad()
-def gradient_norm(plan: Plan, stages: Sequence[Stage], device: torch.device) -> Tensor:
+def gradient_norm(
+    plan: Plan, stages: Sequence[Stage], device: torch.device, in_chunks: Mapping[nn.Parameter, Tensor] | None = None,
+    scale: LossScale | None = None,
+) -> Tensor:
     """The 2-norm of the gradients of the whole model, each parameter counted once: the same on every rank. Collective.
 
-    A rank adds the square of its parts over the number of ranks that hold the same part; `stages` are this rank's.
+    A rank adds the square of its parts over the number of ranks that hold the same part; `stages` are this rank's. `in_chunks` has
+    the gradients that lie in its chunks, of which no other data-parallel rank has any; they are still multiplied by `scale`.
     """
-    by_copies: dict[int, list[Tensor]] = {}
+    plain: dict[int, list[Tensor]] = {}
+    scaled: dict[int, list[Tensor]] = {} if scale is not None else plain  # one list, in the order that a plan without chunks has
+    owned = in_chunks or {}
     for parameter in _counted(plan, stages):
-        if parameter.grad is not None:
-            by_copies.setdefault(num_copies(plan.mesh, parameter), []).append(local(parameter.grad))
-    total = squared_norm(by_copies, device)
+        if parameter in owned:
+            scaled.setdefault(num_copies(replace(plan.mesh, dp=1), parameter), []).append(owned[parameter])
+        elif parameter.grad is not None:
+            plain.setdefault(num_copies(plan.mesh, parameter), []).append(local(parameter.grad))
+    total = squared_norm(plain, device)
+    if scale is not None:
+        total += squared_norm(scaled, device) / scale.value**2
     dist.all_reduce(total)
     return total.sqrt().float()
 
@@ -80,7 +96,8 @@ def squared_norm(parts: Mapping[int, list[Tensor]], device: torch.device) -> Ten
     """The sum of the squares of this rank's gradients, by number of ranks that hold the same, each over that number; in fp64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in parts.items():
-        total += get_total_norm(gradients).to(total).square() / copies
+        single = [each if each.dtype is torch.float32 else vector_norm(each, dtype=torch.float32) for each in gradients]
+        total += get_total_norm(single).to(total).square() / copies
     return total
 
 
@@ -89,6 +106,14 @@ def clip_gradients(optimizer: torch.optim.Optimizer, largest: float, norm: Tenso
     if largest:
         for group in optimizer.param_groups:
             clip_grads_with_norm_(group["params"], largest, norm)
+
+
+def clip_factor(largest: float, norm: Tensor, scale: LossScale | None = None) -> Tensor | None:
+    """What gradients in chunks are multiplied by before their update: as `clip_gradients`, and out of the loss scale. None for nothing."""
+    factor = (largest / (norm + CLIP_EPSILON)).clamp(max=1.0) if largest else None
+    if scale is None:
+        return factor
+    return (torch.ones_like(norm) if factor is None else factor) / scale.value
 
 
 def _counted(plan: Plan, stages: Sequence[Stage]) -> Iterator[nn.Parameter]:

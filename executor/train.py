@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -13,35 +14,44 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from costmodels.memory import StateBytes
 from executor.check.meter import Meter, Row, predicted_state_bytes
 from executor.checkpoint.states import Held, held
+from executor.chunks.adam import ChunkAdam
 from executor.compiled import compile_blocks
 from executor.data.batches import Batches, build_batches
-from executor.optimizer import build_optimizer, clip_gradients, gradient_norm, set_learning_rate
+from executor.optimizer import build_optimizer, clip_factor, clip_gradients, gradient_norm, learning_rate, set_learning_rate
 from executor.options import Options
 from executor.parallel.pipeline import Pipeline, build_pipeline
 from executor.parallel.stages import Ranks
+from executor.scale import LossScale, loss_scale
 from executor.watch.measured import Recorder
 from executor.watch.progress import Progress
 from planner.plan import Plan
+from planner.runs import ChunkMoved
 
 METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping: the same on every rank."""
+    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping: the same on every rank.
+
+    loss_scale: of an fp16 run, which the next step begins with; skipped: whether a gradient was not finite, and nothing was updated
+    """
 
     step: int
     loss: float
     gradient_norm: float
     learning_rate: float
     seconds: float
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """One rank of a training run."""
+    """One rank of a training run. `optimizer` updates the parameters that lie in no chunk, `adam` the others."""
 
     plan: Plan
     options: Options
@@ -52,6 +62,7 @@ class Trainer:
     meter: Meter
     recorder: Recorder
     progress: Progress = field(default_factory=Progress)
+    adam: ChunkAdam | None = None
 
     def gradients(self, step: int) -> Tensor:
         """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
@@ -76,9 +87,10 @@ class Trainer:
             with self.recorder.counted():
                 loss, norm = self._step(step)
             result = StepResult(
-                step=step, loss=loss, gradient_norm=norm, learning_rate=self.optimizer.param_groups[0]["lr"],
-                seconds=time.perf_counter() - started)
-            self.recorder.finish(result.seconds, result.loss)
+                step=step, loss=loss, gradient_norm=norm, learning_rate=learning_rate(self.options, step),
+                seconds=time.perf_counter() - started, loss_scale=self.scale.value if self.scale else None,
+                skipped=self.scale is not None and not math.isfinite(norm))
+            self.recorder.finish(result.seconds, result.loss, skipped=result.skipped)
             yield result
 
     def _step(self, step: int) -> tuple[float, float]:
@@ -90,21 +102,56 @@ class Trainer:
         return loss.item(), norm.item()
 
     def update(self, step: int) -> Tensor:
-        """The optimizer's update for the gradients that are there; returns their norm over the whole model."""
+        """The optimizer's update for the gradients that are there, if they are finite; returns their norm over the whole model."""
         norm = self.norm()
-        clip_gradients(self.optimizer, self.options.clip_gradients, norm)
         set_learning_rate(self.optimizer, self.options, step)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        factor = clip_factor(self.options.clip_gradients, norm, self.scale)  # of the scale that these gradients have
+        if self._goes_on(norm):
+            clip_gradients(self.optimizer, self.options.clip_gradients, norm)
+            self.optimizer.step()
+            self._update_chunks(step, factor)
+            self._end_update()
+        else:
+            self.leave_out()
         return norm
+
+    def leave_out(self) -> None:
+        """Instead of an update: the gradients that are there are given up."""
+        if self.adam is not None:
+            self.adam.skip()
+        self._end_update()
+
+    def _end_update(self) -> None:
+        if self.adam is not None:
+            self.adam.manager.end_update()
+        self.optimizer.zero_grad()
+
+    def _update_chunks(self, step: int, factor: Tensor | None) -> None:
+        if self.adam is not None:
+            self.adam.step(learning_rate(self.options, step), factor)
+
+    def _goes_on(self, norm: Tensor) -> bool:
+        """Whether there is an update: all ranks have the same norm. Raises PlannerError where no loss scale helps."""
+        if self.scale is None:
+            return True
+        finite = math.isfinite(norm.item())
+        self.scale.settle(finite=finite)
+        return finite
+
+    @property
+    def scale(self) -> LossScale | None:
+        """What the loss is multiplied by in an fp16 run."""
+        return self.pipeline.scale
 
     def norm(self) -> Tensor:
         """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
-        return gradient_norm(self.plan, self.pipeline.stages, self.ranks.device)
+        in_chunks = self.adam.gradients() if self.adam is not None else None
+        return gradient_norm(self.plan, self.pipeline.stages, self.ranks.device, in_chunks, self.scale)
 
     def held(self) -> Held:
         """The parameters that a checkpoint has of this rank."""
-        return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings)
+        apart = self.pipeline.chunks.parameters if self.pipeline.chunks is not None else ()
+        return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings, apart=apart)
 
     @property
     def has_copies(self) -> bool:
@@ -118,6 +165,15 @@ class Trainer:
         """What training changes beside parameters, by name."""
         return {}
 
+    def moved(self) -> ChunkMoved | None:
+        """What the chunks of this rank have moved in the last step, beside what the plan says."""
+        return self.adam.manager.moved if self.adam is not None else None
+
+    @property
+    def on_host_bytes(self) -> int:
+        """What chunks hold of the host's memory."""
+        return self.adam.manager.host_bytes if self.adam is not None else 0
+
     @property
     def copied_bytes(self) -> tuple[int, int]:
         """Bytes of activations that went to the host, and that came back, since the start."""
@@ -127,7 +183,8 @@ class Trainer:
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""
         pp, dp, tp = (self.ranks.coordinate(axis) for axis in ("pp", "dp", "tp"))
-        return (pp, dp, tp), predicted_state_bytes(self.plan, pp, dp), self.meter.measured(self.optimizer)
+        in_chunks = self.adam.state_bytes() if self.adam is not None else StateBytes()
+        return (pp, dp, tp), predicted_state_bytes(self.plan, pp, dp), self.meter.measured(self.optimizer) + in_chunks
 
 
 def build_trainer(plan: Plan, options: Options, device: torch.device, progress: Progress | None = None) -> Trainer:
@@ -158,13 +215,16 @@ def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter, progres
         return recorder.span(work, stage, micro_batch)
 
     pipeline = build_pipeline(
-        plan, ranks, seed=options.seed, after_backward=after_backward, span=span, after_recompute=meter.recomputed)
+        plan, ranks, seed=options.seed, after_backward=after_backward, span=span, after_recompute=meter.recomputed,
+        scale=loss_scale(plan.training.precision))
     if options.compile:
         compile_blocks(pipeline.stages)
-    meter.watch(pipeline.stages, pipeline.parameters)
+    chunks = pipeline.chunks
+    meter.watch(pipeline.stages, pipeline.parameters, apart=chunks.parameters if chunks is not None else ())
     return Trainer(
         plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=build_optimizer(pipeline.parameters, options),
-        batches=build_batches(plan, dp_rank, options), meter=meter, recorder=recorder, progress=progress)
+        batches=build_batches(plan, dp_rank, options), meter=meter, recorder=recorder, progress=progress,
+        adam=ChunkAdam(chunks, options) if chunks is not None else None)
 
 
 def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:

@@ -10,8 +10,8 @@ from costmodels.memory import StateBytes
 from costmodels.step import model_flops_utilization, price_step
 from planner.module_plan import ModulePlan
 from planner.plan import Plan
-from planner.reprice import book_of, strategy_of
-from planner.runs import RUN_VERSION, Beside, Environment, Figures, Part, RankRecord, Run, Span, Steps, plan_parts
+from planner.reread import book_of, strategy_of
+from planner.runs import RUN_VERSION, Beside, ChunkMoved, Environment, Figures, Part, RankRecord, Run, Span, Steps, plan_parts
 from planner.timelines import Timeline, measured_parts_s, predicted_timeline
 from profiles.errors import ConfigError
 from profiles.units import GIB
@@ -43,6 +43,7 @@ class RankMeasured:
     host_rss_bytes: int
     steps: tuple[RecordedStep, ...]
     ahead_s: float = 0.0
+    chunks: ChunkMoved | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ def _as_written(plan: ModulePlan) -> Predicted:
 
 def make_run(
     plan: Plan | ModulePlan, environment: Environment, ranks: Sequence[RankMeasured], *, seconds: Sequence[float], losses: Sequence[float],
-    warm_up: int, clock_error_s: float, date: str,
+    warm_up: int, clock_error_s: float, date: str, skipped: Sequence[int] = (),
 ) -> Run:
     """The run of `plan` whose steps took `seconds`, on all ranks in their order."""
     predicted = predict(plan)
@@ -98,7 +99,7 @@ def make_run(
         clock_error_s=clock_error_s, plan=body,
         steps=Steps(
             seconds=tuple(seconds), loss=tuple(losses), warm_up=warm_up, median_s=median(counted), least_s=min(counted),
-            most_s=max(counted)),
+            most_s=max(counted), skipped=tuple(skipped)),
         figures=_figures(plan, predicted, median(counted), _idle_share(ranks)),
         parts=_parts(predicted.timeline, measured_parts_s(steps)), ranks=tuple(steps[-1]))
 
@@ -118,7 +119,7 @@ def _record(number: int, rank: RankMeasured, step: RecordedStep, origin_s: float
         optimizer_bytes=Beside(predicted=rank.predicted.optimizer, measured=rank.held.optimizer),
         peak_allocated_bytes=Beside(predicted=allocated, measured=rank.allocated_bytes),
         peak_reserved_bytes=Beside(predicted=reserved, measured=rank.reserved_bytes),
-        host_rss_bytes=rank.host_rss_bytes,
+        host_rss_bytes=rank.host_rss_bytes, chunks=rank.chunks,
         spans=tuple(replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in step.spans))
 
 

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from costmodels.book import PriceBook
+from costmodels.chunks.home import OFFLOAD_OF
 from costmodels.occupancy import RankMemory
+from costmodels.offload import Offload
 from costmodels.redundancy import RedundantBytes, added, operator_redundancy
 from costmodels.sharding import placements
 from costmodels.step import StepPrice, model_flops_utilization
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.band import error_band
+from planner.chunks import chunks_of
 from planner.plan import (
     PLAN_VERSION,
     Breakdown,
@@ -56,8 +59,16 @@ def _layer_plan(choice: LayerChoice, frame: Frame, book: PriceBook) -> LayerPlan
     return LayerPlan(
         layer=choice.kind, sequence_parallel=frame.sequence_parallel, zero=zero,
         zero_ranks=shards if zero and shards < frame.mesh.dp else None,
-        offload=book.offload, recompute=book.recompute_operators(choice.kind, choice.recompute), keep_on_host=choice.on_host,
+        offload=_offload(choice, frame, book),
+        recompute=book.recompute_operators(choice.kind, choice.recompute), keep_on_host=choice.on_host,
         operators={name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()})
+
+
+def _offload(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[Offload, ...]:
+    """What the host keeps of a layer: by its home where it is in chunks, and of what the book offloads."""
+    chunked = frame.chunked and choice.kind is LayerKind.BLOCK
+    kept = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
+    return (*(OFFLOAD_OF[choice.home] if chunked else ()), *(what for what in book.offload if kept[what]))
 
 
 def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
@@ -127,7 +138,8 @@ def breakdown(price: StepPrice) -> Breakdown:
     bubble = Quantity(value=rounded(idle_s), kind=step_kind(price))
     return Breakdown(
         compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
-        dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer))
+        dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer),
+        host_comm_s=quantity(time.host_comm))
 
 
 def memory_of_stages(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
@@ -183,20 +195,20 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
     step_s, num_ranks = price.step_s, frame.mesh.num_ranks
     kind = step_kind(price)
     names = _name_choices(strategy)
-    on_host = any(choice.on_host for choice in names)
+    unmeasured = book.model.num_experts or book.offload or frame.chunked or any(choice.on_host for choice in names)
     predicted = Prediction(
         step_time_s=Quantity(value=rounded(step_s), kind=kind),
         tokens_per_s_per_gpu=Quantity(value=rounded(training.tokens_per_step / step_s / num_ranks), kind=kind),
         mfu=Quantity(value=rounded(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
         # no measured step has experts, or keeps anything on the host
-        error_band=None if book.model.num_experts or book.offload or on_host else error_band(book.machine, training.stack),
+        error_band=None if unmeasured else error_band(book.machine, training.stack),
         breakdown=breakdown(price),
         memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
         redundancy_gib=_redundancy(strategy, price, names, book))
     return Plan(
         plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
         layer_plans={name: _layer_plan(choice, frame, book) for choice, name in names.items()},
-        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted))
+        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted), chunks=chunks_of(strategy, book))
 
 
 def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:

@@ -10,6 +10,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
+from planner.chunk_costs import block_costs, host_share_bytes, once_s
 from planner.columns import MixTable, block_counts, end_kinds, fixed_price
 from profiles.model import LayerKind
 
@@ -61,6 +62,8 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
     """
     book, b, mesh, catalogue = table.book, frame.micro_batch_size, frame.mesh, table.catalogue
     per_micro_batch_s, per_step_s = [], []
+    if frame.chunked:
+        return _least_chunked_block(frame, table)
     hidden_s = _always_recomputed_s(frame, table)
     for layout, fastest_s in catalogue.fastest_s(b, frame.sharding).items():
         for zero in table.zero_stages(frame):
@@ -70,6 +73,18 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
                 data = book.hidden_data_parallel(LayerKind.BLOCK, mesh, catalogue.with_layout(layout, frame.sharding), zero)
             per_micro_batch_s.append(fastest_s - hidden_s + data.per_micro_batch_s)
             per_step_s.append(data.per_step_s)
+    return min(per_micro_batch_s), min(per_step_s)
+
+
+def _least_chunked_block(frame: Frame, table: MixTable) -> tuple[float, float]:
+    """The same of a block in chunks: its compute, and collectives where they have one window; copies count as hidden."""
+    book, b, catalogue = table.book, frame.micro_batch_size, table.catalogue
+    per_micro_batch_s, per_step_s = [], []
+    for layout, fastest_s in catalogue.fastest_s(b, frame.sharding).items():
+        costs = block_costs(frame, catalogue.with_layout(layout, frame.sharding), table.offload, book).values()
+        gathered_s = 0.0 if catalogue.divides(frame.sharding) else min(cost.forward_s + cost.backward_s for cost in costs)
+        per_micro_batch_s.append(fastest_s + gathered_s)
+        per_step_s += [once_s(cost) for cost in costs]
     return min(per_micro_batch_s), min(per_step_s)
 
 
@@ -98,26 +113,43 @@ def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
     return usual_s * (1 - share * (ranks + hidden) / (frame.num_micro_batches - 1 + ranks))
 
 
+def least_kept_bytes(frame: Frame, table: MixTable) -> float:
+    """What any block keeps at least of a micro-batch."""
+    return min(
+        table.book.activations(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level).ideal_saved
+        for level in ((Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels))
+
+
 def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
     """Whether the blocks can be within `limit_bytes` when each is divided, recomputed and sharded as much as it can be.
 
     Without the workspace of blocks, and without a catalogue: it rules out most candidates that are far too large.
     """
     usable, pp, v = usable_bytes(limit_bytes, frame.mesh, table.book), frame.mesh.pp, frame.virtual_stages
-    kept = min(
-        table.book.activations(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level).ideal_saved
-        for level in ((Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels))
-    states = {
-        zero: table.book.states(LayerKind.BLOCK, frame.mesh, frame.sharding, zero).states.total for zero in table.zero_stages(frame)}
-    most = 0
+    kept = least_kept_bytes(frame, table)
+    states = {zero: _block_bytes(frame, zero, table) for zero in table.zero_stages(frame)}
+    share, most = host_share_bytes(table.book.machine.cluster) if frame.chunked else 0.0, 0
     for rank in range(pp):
         held = stashes(LayerKind.BLOCK, rank, frame) * kept / v
         rooms = {zero: usable - _ends_bytes(rank, frame, zero, table) for zero in states}
-        here = max(int(room // (states[zero] + held)) if room > 0 else 0 for zero, room in rooms.items())
+        here = max(
+            int(min(room / (device + held), (room + share) / (both + held))) if room > 0 else 0
+            for (device, both), room in ((states[zero], room) for zero, room in rooms.items()))
         if here < min(block_counts(rank, frame, table.book.model.num_layers), default=0):
             return False
         most += here
     return most >= table.book.model.num_layers
+
+
+def _block_bytes(frame: Frame, zero: int, table: MixTable) -> tuple[float, float]:
+    """The least bytes of the states of a block on its device, and on device and host together."""
+    if not frame.chunked:
+        own = float(table.book.states(LayerKind.BLOCK, frame.mesh, frame.sharding, zero).states.total)
+        return own, own
+    costs = [
+        cost for layout in table.catalogue.fastest_s(frame.micro_batch_size, frame.sharding)
+        for cost in block_costs(frame, table.catalogue.with_layout(layout, frame.sharding), table.offload, table.book).values()]
+    return min(float(cost.device.total) for cost in costs), min(float(cost.device.total + cost.host.total) for cost in costs)
 
 
 def _ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:

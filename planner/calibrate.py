@@ -27,7 +27,7 @@ from costmodels.book import PriceBook
 from costmodels.step import StepCosts, simulated_step, step_costs
 from costmodels.strategy import Strategy
 from planner.plan import Plan
-from planner.reprice import strategy_of
+from planner.reread import strategy_of
 from planner.runs import Run, fingerprint
 from planner.timelines import Key, parts_s
 from profiles.calibration import CAUSES, UNCHANGED, Calibration, Factor

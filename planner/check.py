@@ -11,7 +11,7 @@ from costmodels.strategy import Strategy
 from costmodels.traffic import Sent
 from costmodels.usage import RankUse, predicted_use
 from planner.plan import Plan, StageMemory
-from planner.reprice import book_of, strategy_of
+from planner.reread import book_of, strategy_of
 from profiles.errors import ConfigError
 from profiles.units import GIB, MIB
 
@@ -84,6 +84,8 @@ def priced(plan: Plan) -> Priced:
     if plan.model.num_experts:
         raise ConfigError(
             "the routing of experts depends on the data, which a dry run has none of", hint="run it on real tensors: plan check --execute")
+    if plan.chunks is not None:
+        raise ConfigError("a dry run does not hold states in chunks", hint="run it on real tensors: plan check --execute")
     if any(layer_plan.offload or layer_plan.keep_on_host for layer_plan in plan.layer_plans.values()):
         raise ConfigError(
             "a dry run has one memory, it cannot tell what the host keeps", hint="check the plan without offload, or use --execute")

@@ -8,7 +8,7 @@ the points that no other point of the same rank and count beats become columns o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,11 @@ from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.chunk_costs import HomeCosts, Tensors, home_costs, tensors_of
 from planner.fronts import Ints, front
+from planner.homes import NOTHING, Homes, in_homes
 from planner.layer_plans import LayerOption, catalogue_of
-from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, pure_mixes, widest
+from planner.mixes import Hull, Mixes, Pairs, column_of, exhaustive, hulls, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
 
@@ -40,6 +42,7 @@ class Column:
 
     time_s of one micro-batch; tail_s after the last one; memory_bytes the peak of a device; redundant_bytes per device.
     plain_s, ramp_s: of time_s what there is without recompute, and in the ramps of the pipeline (costmodels/passes.py)
+    homes: where the states of its blocks lie, of a frame in chunks
     """
 
     mix: Mix
@@ -50,6 +53,7 @@ class Column:
     redundant_bytes: float
     plain_s: float
     ramp_s: float
+    homes: Homes = NOTHING
 
     @property
     def num_blocks(self) -> int:
@@ -62,11 +66,15 @@ class MixTable:
     def __init__(self, book: PriceBook, pins: Constraints) -> None:
         self.book = book
         self.catalogue = catalogue_of(book, pins)
+        self.offload = pins.offload or ()
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self._known: dict[tuple[int, Sharding, bool, int, int], Mixes] = {}
+        self._hulls: dict[tuple[int, Sharding, bool], tuple[Hull, ...]] = {}
+        self._tensors: dict[Sharding, Tensors] = {}
+        self._homes: dict[tuple[Mesh, int, int, Sharding, int], HomeCosts] = {}
         self._pairs: dict[tuple[int, Sharding, bool], Pairs] = {}
         self._whole: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
-        self._blocks: dict[tuple[Mesh, int, Sharding, bool, bool, bool], dict[int, _PerBlock]] = {}
+        self._blocks: dict[tuple[Mesh, int, Sharding, bool, bool, bool, bool], dict[int, _PerBlock]] = {}
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
@@ -74,7 +82,9 @@ class MixTable:
 
     def zero_stages(self, frame: Frame) -> tuple[int, ...]:
         """Those of `zero_choices` that the frame's schedule can run: stage 3 frees what a split backward still needs, and would
-        gather for a recompute ahead of the gradient once more than it is priced for."""
+        gather for a recompute ahead of the gradient once more than it is priced for. Chunks are sharded as with stage 3."""
+        if frame.chunked:
+            return (3,) if frame.mesh.dp > 1 else (0,)
         choices = self.zero_choices(frame.mesh)
         apart = frame.splits_backward or (frame.recomputes_ahead and frame.mesh.dp > 1)
         return tuple(zero for zero in choices if zero < 3) if apart else choices
@@ -100,11 +110,36 @@ class MixTable:
     def per_block(self, frame: Frame, rank: int) -> dict[int, _PerBlock]:
         """By ZeRO stage, what a block on each option costs in `frame`."""
         key = (
-            frame.mesh, frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), frame.splits_backward, frame.recomputes_ahead)
+            frame.mesh, frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), frame.splits_backward, frame.recomputes_ahead,
+            frame.chunked)
         if key not in self._blocks:
             self._blocks[key] = {
                 zero: _per_block(self.options(frame, rank), frame, zero, self.book) for zero in self.zero_stages(frame)}
         return self._blocks[key]
+
+    def homes(self, frame: Frame, sharding: Sharding, num_blocks: int) -> HomeCosts:
+        """What it costs to give the blocks of a rank homes, of a frame in chunks."""
+        key = frame.mesh, frame.micro_batch_size, frame.num_micro_batches, sharding, num_blocks
+        if key not in self._homes:
+            self._homes[key] = home_costs(sharding, num_blocks, frame, self.offload, self.book)
+        return self._homes[key]
+
+    def tensors(self, sharding: Sharding) -> Tensors:
+        """The sizes of a block's tensors, divided as `sharding` does."""
+        if sharding not in self._tensors:
+            self._tensors[sharding] = tensors_of(sharding, self.book)
+        return self._tensors[sharding]
+
+    def hulls(self, frame: Frame, rank: int) -> tuple[Hull, ...]:
+        """What mixes of real numbers of blocks reach (planner/mixes.py)."""
+        key = frame.micro_batch_size, frame.sharding, frame.keeps_all(rank)
+        if key not in self._hulls:
+            self._hulls[key] = hulls(self.options(frame, rank))
+        return self._hulls[key]
+
+    def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:
+        """The ways to divide the weights that the options have, and one option's sharding for each."""
+        return {self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)}
 
     def get(self, frame: Frame, rank: int, num_blocks: int) -> Mixes:
         """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
@@ -138,7 +173,7 @@ class _PerBlock:
     """What one block on each option of the catalogue costs at one ZeRO stage, by option; `waiting`: its weight gradient that waits.
 
     Zero where no recompute runs ahead: recompute_s; longer_s, by how much the backward is longer than the forward; whole_saved
-    and whole_workspace, what is kept and temporary without recompute
+    and whole_workspace, what is kept and temporary without recompute. Of a frame in chunks the compute alone (planner/chunk_columns.py)
     """
 
     time_s: Array
@@ -198,6 +233,9 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
 
 
 def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: PriceBook) -> _PerBlock:
+    if frame.chunked:
+        nothing = np.zeros(len(options))
+        return _PerBlock(**{field.name: nothing for field in fields(_PerBlock)} | {"time_s": column_of(options, "time_s")})
     shardings = list(dict.fromkeys(option.sharding for option in options))
     own = np.array([shardings.index(option.sharding) for option in options])
     data = [book.data_parallel(LayerKind.BLOCK, frame.micro_batch_size, frame.mesh, sharding, zero) for sharding in shardings]
@@ -206,12 +244,12 @@ def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: 
         book.waiting_bytes(LayerKind.BLOCK, frame.micro_batch_size, sharding) if frame.splits_backward else 0.0 for sharding in shardings]
     timed = [book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, o.sharding, o.recompute) for o in options if frame.recomputes_ahead]
     whole = [book.activations(LayerKind.BLOCK, frame.micro_batch_size, o.sharding) for o in options if frame.recomputes_ahead]
-    nothing = [0.0] * len(options)
+    none = [0.0] * len(options)
     return _PerBlock(
-        recompute_s=np.array([time.recompute_s for time in timed] or nothing),
-        longer_s=np.array([time.backward_s - time.forward_s for time in timed] or nothing),
-        whole_saved=np.array([float(size.saved) for size in whole] or nothing),
-        whole_workspace=np.array([float(size.workspace) for size in whole] or nothing),
+        recompute_s=np.array([time.recompute_s for time in timed] or none),
+        longer_s=np.array([time.backward_s - time.forward_s for time in timed] or none),
+        whole_saved=np.array([float(size.saved) for size in whole] or none),
+        whole_workspace=np.array([float(size.workspace) for size in whole] or none),
         time_s=column_of(options, "time_s") + column_of(data, "per_micro_batch_s")[own], tail_s=column_of(data, "per_step_s")[own],
         states=np.array([float(layer.states.total) for layer in held])[own],
         ideal_states=np.array([sum(layer.ideal) for layer in held])[own],
@@ -220,7 +258,7 @@ def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Priced:
+class Priced:
     """Mixes of one block count at one ZeRO stage, by row: seconds as in `Column`, bytes to allocate, redundant bytes."""
 
     mixes: Mixes
@@ -239,39 +277,40 @@ class RankColumns:
     def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
         self.rank, self.frame, self.table = rank, frame, table
         self.stages = table.zero_stages(frame)
-        self._fixed = {zero: fixed_price(rank, frame, zero, table.book) for zero in self.stages}
-        self._per_block = table.per_block(frame, rank)
-        self._stashes = stashes(LayerKind.BLOCK, rank, frame)
+        self.fixed = {zero: fixed_price(rank, frame, zero, table.book) for zero in self.stages}
+        self.per_block = table.per_block(frame, rank)
+        self.stashes = stashes(LayerKind.BLOCK, rank, frame)
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
-        self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self._stashes),)
+        self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self.stashes),)
 
-    def _priced(self, mixes: Mixes, zero: int) -> _Priced:
-        fixed, block = self._fixed[zero], self._per_block[zero]
+    def priced(self, mixes: Mixes, zero: int) -> Priced:
+        fixed, block = self.fixed[zero], self.per_block[zero]
         counts = mixes.counts
-        running = self._running(mixes, fixed, block)
+        running = self.running(mixes, zero)
         buffers = np.maximum(widest(counts, block.zero_buffer), fixed.zero_buffer)
-        held = fixed.states + counts @ block.states + self._stashes * mixes.saved_bytes + fixed.held
-        ideal = fixed.ideal_states + counts @ block.ideal_states + self._stashes * mixes.ideal_saved_bytes + fixed.ideal_held
+        held = fixed.states + counts @ block.states + self.stashes * mixes.saved_bytes + fixed.held
+        ideal = fixed.ideal_states + counts @ block.ideal_states + self.stashes * mixes.ideal_saved_bytes + fixed.ideal_held
         allocated = held + running + buffers
         reserved = (fixed.step_copies + counts @ block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
         time_s = counts @ block.time_s + fixed.time_s
         plain_s, ramp_s = self._plain_and_ramp(time_s, counts @ block.recompute_s, counts @ block.longer_s)
-        return _Priced(
+        return Priced(
             mixes=mixes, zero=zero, time_s=time_s, tail_s=counts @ block.tail_s + fixed.tail_s, plain_s=plain_s, ramp_s=ramp_s,
             allocated=allocated + reserved, redundant=allocated - ideal)
 
     def _plain_and_ramp(self, time_s: Array, recompute_s: Array, longer_s: Array) -> tuple[Array, Array]:
         return plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, time_s, recompute_s, longer_s)
 
-    def _running(self, mixes: Mixes, fixed: Fixed, block: _PerBlock) -> Array:
+    def running(self, mixes: Mixes, zero: int) -> Array:
         """What the fullest moment holds beyond states and the most stashes (costmodels/moments.py)."""
+        fixed, block = self.fixed[zero], self.per_block[zero]
         saved, whole = mixes.saved_bytes, mixes.chunk_counts @ block.whole_saved
         inside = self._temporaries(mixes.workspace_bytes, saved, mixes.chunk_counts @ block.waiting, fixed)
         if not self.frame.recomputes_ahead:
             return inside
         alone = self._temporaries(widest(mixes.counts, block.whole_workspace), whole, np.zeros_like(saved), fixed)
         levels = [
-            (one.stashes - self._stashes) * (saved + fixed.saved) + one.remade * (whole - saved) + (alone if one.alone else inside)
+            (one.stashes - self.stashes) * (saved + fixed.saved) + one.remade * (whole - saved) + (alone if one.alone else inside)
             for one in self._moments]
         found: Array = np.max(levels, axis=0)
         return found
@@ -284,9 +323,9 @@ class RankColumns:
         if not self._peaks:
             return found
         fullest: Array = np.max([held * saved + waits * waiting for held, waits in self._peaks], axis=0)
-        return found + fullest - self._stashes * saved + fixed.waiting
+        return found + fullest - self.stashes * saved + fixed.waiting
 
-    def _column(self, priced: _Priced, row: int) -> Column:
+    def column(self, priced: Priced, row: int) -> Column:
         memory = occupied_bytes(float(priced.allocated[row]), self.frame.mesh, self.table.book)
         mix = tuple((option, int(n)) for option, n in zip(priced.mixes.options, priced.mixes.counts[row], strict=True) if n)
         return Column(
@@ -307,7 +346,7 @@ class RankColumns:
         """Mixes that fit and that no other beats or equals in the values of `names`; of equals the one with least memory."""
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         for zero in self.stages:
-            priced = self._priced(self.table.get(self.frame, self.rank, num_blocks), zero)
+            priced = self.priced(self.table.get(self.frame, self.rank, num_blocks), zero)
             fits = np.flatnonzero(priced.allocated <= usable)
             for rows in _of_equal_tail(priced, fits) if self.frame.recomputes_ahead else (fits,):
                 kept = rows[front(priced.time_s[rows], getattr(priced, names[-1])[rows])]
@@ -315,7 +354,7 @@ class RankColumns:
         if not found:
             return []
         values = np.array([[*(getattr(priced, name)[row] for name in names), priced.allocated[row]] for priced, row in found])
-        return [self._column(*found[index]) for index in _unbeaten_rows(values)]
+        return [self.column(*found[index]) for index in _unbeaten_rows(values)]
 
     def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """Per ZeRO stage a column that no mix of real numbers of blocks can beat within `limit_bytes`: a bound, not a plan.
@@ -329,28 +368,28 @@ class RankColumns:
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         pairs = self.table.pairs(self.frame, self.rank)
         for zero in self.stages:
-            time_s, fits = self._relaxed(num_blocks, zero, pairs, usable)
-            tail_s = num_blocks * float(self._per_block[zero].tail_s.min()) + self._fixed[zero].tail_s
+            time_s, fits = self.relaxed_s(num_blocks, zero, pairs, usable)
+            tail_s = num_blocks * float(self.per_block[zero].tail_s.min()) + self.fixed[zero].tail_s
             if fits:
                 plain_s, ramp_s = self._least_plain_and_ramp(num_blocks, zero, time_s)
-                time_s += self._fixed[zero].time_s
+                time_s += self.fixed[zero].time_s
                 found.append(Column(((options[0], num_blocks),), zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s))
         values = np.array([[c.time_s, c.tail_s, c.plain_s, c.ramp_s, 0.0] for c in found])
         return [found[index] for index in _unbeaten_rows(values)] if found else []
 
     def _least_plain_and_ramp(self, num_blocks: int, zero: int, blocks_s: float) -> tuple[float, float]:
         """What no mix is below whose blocks take at least `blocks_s`: its least without recompute, of the ramps no more than that."""
-        fixed_s, block = self._fixed[zero].time_s, self._per_block[zero]
+        fixed_s, block = self.fixed[zero].time_s, self.per_block[zero]
         least_s = num_blocks * float((block.time_s - block.recompute_s).min())
         plain_s, _ = plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, blocks_s, blocks_s - least_s, blocks_s)
         return plain_s + fixed_s, plain_s + fixed_s
 
-    def _relaxed(self, num_blocks: int, zero: int, pairs: Pairs, usable: float) -> tuple[float, bool]:
+    def relaxed_s(self, num_blocks: int, zero: int, pairs: Pairs, usable: float) -> tuple[float, bool]:
         """The least seconds of the blocks over all pairs of options, and whether any pair fits: at each moment by itself.
 
         A program over two limits at once would take three options; the larger of two optima over one is below it.
         """
-        fixed, block = self._fixed[zero], self._per_block[zero]
+        fixed, block = self.fixed[zero], self.per_block[zero]
         chunk = num_blocks / self.frame.virtual_stages
         saved, whole = chunk * pairs.saved_bytes, chunk * block.whole_saved[pairs.index]
         spare = (fixed.step_copies + num_blocks * block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
@@ -364,7 +403,7 @@ class RankColumns:
             waiting = chunk * block.waiting[pairs.index].min(axis=0)
             temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), waiting, fixed)
             own = one.stashes * saved + one.remade * (whole - saved) + always
-            share, fits = _least_share(own, room - temporaries - (one.stashes - self._stashes) * fixed.saved)
+            share, fits = _least_share(own, room - temporaries - (one.stashes - self.stashes) * fixed.saved)
             times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
             found.append((float(times.min()), bool(fits.any())))
         return max(time_s for time_s, _ in found), all(fits for _, fits in found)
@@ -375,11 +414,11 @@ class RankColumns:
         It is all blocks on one option: of two that are mixed, the one that keeps less has the larger workspace already.
         """
         pure = pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
-        priced = (self._priced(pure, zero) for zero in self.stages)
-        return min((self._column(p, int(p.allocated.argmin())) for p in priced), key=lambda column: column.memory_bytes)
+        priced = (self.priced(pure, zero) for zero in self.stages)
+        return min((self.column(p, int(p.allocated.argmin())) for p in priced), key=lambda column: column.memory_bytes)
 
 
-def _of_equal_tail(priced: _Priced, rows: Ints) -> list[Ints]:
+def _of_equal_tail(priced: Priced, rows: Ints) -> list[Ints]:
     """`rows` in groups: the tail is that of a layout of the weights, of which there are few."""
     _, group = np.unique(np.round(priced.tail_s[rows], PICOSECOND), return_inverse=True)
     return [rows[group == one] for one in range(group.max(initial=-1) + 1)]
@@ -421,7 +460,8 @@ def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
         first = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero)] * (stage == 0)
         last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (stage == frame.num_virtual_stages - 1)
         stages.append((*first, *blocks, *last))
-    return Strategy(frame=frame, stages=tuple(stages))
+    placed = in_homes(stages, frame, [column.homes for column in columns]) if frame.chunked else tuple(stages)
+    return Strategy(frame=frame, stages=placed)
 
 
 def shorter_ends(frame: Frame, num_layers: int) -> bool | None:

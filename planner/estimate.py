@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from costmodels.actions import check
 from costmodels.book import PriceBook
-from costmodels.mesh import illegal_expert_parallel
+from costmodels.chunks.home import OFFLOAD_OF, Eviction, Home
+from costmodels.chunks.price import Chunking
+from costmodels.lookup import illegal_lookup
+from costmodels.mesh import Mesh, illegal_expert_parallel
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
@@ -14,16 +18,50 @@ from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble
 from planner.columns import MixTable, RankColumns, block_counts, to_strategy
+from planner.homes import Homes, illegal_chunks
+from planner.infeasible import limit_bytes
 from planner.kept_options import ALL, named_operators, with_kept_on_host
 from planner.levels import illegal_full_recompute
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
-from planner.request import Constraints
+from planner.request import Constraints, SearchOptions
 from planner.space import illegal_frame, illegal_tensor_parallel
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
+from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import Stack
 from profiles.units import gib
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRequest:
+    """The states of blocks in chunks: of every pipeline rank the last `host_blocks` blocks, or all it has, at home on the host, before
+    them `optimizer_blocks` with only the optimizer's there, the rest on the device.
+
+    device_bytes: what tensors may fill of a device; None for what `limit_bytes` leaves beside context, communicators and allocator
+    limit_bytes: of a device in all; None for its memory less the margin of a search
+    """
+
+    host_blocks: int
+    optimizer_blocks: int
+    eviction: Eviction = Eviction.OPT
+    device_bytes: int | None = None
+    limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.host_blocks < 0 or self.optimizer_blocks < 0:
+            raise ConfigError(f"{self.host_blocks} and {self.optimizer_blocks} blocks on the host: a number must not be negative")
+
+    def homes(self, num_blocks: int) -> tuple[Home, ...]:
+        """Of the blocks of a pipeline rank, in the order of the model."""
+        host = min(self.host_blocks, num_blocks)
+        return Homes(host, min(self.optimizer_blocks, num_blocks - host)).of(num_blocks)
+
+    def chunking(self, cluster: Cluster, stack: Stack) -> Chunking:
+        """What of it prices need."""
+        limit = limit_bytes(cluster, stack, SearchOptions(memory_limit_bytes=self.limit_bytes))
+        return Chunking(eviction=self.eviction, device_bytes=self.device_bytes, limit_bytes=limit)
 
 
 def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
@@ -94,6 +132,32 @@ def _check_halves(frame: Frame, model: ModelSpec, recompute: Recompute, *, on_ho
         raise ConfigError(reason, hint="use --tp-overlap 2")
 
 
+def _check_offload(offload: tuple[Offload, ...], chunks: ChunkRequest | None, mesh: Mesh, model: ModelSpec) -> None:
+    homes = next((what for what in offload if what in OFFLOAD_OF[Home.HOST]), None)
+    if homes:
+        raise ConfigError(f"offload has {homes}, which is by block", hint="ask for chunks")
+    if chunks is not None and Offload.STATES in offload:
+        raise ConfigError(
+            "--offload states is of whole layers, optimizer and parameters are of blocks in chunks: one or the other",
+            hint="drop states, chunks move less")
+    reason = illegal_lookup(mesh, model.hidden_size, model.tied_embeddings) if Offload.LOOKUP in offload else None
+    if reason:
+        raise ConfigError(f"--offload lookup: {reason}", hint="leave lookup out")
+
+
+def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
+    """The strategy with the states of its blocks in chunks, at home where `request` says, by pipeline rank."""
+    frame, stages = strategy.frame, [list(stage) for stage in strategy.stages]
+    zero = 3 if frame.mesh.dp > 1 else 0
+    for rank in range(frame.mesh.pp):
+        own = [
+            (stage, index) for stage in sorted(frame.stages_of(rank)) for index, choice in enumerate(stages[stage])
+            if choice.kind is LayerKind.BLOCK]
+        for (stage, index), home in zip(own, request.homes(len(own)), strict=True):
+            stages[stage][index] = replace(stages[stage][index], zero=zero, home=home)
+    return Strategy(frame=replace(frame, chunked=True), stages=tuple(map(tuple, stages)))
+
+
 def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recompute: Recompute, book: PriceBook) -> Strategy:
     """`blocks[s]` blocks on rank s, all at the same recompute level and ZeRO stage."""
     table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True))
@@ -103,30 +167,44 @@ def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recomput
 def estimate_plan(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, frame: Frame, *, zero: int = 0, recompute: Recompute = Recompute.NONE,
     blocks: Sequence[int] | None = None, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
-    keep_on_host: Collection[str] = (),
+    chunks: ChunkRequest | None = None, keep_on_host: Collection[str] = (),
 ) -> Plan:
     """The plan of one configuration: every block at the same recompute level and ZeRO stage, `blocks[s]` on rank s.
 
     blocks: an even split by default; zero_ranks: neighbours that hold one copy of sharded states, all of dp by default
-    offload: what the host keeps, states of every layer and all activations of the blocks; keep_on_host: of the named operators
+    offload: what the host keeps: states of every layer, all activations of the blocks, the token table; keep_on_host: of named operators
+    chunks: the states of the blocks in chunks; `zero` is that of embedding and head then, 3 where dp > 1
 
     A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`), one that does not fit their
-    hosts is an InfeasibleError.
+    hosts, or whose chunks have no room on a device, is an InfeasibleError.
     Raises ConfigError when the configuration cannot run.
     """
     blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)
     _check(frame, blocks, model, cluster, training)
     _check_holders(frame, zero, zero_ranks)
+    _check_offload(offload, chunks, frame.mesh, model)
+    if chunks is not None:
+        reason = illegal_chunks(frame, (zero,) if zero else None, zero_ranks)
+        if reason:
+            raise ConfigError(reason, hint="change that option, or drop optimizer and parameters of --offload")
+        zero = 3 if frame.mesh.dp > 1 else 0
     _check_split(frame, zero, recompute)
     names = (ALL,) if Offload.ACTIVATIONS in offload else keep_on_host
     _check_halves(frame, model, recompute, on_host=bool(names))
     book = PriceBook(
         model, training, machine_for(cluster), zero_ranks=zero_ranks,
-        offload=tuple(each for each in offload if each is not Offload.ACTIVATIONS))
+        offload=tuple(each for each in offload if each is not Offload.ACTIVATIONS),
+        chunking=None if chunks is None else chunks.chunking(cluster, training.stack))
     strategy = uniform_strategy(frame, blocks, zero=zero, recompute=recompute, book=book)
     strategy = with_kept_on_host(strategy, named_operators(names, recompute, book))
+    if chunks is not None:
+        strategy = with_homes(strategy, chunks)
+    return _assembled(strategy, book)
+
+
+def _assembled(strategy: Strategy, book: PriceBook) -> Plan:
     price = price_step(strategy, book)
-    _require_host(price, cluster)
+    _require_host(price, book.machine.cluster)
     record = SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.closed_form_s, 6), bound=0.0, gap=1.0,
         fastest_step_time_s=round(price.closed_form_s, 6),

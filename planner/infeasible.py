@@ -14,7 +14,8 @@ from costmodels.step import price_step
 from costmodels.strategy import Frame
 from planner.band import memory_margin
 from planner.bounds import may_fit
-from planner.columns import Column, MixTable, RankColumns, block_counts, to_strategy
+from planner.chunk_columns import rank_columns
+from planner.columns import Column, MixTable, block_counts, to_strategy
 from planner.request import Constraints, SearchOptions
 from planner.space import enumerate_space
 from profiles.errors import InfeasibleError
@@ -62,7 +63,7 @@ class _Ranks:
 
     def __init__(self, frame: Frame, table: MixTable) -> None:
         num_layers = table.book.model.num_layers
-        self.columns = cache(lambda rank: RankColumns(rank, frame, table))
+        self.columns = cache(lambda rank: rank_columns(rank, frame, table))
         self.counts = cache(lambda rank: tuple(block_counts(rank, frame, num_layers)))
         self.smallest = cache(lambda rank, count: self.columns(rank).smallest(count))  # grows with the count
 
@@ -107,7 +108,7 @@ def _least_memory_frames(model: ModelSpec, cluster: Cluster, training: TrainingS
     sequence parallel."""
     seen: dict[object, Frame] = {}
     for frame in enumerate_space(model, cluster, training, pins).frames:
-        alike = frame.mesh, frame.tp_overlap
+        alike = frame.mesh, frame.tp_overlap, frame.chunked
         known = seen.get(alike)
         if known is None or _thirst(frame) < _thirst(known):
             seen[alike] = frame

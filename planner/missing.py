@@ -21,7 +21,7 @@ from costmodels.sub_pipeline import HALVES
 from costmodels.traffic import Sent, rank_tally
 from planner.operator_cases import kernels_by_case, kernels_of_update, update_cases
 from planner.plan import Plan
-from planner.reprice import book_of, strategy_of
+from planner.reread import book_of, strategy_of
 from profiles.cases import Case
 from profiles.measured import analytic_profile
 from profiles.model import LayerKind, Operator
@@ -87,7 +87,7 @@ def _of_operators(choice: LayerChoice, frame: Frame, book: PriceBook, beyond: di
 
 def _sizes_of(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[Operator, ...]:
     """The operators of a layer at the sizes that it runs them: of half a micro-batch where a block runs as two, at level 1 of both."""
-    whole = book.graph(frame.micro_batch_size).layer_class(choice.kind).operators
+    whole = book.layer(choice.kind, frame.micro_batch_size).operators
     if not frame.tp_overlap or choice.kind is not LayerKind.BLOCK:
         return whole
     halves = book.graph(frame.micro_batch_size // HALVES).block.operators
@@ -116,7 +116,7 @@ def _of_updates(strategy: Strategy, book: PriceBook) -> dict[Case, Kind]:
 
 def _owned(choice: LayerChoice, frame: Frame, book: PriceBook) -> int:
     """Of one layer, the parameters that a rank updates."""
-    layer, mesh = book.graph(1).layer_class(choice.kind), frame.mesh
+    layer, mesh = book.layer(choice.kind, 1), frame.mesh
     return owned_parameters(layer, frame.sharding_of(choice), book.shards(mesh) if choice.zero else 1, with_tied=mesh.pp > 1)
 
 

@@ -25,10 +25,12 @@ EXECUTORS_STACK = "parplan"  # no other runs a module as it was traced
 SEQ_LENGTH = 1024  # of a module that says no number of positions
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _WHOLE, _FASTEST = "a traced module is not divided inside a stage", "a traced module is planned for throughput"
+_ON_DEVICE = "a traced module stays on its device"
 _REFUSED = {  # what a traced module cannot have, and why
     "module": "the traced module is what runs", "fp8": "products of a traced module run in --precision",
     "points": _FASTEST, "max_slowdown": _FASTEST, "plot": _FASTEST, "ep": _WHOLE,
     "sequence_parallel": _WHOLE, "tp_overlap": _WHOLE, "tp_across_nodes": _WHOLE, "megatron_sharding": _WHOLE,
+    "offload": _ON_DEVICE, "host_memory": _ON_DEVICE,
     "zero_ranks": "all data parallel ranks hold one copy of a traced module's states", "explain": "its candidates are not listed"}
 
 
@@ -64,7 +66,7 @@ def module_question(options: Options, source: ModuleSource) -> ModuleQuestion:
     own = None if asked.profile is None else read(Path(asked.profile))
     cluster, assumed_cluster = asked_cluster(asked, own)
     defaults = GLOBAL_BATCH_SIZE, _seq_length(source.huggingface or {})
-    training, assumed = asked_training(asked, *defaults, own, whose="a default", default_stack=EXECUTORS_STACK)
+    training, assumed = asked_training(asked, *defaults, own, cluster.device, whose="a default", default_stack=EXECUTORS_STACK)
     cluster.device.peak(training.precision)
     if own and asked.profile is not None:
         cluster, training = applied(own, cluster, training, asked.profile, force=asked.force_profile)

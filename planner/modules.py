@@ -40,5 +40,7 @@ def narrowed(pins: Constraints, module: ModuleSource | None) -> Constraints:
     if pins.tp_overlap and max(pins.tp_overlap):
         raise ConfigError(
             f"--tp-overlap {max(pins.tp_overlap)}: only the executor's own blocks run as two halves", hint="use --tp-overlap 0")
+    if pins.offload:
+        raise ConfigError("only the executor's own blocks leave the device, and a host's memory is for them", hint="use --offload none")
     tp = (1,) if module.undivided else pins.tp
-    return replace(pins, tp_overlap=(0,), megatron_sharding=True, recompute=pins.recompute or LEVELS, tp=tp)
+    return replace(pins, tp_overlap=(0,), megatron_sharding=True, recompute=pins.recompute or LEVELS, tp=tp, offload=())

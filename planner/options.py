@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from costmodels.actions import placement_of
 from costmodels.book import PriceBook
 from costmodels.mesh import Mesh, illegal_expert_parallel
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
@@ -23,22 +24,23 @@ from planner.band import margin_text, memory_margin
 from planner.forbid import parse_bans
 from planner.modules import load_module, narrowed
 from planner.plan import Objective
-from planner.request import Constraints, SearchOptions, SolverName
+from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
 from profiles.applied import applied, cluster_of, precision_of, stack_of
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
-from profiles.hardware import Cluster
+from profiles.hardware import Cluster, Device
 from profiles.measured import machine_for
 from profiles.module import ModuleSource
 from profiles.own import OwnProfile, read
-from profiles.spec import FP8, ModelSpec, Positions, Precision, TrainingSpec
+from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.units import parse_size
 
 Options = Mapping[str, Any]
 DEFAULT_GPU = "a100-80gb"
 DEFAULT_STACK = "megatron-core"
+NO_OFFLOAD = "none"
 _OF_THE_PROFILE = " (the profile's)"
 
 
@@ -51,6 +53,7 @@ class Asked:
     gpu: str | None = None
     cluster: str | None = None
     gpus_per_node: int | None = None
+    host_memory: str | None = None
     global_batch_size: int | None = None
     seq_length: int | None = None
     precision: str | None = None
@@ -91,16 +94,22 @@ def question(asked: Asked) -> Question:
     entry, module = load_model(asked.model), load_module(asked.module, asked.model)
     if module:
         entry = replace(entry, spec=replace(entry.spec, vocab_multiple=1))  # its tables are as large as it makes them
+    return replace(question_about(entry, asked), module=module)
+
+
+def question_about(entry: ModelEntry, asked: Asked, *, whose: str = "the model's") -> Question:
+    """The question for a model that is at hand; `whose` batch and sequence are taken where none were asked for. Raises ConfigError."""
     own = None if asked.profile is None else read(Path(asked.profile))
     cluster, assumed_cluster = asked_cluster(asked, own)
-    training, assumed_training = asked_training(asked, entry.global_batch_size, entry.seq_length, own)
+    training, assumed_training = asked_training(
+        asked, entry.global_batch_size, entry.seq_length, own, cluster.device, whose=whose)
     cluster.device.peak(training.precision)
     if training.fp8_matmuls and FP8 not in cluster.device.peak_flops_per_s:
         raise ConfigError(f"{cluster.device.name} has no fp8 arithmetic", hint="leave out --fp8, or plan for a device of Hopper or later")
     _check_positions(entry.spec, training)
     if own and asked.profile is not None:
         cluster, training = applied(own, cluster, training, asked.profile, force=asked.force_profile)
-    return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training), module=module)
+    return Question(model=entry.spec, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed_training))
 
 
 def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
@@ -112,6 +121,13 @@ def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
 
 def asked_cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     """The machine to plan for, and the defaults that were taken. Raises ConfigError."""
+    cluster, assumed = _cluster(asked, own)
+    if asked.host_memory is None:
+        return cluster, assumed
+    return replace(cluster, host_memory_bytes=parse_size("--host-memory", asked.host_memory)), assumed
+
+
+def _cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     if asked.cluster is not None:
         return _cluster_of_file(asked, asked.cluster), ()
     if asked.gpus is None:
@@ -139,22 +155,27 @@ def _cluster_of_file(asked: Asked, name: str) -> Cluster:
 
 
 def asked_training(
-    asked: Asked, global_batch_size: int, seq_length: int, own: OwnProfile | None, *, whose: str = "the model's",
+    asked: Asked, global_batch_size: int, seq_length: int, own: OwnProfile | None, device: Device, *, whose: str = "the model's",
     default_stack: str = DEFAULT_STACK,
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
-    """One step, of the batch and sequence that are `whose` where none were asked for, and the defaults. Raises ConfigError."""
+    """One step, of the batch and sequence that are `whose` where none were asked for, and the defaults. Raises ConfigError.
+
+    The precision is bf16 by default, fp16 on a device that has no bf16.
+    """
     measured_at, run_by = (precision_of(own, str(asked.profile)), stack_of(own)) if own else (None, None)
     stack = load_stack(asked.stack or run_by or default_stack)
+    has_bf16 = Precision.BF16 in device.peak_flops_per_s or Precision.FP16 not in device.peak_flops_per_s
+    usual, why = (Precision.BF16, "") if has_bf16 else (Precision.FP16, " (the device has no bf16)")
     training = TrainingSpec(
         global_batch_size=global_batch_size if asked.global_batch_size is None else asked.global_batch_size,
         seq_length=seq_length if asked.seq_length is None else asked.seq_length,
-        precision=Precision(asked.precision or measured_at or Precision.BF16),
+        precision=Precision(asked.precision or measured_at or usual),
         gradient_precision=Precision(asked.gradient_precision or Precision.FP32),
         attention=AttentionKernel(asked.attention or stack.attention),
         overlap_grad_reduce=stack.overlap_grad_reduce, fp8_matmuls=asked.fp8, stack=stack)
     taken = {
         "global_batch_size": f"{training.global_batch_size} ({whose})", "seq_length": f"{training.seq_length} ({whose})",
-        "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else ''}", "gradient_precision": training.gradient_precision,
+        "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else why}", "gradient_precision": training.gradient_precision,
         "stack": f"{stack.name}{_OF_THE_PROFILE if run_by else ''}", "attention": f"{training.attention} (the stack's)"}
     return training, tuple(
         f"--{name.replace('_', '-')} {value}" for name, value in taken.items() if getattr(asked, name) is None)
@@ -175,8 +196,18 @@ def constraints(options: Options) -> Constraints:
         schedule=options["schedule"] and tuple(map(Schedule, options["schedule"])),
         recompute=options["recompute"] and tuple(map(Recompute, options["recompute"])),
         sequence_parallel=None if sequence_parallel is None else (sequence_parallel,),
-        forbid=parse_bans(options["forbid"]))
+        forbid=parse_bans(options["forbid"]), offload=_offload(options))
     return narrowed(asked, load_module(options["module"], options["model"]))
+
+
+def _offload(options: Options) -> tuple[Offload, ...] | None:
+    """What the host may keep: what is named, else all where the size of its memory is given, else only what nothing fits without."""
+    named = options["offload"]
+    if named is None:
+        return None if options["host_memory"] is None else SEARCHED_OFFLOAD
+    if NO_OFFLOAD in named and len(named) > 1:
+        raise ConfigError(f"--offload {','.join(named)}: none and others exclude each other", hint=f"leave out {NO_OFFLOAD}")
+    return tuple(Offload(name) for name in named if name != NO_OFFLOAD)
 
 
 def search_options(options: Options) -> SearchOptions:

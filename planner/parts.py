@@ -23,7 +23,8 @@ NAMES = ("compute", "recompute", "bubble", "imbalance", "data", "tensor", "p2p",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Seconds of one step of the mean GPU, by cause. Communication is what is exposed of it, by axis: dp, tp, pp."""
+    """Seconds of one step of the mean GPU, by cause. Communication is what is exposed of it, by axis: dp, with copies between device
+    and host, tp, pp."""
 
     compute_s: float
     recompute_s: float
@@ -59,5 +60,5 @@ def parts_of(frame: Frame, price: StepPrice) -> Parts:
     return Parts(
         compute_s=fmean(rank.compute.value_s for rank in ranks), recompute_s=fmean(rank.recompute.value_s for rank in ranks),
         bubble_s=bubble_s, imbalance_s=waiting_s - bubble_s if frame.mesh.pp > 1 else 0.0,
-        dp_comm_s=fmean(rank.dp_comm.value_s for rank in ranks), tp_comm_s=fmean(rank.tp_comm.value_s for rank in ranks),
+        dp_comm_s=fmean((rank.dp_comm + rank.host_comm).value_s for rank in ranks), tp_comm_s=fmean(rank.tp_comm.value_s for rank in ranks),
         pp_comm_s=fmean(rank.pp_comm.value_s for rank in ranks), optimizer_s=fmean(rank.optimizer.value_s for rank in ranks))

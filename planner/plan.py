@@ -194,7 +194,10 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the step time."""
+    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the step time.
+
+    host_comm_s: copies between device and host that compute does not hide, and what the host adds up
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -205,6 +208,7 @@ class Breakdown:
     pp_comm_s: Quantity
     pp_bubble_s: Quantity
     optimizer_s: Quantity
+    host_comm_s: Quantity = Quantity(value=0.0, kind=Kind.ANALYTIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -492,3 +496,6 @@ def _require_whole(plan: Plan, where: str) -> None:
         raise ConfigError(
             f"{where}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}",
             hint="make the plan again")
+    if plan.chunks is not None and [rank.stage for rank in plan.chunks.ranks] != list(ranks):
+        raise ConfigError(
+            f"{where}: chunks.ranks has {len(plan.chunks.ranks)} stages, the mesh has pp {plan.mesh.pp}", hint="make the plan again")

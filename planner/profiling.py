@@ -25,6 +25,7 @@ from profiles.own_records import rounded_records
 from profiles.profiler.comm_cases import ALL_REDUCE
 from profiles.profiler.environment import ASSUMED_LINK, CPU, cluster_of, environment, fingerprint
 from profiles.profiler.fit import fit_profile
+from profiles.profiler.fit_host import host_speed
 from profiles.profiler.fit_links import links_of
 from profiles.profiler.journal import Journal, beside, open_journal
 from profiles.profiler.launch import comm_records
@@ -225,5 +226,6 @@ def fitted(profile: OwnProfile) -> OwnProfile:
     in_step = in_step_of(
         profile.records, curves, cluster, Precision(precision), load_stack(STACK), host_adds=here.device == CPU)
     return with_memory_facts(replace(
-        profile, device=cluster.device.name, cluster=cluster_document(cluster), profile=replace(curves, in_step=in_step)))
+        profile, device=cluster.device.name, cluster=cluster_document(cluster),
+        profile=replace(curves, in_step=in_step, host=host_speed(profile.records))))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import TP_OVERLAP_LEVELS
@@ -14,6 +15,7 @@ from planner.plan import Objective
 from profiles.errors import ConfigError
 
 ZERO_STAGES = (0, 1, 2, 3)
+SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS)
 _EVERY: Mapping[str, tuple[Value, ...]] = {"zero": ZERO_STAGES, "recompute": tuple(Recompute), "tp_overlap": TP_OVERLAP_LEVELS}
 
 
@@ -30,6 +32,7 @@ class Constraints:
     zero_ranks          neighbours that hold one copy of sharded states together, on meshes whose dp it divides
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that the stack runs
     megatron_sharding   tensor parallelism divides every operator as Megatron does
+    offload             what of the blocks the host may keep, of SEARCHED_OFFLOAD; None: any of it, but only where nothing fits without
     """
 
     pp: tuple[int, ...] | None = None
@@ -46,6 +49,7 @@ class Constraints:
     tp_overlap: tuple[int, ...] | None = None
     tp_across_nodes: bool = False
     megatron_sharding: bool = False
+    offload: tuple[Offload, ...] | None = ()
     forbid: tuple[Ban, ...] = ()
 
     def __post_init__(self) -> None:
@@ -59,6 +63,9 @@ class Constraints:
         for value in self.tp_overlap or ():
             if value not in TP_OVERLAP_LEVELS:
                 raise ConfigError(f"--tp-overlap is {value}, it must be 0, 1, 2 or 3")
+        for what in self.offload or ():
+            if what not in SEARCHED_OFFLOAD:
+                raise ConfigError(f"--offload {what} is for estimate", hint=f"a search has {', '.join(SEARCHED_OFFLOAD)} and none")
         self._require_something_left()
 
     def _require_something_left(self) -> None:

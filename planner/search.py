@@ -22,7 +22,9 @@ from planner.baselines.space import counted_ends, equal_blocks
 from planner.baselines.stage_aware import Room, stage_aware
 from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_bytes, time_bound
 from planner.branch import Outcome, best_of, branch, worth_replaying
-from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
+from planner.chunk_bounds import ChunkBound
+from planner.chunk_columns import Columns, rank_columns
+from planner.columns import Column, MixTable, block_counts, tied_ends, to_strategy
 from planner.faults import can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.levels import illegal_full_recompute, paying
@@ -80,6 +82,7 @@ class Prices:
         self.space = Space(frames, (*space.pruned, *(Pruned(describe(frame), reason) for frame, reason in beaten)))
         self.table, self.recompute = MixTable(self.book, pins.resolved()), pins.resolved().recompute
         self._bounds: dict[Frame, TimeBound] = {}
+        self._chunk_bounds: dict[tuple[Frame, float], ChunkBound] = {}
         self._raised: dict[Frame, tuple[float, float]] = {}
         self._lean: dict[tuple[Frame, int, int, float], list[Column]] = {}
 
@@ -92,7 +95,21 @@ class Prices:
     def least_s(self, frame: Frame, limit_bytes: float) -> float:
         """The best known bound of the frame's time within `limit_bytes`: what was proven under a looser limit holds."""
         under_bytes, least_s = self._raised.get(frame, (0.0, 0.0))
-        return max(self.time_bound(frame).step_s, least_s if limit_bytes <= under_bytes else 0.0)
+        step_s = self.chunk_bound(frame, limit_bytes).step_s() if frame.chunked else self.time_bound(frame).step_s
+        return max(step_s, least_s if limit_bytes <= under_bytes else 0.0)
+
+    def chunk_bound(self, frame: Frame, limit_bytes: float) -> ChunkBound:
+        """The bound of a frame in chunks."""
+        key = frame, limit_bytes
+        if key not in self._chunk_bounds:
+            self._chunk_bounds[key] = ChunkBound(frame, self.table, self.time_bound(frame), limit_bytes, bubble_share(frame, self.book))
+        return self._chunk_bounds[key]
+
+    def longest_rank(self, frame: Frame, cut_s: float, limit_bytes: float) -> int | None:
+        """How many blocks a rank may hold before the frame takes `cut_s` or more; None when there is no such limit."""
+        if frame.chunked:
+            return self.chunk_bound(frame, limit_bytes).longest_rank(cut_s)
+        return self.time_bound(frame).longest_rank(frame, cut_s)
 
     def may_fit(self, frame: Frame, limit_bytes: float) -> bool:
         """Whether the frame is not ruled out within `limit_bytes` by what it holds at least (planner/bounds.py)."""
@@ -102,7 +119,7 @@ class Prices:
         """Remember that within `limit_bytes` the frame takes at least `least_s` (infinity: it does not fit)."""
         self._raised[frame] = limit_bytes, max(least_s, self.least_s(frame, limit_bytes))
 
-    def lean_columns(self, rank: RankColumns, num_blocks: int, limit_bytes: float) -> list[Column]:
+    def lean_columns(self, rank: Columns, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The columns of the memory objective, which do not depend on its slowdown, made once."""
         key = (rank.frame, rank.rank, num_blocks, limit_bytes)
         if key not in self._lean:
@@ -128,15 +145,15 @@ class Session:
         left_s = self.left_s()
         return MOST_SOLVE_S if left_s is None else min(max(left_s, LEAST_SOLVE_S), MOST_SOLVE_S)
 
-    def columns(self, frame: Frame, make: Callable[[RankColumns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
+    def columns(self, frame: Frame, make: Callable[[Columns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
         """The columns of every rank, over all block counts with which the frame can take less than `cut_s`.
 
         None as soon as one rank has none: nothing fits its device.
         """
-        longest = self.time_bound(frame).longest_rank(frame, cut_s)
+        longest = self.prices.longest_rank(frame, cut_s, self.limit_bytes)
         options: list[list[Column]] = []
         for rank in range(frame.mesh.pp):
-            columns, counts = RankColumns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
+            columns, counts = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
             per_count = itertools.takewhile(bool, (make(columns, count) for count in counts))  # more blocks never need less memory
             options.append(list(itertools.chain.from_iterable(per_count)))
             if not options[-1]:
@@ -273,7 +290,7 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
     for ends in counted_ends(num_layers, pp) if pp > 1 and frame.virtual_stages == 1 else ():
         blocks = equal_blocks(frame, num_layers, ends)
         ranks = [
-            [c for c in RankColumns(rank, frame, session.table).fastest(count, session.limit_bytes) if c.zero == chosen.zero]
+            [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes) if c.zero == chosen.zero]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
         if all(ranks):
             passes = frame.num_micro_batches

@@ -12,6 +12,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
 from planner.columns import shorter_ends
+from planner.homes import has_chunks, illegal_chunks
 from planner.levels import illegal_full_recompute, illegal_overlap
 from planner.request import Constraints
 from profiles.errors import ConfigError
@@ -47,7 +48,8 @@ def describe(frame: Frame) -> str:
     schedule = f"{frame.schedule}" + (f" x {frame.virtual_stages} virtual stages" if frame.virtual_stages > 1 else "")
     sequence = ", sequence parallel" if frame.sequence_parallel else ""
     overlap = f", sub-pipelined at level {frame.tp_overlap}" if frame.tp_overlap else ""
-    return f"{frame.mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}{overlap}"
+    chunks = ", in chunks" if frame.chunked else ""
+    return f"{frame.mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}{overlap}{chunks}"
 
 
 def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool) -> str | None:
@@ -179,8 +181,16 @@ def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constr
         if pins.resolved().recompute == (Recompute.FULL,):
             reason = reason or illegal_full_recompute(level, model)
         yield Pruned(describe(found), reason) if reason else found
+        if not reason and has_chunks(pins.offload):
+            yield _in_chunks(found, pins)
         if reason and not ban:
             return  # what rules out one level rules out those above
+
+
+def _in_chunks(frame: Frame, pins: Constraints) -> Frame | Pruned:
+    """The same with the states of its blocks in chunks, of which the host may keep some."""
+    found, reason = replace(frame, chunked=True), illegal_chunks(frame, pins.resolved().zero, pins.zero_ranks)
+    return Pruned(describe(found), reason) if reason else found
 
 
 def _excluded(frame: Frame, pins: Constraints) -> str | None:

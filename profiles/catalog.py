@@ -20,6 +20,7 @@ from pydantic import Field
 
 from profiles.calibration import Calibration
 from profiles.errors import ConfigError, unknown_name_error
+from profiles.families import Family, family_of
 from profiles.hardware import Cluster, Device, Link
 from profiles.huggingface import entry_from_config
 from profiles.schema import document, json_schema, parse
@@ -120,21 +121,40 @@ def cluster_names() -> tuple[str, ...]:
     return _names("clusters")
 
 
+def family_names() -> tuple[str, ...]:
+    """The packaged families of models, sorted."""
+    return _names("families")
+
+
+def load_family(name_or_path: str) -> Family:
+    """A packaged family by name, or a YAML of the same shape. Raises ConfigError, as `load_model` does."""
+    name = name_or_path.lower()
+    source: Traversable = _packaged("families", name) if name in family_names() else _path_or_unknown(
+        "family", name_or_path, family_names())
+    return family_of(_read_yaml(source), _where(source))
+
+
+def family_members() -> tuple[ModelEntry, ...]:
+    """The members of the packaged families, but for those that a file of their own hides."""
+    alone = model_names()
+    return tuple(entry for name in family_names() for entry in load_family(name).members if entry.spec.name not in alone)
+
+
 def load_model(name_or_path: str) -> ModelEntry:
-    """A packaged model by name, a YAML of the same shape, or a Hugging Face config.json (or the folder that holds it).
+    """A packaged model by name, a member of a family, a YAML, or a Hugging Face config.json (or the folder that holds it).
 
     Raises ConfigError: unknown name, unreadable or broken file (file:line), unknown keys or wrong types (key path).
     """
-    name = _model_name(name_or_path)
-    if name in model_names():
-        return _model_from_file(_packaged("models", name))
+    found = _named_model(name_or_path)
+    if found is not None:
+        return found
     path = _model_path(name_or_path)
     return entry_from_config(_config(path), str(path)) if path.suffix == ".json" else _model_from_file(path)
 
 
 def find_config(name_or_path: str) -> Mapping[str, Any] | None:
     """All of a Hugging Face config.json, None for a model that is described otherwise. Raises ConfigError, as `load_model` does."""
-    path = None if _model_name(name_or_path) in model_names() else _model_path(name_or_path)
+    path = None if _named_model(name_or_path) else _model_path(name_or_path)
     return _config(path) if path is not None and path.suffix == ".json" else None
 
 
@@ -147,8 +167,19 @@ def load_config(name_or_path: str) -> Mapping[str, Any]:
     return config
 
 
+def _named_model(text: str) -> ModelEntry | None:
+    """The model of that name: a file's own comes before a family's."""
+    name = _model_name(text)
+    if name in model_names():
+        return _model_from_file(_packaged("models", name))
+    if not any(name.startswith(f"{family}-") for family in family_names()):
+        return None
+    return next((entry for entry in family_members() if entry.spec.name == name), None)
+
+
 def _model_path(name_or_path: str) -> Path:
-    path = _path_or_unknown("model", name_or_path, model_names())
+    known = (*model_names(), *(entry.spec.name for entry in family_members()))
+    path = _path_or_unknown("model", name_or_path, known)
     return path / "config.json" if path.is_dir() else path
 
 

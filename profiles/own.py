@@ -140,8 +140,9 @@ def prices_fingerprint(cluster: Cluster, stack: Stack) -> str:
     """
     machine = machine_for(replace(cluster, calibration=None))
     pace = (stack.kernel_slowdown, stack.host_operator_s, stack.transfer_share)
-    parts = (
-        cluster.device, cluster.intra_node.bytes_per_s, cluster.nic.bytes_per_s, document(machine.profile), pace)
+    curves = document(machine.profile)
+    del curves["host"]  # no factor is of offload
+    parts = (cluster.device, cluster.intra_node.bytes_per_s, cluster.nic.bytes_per_s, curves, pace)
     return digest(repr(parts))
 
 

@@ -156,11 +156,23 @@ class InStep:
     update: LayerCost = LayerCost()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpeed:
+    """What was measured between one device and its host: copies from and to pinned memory, and Adam in one process on the host, in
+    the bytes that its price counts (costmodels/offload.py). None where nothing measured it."""
+
+    __pydantic_config__ = _FORBID
+
+    to_device_bytes_per_s: float | None = None
+    from_device_bytes_per_s: float | None = None
+    adam_bytes_per_s: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profile:
     """The fitted constants of one device and its node. `name` is that of the device.
 
-    Of a machine's own profile: `in_step`, and `contention`, what a second of communication costs the compute that it runs under.
+    Of a machine's own profile: `in_step`, `host`, and `contention`, what a second of communication costs the compute that it runs under.
     """
 
     __pydantic_config__ = _FORBID
@@ -171,3 +183,4 @@ class Profile:
     inter: Inter
     in_step: InStep | None = None
     contention: float | None = None
+    host: HostSpeed | None = None

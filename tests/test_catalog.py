@@ -29,6 +29,10 @@ MODELS = (
     "gpt-1.5b", "gpt-175b", "gpt-1t", "gpt-2.5b", "gpt-20b", "gpt-22b", "gpt-530b", "gpt-7.5b", "gpt-8.3b", "gpt-tiny", "llama2-13b",
     "llama2-70b", "llama2-7b", "llama3-405b", "llama3-70b", "llama3-8b", "mixtral-8x7b",
     "mixtral-tiny")
+MEMBERS = (
+    "gpt-1b", "gpt-2b", "gpt-4b", "gpt-6b", "gpt-8b", "gpt-10b", "gpt-12b", "gpt-15b", "gpt-18b", "gpt-20b-wide", "gpt-40b", "gpt-50b",
+    "gpt-60b", "gpt-68b", "gpt-175b-s1024", "gpt-220b", "gpt-250b")
+KNOWN = sorted((*MODELS, *MEMBERS))
 CLUSTERS = (
     "a100-40gb", "a100-40gb-pcie", "a100-80gb", "a100-80gb-pcie", "a10g-24gb", "a800-80gb", "b200-180gb", "cpu", "gb200-186gb",
     "gh200-96gb", "h100-80gb", "h100-96gb-hbm2e", "h200-141gb", "l4-24gb", "rtx3090-24gb", "v100-16gb", "v100-32gb")
@@ -295,7 +299,7 @@ def test_a_hugging_face_configuration_is_read_from_a_file_or_its_folder(tmp_path
 
 
 @pytest.mark.parametrize(("name", "hint"), [
-    pytest.param("gpt-20", "did you mean 'gpt-20b'?", id="near"), pytest.param("zzz", f"known: {', '.join(MODELS)}", id="far"),
+    pytest.param("gpt-20", "did you mean 'gpt-20b'?", id="near"), pytest.param("zzz", f"known: {', '.join(KNOWN)}", id="far"),
 ])
 def test_an_unknown_model_is_an_error_that_suggests_a_name(name, hint):
     with pytest.raises(ConfigError) as caught:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 
 from executor.__main__ import run
+from executor.scale import LossScale
 from planner.plan import read, write
 from planner.runs import read as read_run
+from profiles.spec import Precision
 from tests.executor_plans import LLAMA, SEQ_LENGTH, make_plan
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +104,18 @@ def test_a_step_says_its_gradient_norm_and_a_rate_that_varies(tmp_path, monkeypa
     assert " clipped to 0.5  lr 5.00e-03  " in first
     assert "  grad norm " in first
     assert "  lr 1.00e-02  " in second
+
+
+def test_a_step_of_fp16_that_was_left_out_is_said_and_recorded(tmp_path, monkeypatch, capsys):
+    plan = make_plan(precision=Precision.FP16)
+    device = dataclasses.replace(plan.cluster.device, peak_flops_per_s={"fp16": 1e12, "fp32": 1e12})
+    plan = _write(dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device)), tmp_path)
+    monkeypatch.setattr("executor.train.loss_scale", lambda precision: LossScale(2.0**60))
+
+    assert _run(monkeypatch, plan, "--steps", 2) == 0
+
+    assert re.search(r"grad norm (nan|inf) skipped, loss scale 5.76\d+e\+17  ", capsys.readouterr().out.splitlines()[0])
+    assert read_run(tmp_path / "run.json").steps.skipped == (0, 1)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

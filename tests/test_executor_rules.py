@@ -128,7 +128,6 @@ BROKEN = {
     "half-of-a-foreign-block-again": Broken(
         "modules", family_plan("llama", recompute=("norm1",)), "recompute names norm1, it is all operators of a block or none",
         r"set recompute to \[\] on layer plan block-0", "no effect"),
-    "fp16": Broken("fp16", with_training(GPT1, precision=Precision.FP16), "precision is fp16", "to bf16", "other bytes"),
     "fp8": Broken("fp8", with_training(make_plan(GPT, precision=BF16), fp8_matmuls=True), "fp8_matmuls is set", "false", "no effect"),
     "bf16-gradients": Broken(
         "gradient precision", with_training(make_plan(GPT, precision=BF16), gradient_precision=BF16), "gradient_precision is bf16",

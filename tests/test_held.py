@@ -18,7 +18,7 @@ from costmodels.sharding import Sharding
 from costmodels.step import price_step
 from planner.estimate import estimate_plan
 from planner.kept_options import named_operators, with_kept_on_host
-from planner.plan import read, write
+from planner.plan import from_document, read, to_document, write
 from planner.reprice import reprice
 from planner.request import Constraints
 from planner.search import find_plan
@@ -29,7 +29,7 @@ from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
 from tests.uniform import A100, TINY, frame_of, uniform
 
-A100_16 = with_gpus(A100, 16)
+A100_16 = replace(with_gpus(A100, 16), pcie_node_bytes_per_s=None, host_bytes_per_s=None)  # as a file without them says it
 EXPOSED = TrainingSpec(global_batch_size=64, seq_length=128, overlap_grad_reduce=False)
 MESH = Mesh(pp=1, dp=16, tp=1)
 STATES, ACTIVATIONS = Offload.STATES, Offload.ACTIVATIONS
@@ -188,3 +188,24 @@ def test_a_search_keeps_to_the_pinned_groups():
 
     assert {found.zero_ranks for found in plan.layer_plans.values()} == {8}
     assert reprice(plan).plan == plan
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_copies_and_sums_of_the_host_are_a_cause_of_their_own(zero):
+    """Without overlap the collectives are those of the plan that keeps nothing on the host; the rest is the host's."""
+    frame = frame_of(dp=16, m=4)
+    plain, states = (price_step(uniform(frame, 8, zero=zero), book_of(offload=offload)).ranks[0] for offload in ((), (STATES,)))
+
+    assert plain.host_comm.value_s == 0.0
+    assert states.dp_comm.value_s == pytest.approx(plain.dp_comm.value_s, rel=1e-9)
+    assert states.host_comm.value_s > 0
+    assert states.total.value_s - plain.total.value_s == pytest.approx(
+        states.host_comm.value_s + states.optimizer.value_s - plain.optimizer.value_s, rel=1e-9)
+
+
+def test_a_plan_file_from_before_reads_with_no_copies():
+    plan = estimate_plan(TINY, A100_16, EXPOSED, frame_of(dp=16, m=4), zero=3)
+    body = to_document(plan)
+    del body["predicted"]["breakdown"]["host_comm_s"]
+
+    assert from_document(body, "old").predicted.breakdown.host_comm_s.value == 0.0

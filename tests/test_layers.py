@@ -31,7 +31,8 @@ ALLOWED = {  # package -> where it may be named: a file, or a folder with its sl
         "profiles/profiler/", "planner/plan.py", "planner/validation/fit.py"),
     "pydantic": ("profiles/",),
     "transformers": ("executor/foreign/source.py", "profiles/tracing/", "executor/data/tokens.py"),
-    "matplotlib": ("planner/report/scatter.py", "planner/report/front_plot.py", "planner/report/profile_plot.py"),
+    "matplotlib": (
+        "planner/report/scatter.py", "planner/report/chunk_plot.py", "planner/report/front_plot.py", "planner/report/profile_plot.py"),
 }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from costmodels.offload import Offload
+
 
 class Home(StrEnum):
     """delta is the share of blocks at HOST, gamma that of those at HOST and OPTIMIZER together.
@@ -24,3 +26,10 @@ class Eviction(StrEnum):
     OPT = "opt"
     LRU = "lru"
     FIFO = "fifo"
+
+
+OFFLOAD_OF = {
+    Home.DEVICE: (),
+    Home.OPTIMIZER: (Offload.OPTIMIZER,),
+    Home.HOST: (Offload.OPTIMIZER, Offload.PARAMETERS),
+}

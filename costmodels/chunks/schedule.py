@@ -13,7 +13,7 @@ from costmodels.chunks.layout import Layout
 class Does(StrEnum):
     """What happens to the chunk that this rank owns of a communication group, or to the group.
 
-    DROP     the device's copy of a parameter chunk is given up; the host has the same
+    DROP     the device's copy of a parameter chunk is given up; the host has the same, or is priced to get it
     FETCH    a parameter chunk comes to the device
     GATHER   all chunks of the group come together on every rank; RELEASE: those are given up
     REDUCE   the gradients of the group are reduced and scattered, each rank has those of its own chunk
@@ -35,7 +35,8 @@ class Op:
     """On communication group `number` of the chunks of `group` (an index of `RankChunks.groups`).
 
     num_bytes: that move between host and device, or of the whole group that is gathered or reduced
-    issued: the moment at which a FETCH may begin at the earliest, a moment before that which needs it where there is room
+    issued: the moment at which a FETCH or GATHER may begin at the earliest, one before that which needs it where there is room; the last
+        moment under which a REDUCE or SEND may still run, one after that behind which it is done where there is room for it to be late
     """
 
     does: Does
@@ -50,6 +51,7 @@ class Moment:
     """One pass of a block of the rank, forward or backward, of one micro-batch, and what is done before it and after it.
 
     stage: the virtual stage; block: its number in the model; device_bytes: all that tensors hold of the device during it
+    chunk_bytes: what chunks hold of it, their parameters, gathered groups, gradients and optimizer states, until all behind it is done
     """
 
     work: Work
@@ -59,6 +61,7 @@ class Moment:
     before: tuple[Op, ...]
     after: tuple[Op, ...]
     device_bytes: int
+    chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,7 @@ class RankChunks:
 
     in_parameters: gradients are written over the parameters that they are of (one micro-batch a step, 16-bit gradients)
     closing: after the last backward pass, around the update
+    most_bytes: what tensors hold of the device at the fullest moment of the step, between passes too
     """
 
     groups: tuple[Group, ...]
@@ -84,6 +88,7 @@ class RankChunks:
     in_parameters: bool
     device_bytes: int
     smallest_bytes: int
+    most_bytes: int = 0
 
     def moved(self, does: Does) -> int:
         """Bytes of all ops of a kind in a step."""
@@ -98,4 +103,4 @@ class RankChunks:
     @property
     def out_bytes(self) -> int:
         """From the device to the host in a step."""
-        return self.moved(Does.SEND)
+        return self.moved(Does.SEND) + self.moved(Does.DROP)

@@ -149,8 +149,8 @@ class _Moments(Meter):
         self._memory, self._on_backward = memory, on_backward
         self._turn = 0  # forward passes begun
 
-    def watch(self, stages: Sequence[nn.Module], shards: Sequence[nn.Parameter]) -> None:
-        super().watch(stages, shards)
+    def watch(self, stages: Sequence[nn.Module], shards: Sequence[nn.Parameter], apart: Sequence[nn.Parameter] = ()) -> None:
+        super().watch(stages, shards, apart)
         for index, stage in enumerate(stages):
             before = _Before()
             stage.register_forward_pre_hook(partial(self._begin, before))

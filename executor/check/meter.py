@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from costmodels.chunks.price import state_widths, writes_over_parameters
 from costmodels.memory import StateBytes, chunk_elements, states_of
 from costmodels.offload import Offload
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
@@ -33,13 +35,29 @@ def predicted_state_bytes(plan: Plan, pipeline_rank: int, dp_rank: int) -> State
     """
     graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     stages = stage_layers(plan)
-    total = StateBytes()
+    total = _in_chunks(plan, pipeline_rank)
+    if plan.chunks is not None:  # gradients of 16 bits are of chunks alone
+        plan = replace(plan, training=replace(plan.training, gradient_precision=Precision.FP32))
     for layer in (layer for k in local_stages(plan, pipeline_rank) for layer in stages[k]):
+        if plan.chunks is not None and layer.kind is LayerKind.BLOCK:
+            continue
         shares_weight = layer.kind is LayerKind.HEAD and plan.mesh.pp == 1
         for operator in graph.layer_class(layer.kind).operators:
             for parameter in operator.parameters:
                 if not (parameter.tied and shares_weight):
                     total += _parameter_states(plan, layer, operator.name, parameter, dp_rank)
+    return total
+
+
+def _in_chunks(plan: Plan, pipeline_rank: int) -> StateBytes:
+    """Of the own chunks of a rank, their padding included, on device and host."""
+    total, training = StateBytes(), plan.training
+    over = writes_over_parameters(training, plan.pipeline.num_micro_batches)
+    for group in plan.chunks.groups if plan.chunks is not None else ():
+        if group.stage == pipeline_rank:
+            own = group.num_chunks // plan.mesh.dp * group.chunk_elements
+            for widths in state_widths(group.home, training, over):
+                total += StateBytes(widths.parameters * own, widths.gradients * own, widths.optimizer * own)
     return total
 
 
@@ -78,11 +96,13 @@ class Meter:
         self.active = True
         self.stages: Sequence[nn.Module] = ()
         self.shards: Sequence[nn.Parameter] = ()
+        self.apart: Sequence[nn.Parameter] = ()
 
-    def watch(self, stages: Sequence[nn.Module], shards: Sequence[nn.Parameter]) -> None:
-        """`shards` are the parameters between steps, which the optimizer holds; `stages` show the gathered ones."""
+    def watch(self, stages: Sequence[nn.Module], shards: Sequence[nn.Parameter], apart: Sequence[nn.Parameter] = ()) -> None:
+        """`shards` are the parameters between steps, which the optimizer holds; `stages` show the gathered ones; chunks have `apart`."""
         self.stages = stages
         self.shards = shards
+        self.apart = apart
 
     def sample(self) -> None:
         if not self.active:
@@ -96,8 +116,8 @@ class Meter:
 
     def gathered(self) -> Sequence[nn.Parameter]:
         """The parameters of the stages that are not the shards between steps."""
-        shards = {id(parameter) for parameter in self.shards}
-        return tuple({id(p): p for stage in self.stages for p in stage.parameters() if id(p) not in shards}.values())
+        others = {id(parameter) for parameter in (*self.shards, *self.apart)}
+        return tuple({id(p): p for stage in self.stages for p in stage.parameters() if id(p) not in others}.values())
 
     def gradients(self) -> Iterator[Tensor | None]:
         """All gradients there are, of shards and of gathered parameters."""

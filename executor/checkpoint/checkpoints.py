@@ -26,6 +26,7 @@ from executor.checkpoint.resume import CheckpointOptions, Choice, Note, choose, 
 from executor.checkpoint.states import Tensors, make_optimizer_states, random_states, set_random_states, training_tensors
 from executor.train import Trainer
 from profiles.errors import PlannerError
+from profiles.spec import Precision
 
 
 class Checkpoints:
@@ -85,7 +86,7 @@ class Checkpoints:
         if failure := self._settled():
             self.note(f"{failure}; the training goes on without it")
         self.trainer.progress.at(f"copies the states of step {step}")
-        states = {**self._own(), **random_states(self.trainer.ranks.device), **self.extra}
+        states = {**self._own(), **self._scale(), **random_states(self.trainer.ranks.device), **self.extra}
         writer = AtomicWriter(folder / checkpoint_name(step), {"step": step, **self.document}, self.options.keep)
         future = dcp.async_save(states, storage_writer=writer, process_group=self.group, async_stager=self._stager)
         self._pending = step, future
@@ -113,7 +114,10 @@ class Checkpoints:
         make_optimizer_states(self.trainer.optimizer)
         same = all(document.get(key) == self.document[key] for key in ("mesh", "device"))
         random = random_states(device) if same else {}
-        self._read(path, {**self._own(), **random, **self.extra})
+        scale = self._scale() if document["training"].get("precision") == Precision.FP16 else {}
+        self._read(path, {**self._own(), **scale, **random, **self.extra})
+        if self.trainer.adam is not None:
+            self.trainer.adam.settle()
         if self.trainer.has_copies:  # on every rank: reading is collective
             self._read(path, self._tensors(self.held.copies))
             self.trainer.settle_copies()
@@ -127,7 +131,13 @@ class Checkpoints:
 
     def _own(self) -> dict[str, Any]:
         buffers = self.trainer.buffers()
-        return {**self._tensors(self.held.own), **({"buffers": buffers} if buffers else {})}
+        outside, inside = self._tensors(self.held.own), self.trainer.adam.tensors() if self.trainer.adam is not None else {}
+        states = {part: tensors | inside.get(part, {}) for part, tensors in outside.items()}
+        return {**states, **({"buffers": buffers} if buffers else {})}
+
+    def _scale(self) -> Tensors:
+        """The loss scale of an fp16 run; one that goes on from another precision begins with its own."""
+        return {"loss_scale": self.trainer.scale.states} if self.trainer.scale is not None else {}
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> Tensors:
         return training_tensors(parameters, self.trainer.optimizer)

@@ -3,8 +3,9 @@
     model.block3.qkv.weight                     a parameter; a DTensor where ranks share it, whole elsewhere
     optimizer.block3.qkv.weight.exp_avg         each tensor that the optimizer keeps of it
     rng.2.cpu, rng.2.cuda                       the generators of rank 2
+    loss_scale.value, loss_scale.good_steps     of an fp16 run
 
-Masters of a bf16 run are the fp32 parameters between steps, so precision is not part of a name either. A tied embedding
+Masters of a 16-bit run are the fp32 parameters between steps, so precision is not part of a name either. A tied embedding
 that is held twice is saved once, as the token table.
 """
 
@@ -34,13 +35,19 @@ class Held:
     copies: Mapping[str, nn.Parameter]
 
 
-def held(stages: Iterable[Stage], *, tied: bool) -> Held:
-    """The parameters of `stages`, which must be as they are between steps; `tied`: the head's weight is the token table."""
+def held(stages: Iterable[Stage], *, tied: bool, apart: Iterable[nn.Parameter] = ()) -> Held:
+    """The parameters of `stages`, which must be as they are between steps; `tied`: the head's weight is the token table.
+
+    apart: those that lie in chunks, which have their own names (executor/chunks/adam.py)
+    """
+    others = {id(parameter) for parameter in apart}
     own: dict[str, nn.Parameter] = {}
     copies: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name, parameter in stage.body.named_parameters():
             name = _plain(name)
+            if id(parameter) in others:
+                continue
             if tied and name != TIED and parameter is stage.tied_weight():
                 copies[TIED] = parameter
             else:

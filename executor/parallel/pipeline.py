@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from executor.chunks.manager import ChunkManager
 from executor.layout import action_rows, local_stages, stage_layers
 from executor.parallel.runtime import After, PipelineStep, Span, build_runtime, no_span, nothing
 from executor.parallel.sharded import all_reduce
 from executor.parallel.stages import Ranks, Stage, border_example, build_stages
+from executor.scale import LossScale, unscale
 from executor.tensors import local
+from planner.chunks import rank_chunks_of
 from planner.plan import Plan
 
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -25,7 +28,11 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """This rank's stages and what runs them: `run` does all forward and backward passes of (ids, targets)."""
+    """This rank's stages and what runs them: `run` does all forward and backward passes of (ids, targets).
+
+    scale: of the loss, which `run` returns scaled
+    chunks: what holds the states of the blocks, if they are held in chunks; their gradients stay scaled
+    """
 
     stages: tuple[Stage, ...]
     run: Run
@@ -34,11 +41,14 @@ class Pipeline:
     tied_group: dist.ProcessGroup | None
     span: Span = no_span
     piped: tuple[PipelineStep, ...] = ()
+    scale: LossScale | None = None
+    chunks: ChunkManager | None = None
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that this rank updates: shards between steps."""
-        return list(dict.fromkeys(parameter for stage in self.stages for parameter in stage.parameters()))
+        """The parameters that this rank updates: shards between steps, and none that lies in chunks."""
+        apart = set(self.chunks.parameters) if self.chunks is not None else set()
+        return [p for p in dict.fromkeys(parameter for stage in self.stages for parameter in stage.parameters()) if p not in apart]
 
     @property
     def in_flight(self) -> dict[int, int]:
@@ -49,13 +59,20 @@ class Pipeline:
         """Gradients of one batch of [sequences, sequence length] ids; returns this rank's share of the mean loss."""
         for stage in self.stages:
             stage.begin_step()
+        if self.chunks is not None:
+            self.chunks.begin_step()
         loss = self.run(ids, targets)
         with self.span("reduce", -1, -1):
             for stage in self.stages:
                 stage.reduce_gradients(self.tp_mesh)
+            if self.chunks is not None:
+                self.chunks.end_step(self.tp_mesh.get_group() if self.tp_mesh is not None else None)
         with self.span("tied", -1, -1) if self.tied else nullcontext():
             self._sum_tied_gradients()
-        return loss
+        if self.scale is None:
+            return loss
+        unscale(self.parameters, self.scale)
+        return loss / self.scale.value
 
     def _sum_tied_gradients(self) -> None:
         """Add the gradients of the two copies of a tied embedding, in the model's first and its last stage."""
@@ -69,34 +86,57 @@ class Pipeline:
 
 def build_pipeline(
     plan: Plan, ranks: Ranks, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = nothing,
+    scale: LossScale | None = None,
 ) -> Pipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
-    stages = build_stages(plan, ranks, seed)
+    chunks = _chunk_manager(plan, ranks) if plan.chunks is not None else None
+    stages = build_stages(plan, ranks, seed, chunks)
+    if chunks is not None:
+        chunks.built()
+        span = _also(span, chunks)
     piped: tuple[PipelineStep, ...] = ()
     if plan.mesh.pp == 1:
-        run = partial(_loop, stages[0], plan, after_backward, span)
+        run = partial(_loop, stages[0], partial(_mean_loss, stages[0], plan, scale), plan, after_backward, span)
     else:
-        schedule, piped = _schedule(plan, ranks, stages)
+        schedule, piped = _schedule(plan, ranks, stages, scale)
         for stage in piped:
             stage.after_backward, stage.after_recompute, stage.span = after_backward, after_recompute, span
         run = partial(_scheduled, schedule, stages, plan.module is not None)
     return Pipeline(
         stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
-        tied_group=_tied_group(plan, ranks), span=span, piped=piped)
+        tied_group=_tied_group(plan, ranks), span=span, piped=piped, scale=scale, chunks=chunks)
 
 
-def _mean_loss(stage: Stage, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
-    """The micro-batch's share of the mean loss over all tokens of the global batch, so that every reduction is a sum."""
-    return local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
+def _chunk_manager(plan: Plan, ranks: Ranks) -> ChunkManager:
+    """Of this pipeline rank. Raises ConfigError, and BudgetError where what stays on the device is too much."""
+    group = ranks.dp_mesh.get_group() if plan.mesh.dp > 1 else None
+    return ChunkManager(rank_chunks_of(plan, ranks.coordinate("pp")), plan.training, ranks.device, group)
 
 
-def _loop(stage: Stage, plan: Plan, after_backward: After, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
+def _also(span: Span, chunks: ChunkManager) -> Span:
+    """Around each computation what `span` is, and inside what `chunks` must know of it."""
+
+    @contextmanager
+    def around(work: str, stage: int, micro_batch: int) -> Iterator[None]:
+        with span(work, stage, micro_batch), chunks.action(work, stage, micro_batch):
+            yield
+
+    return around
+
+
+def _mean_loss(stage: Stage, plan: Plan, scale: LossScale | None, logits: Tensor, targets: Tensor) -> Tensor:
+    """The micro-batch's share of the mean loss over all tokens of the global batch, so that every reduction is a sum; scaled."""
+    loss = local(stage.body.head.loss(logits, targets)) / plan.training.tokens_per_step
+    return loss if scale is None else loss * scale.value
+
+
+def _loop(stage: Stage, mean_loss: Run, plan: Plan, after_backward: After, span: Span, ids: Tensor, targets: Tensor) -> Tensor:
     """The schedule of one pipeline rank: forward and backward of one micro-batch after the other."""
     total = torch.zeros((), device=ids.device)
     micro_batches = zip(*(x.split(plan.pipeline.micro_batch_size) for x in (ids, targets)), strict=True)
     for index, (micro_ids, micro_targets) in enumerate(micro_batches):
         with span("F", 0, index):
-            loss = _mean_loss(stage, plan, stage(micro_ids), micro_targets)
+            loss = mean_loss(stage(micro_ids), micro_targets)
         with span("B", 0, index):
             loss.backward()
         after_backward()
@@ -116,19 +156,21 @@ def _scheduled(
     return torch.stack(losses).sum().detach() if ends_model else torch.zeros((), device=ids.device)
 
 
-def _schedule(plan: Plan, ranks: Ranks, modules: Sequence[Stage]) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
+def _schedule(
+    plan: Plan, ranks: Ranks, modules: Sequence[Stage], scale: LossScale | None,
+) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
     """The runtime with the plan's action lists, which it completes with sends and receives, and this rank's stages in it."""
     indices, rank = local_stages(plan, ranks.coordinate("pp")), ranks.coordinate("pp")
     stages = [_pipeline_stage(plan, ranks, k, module) for k, module in zip(indices, modules, strict=True)]
-    loss = partial(_spanned_loss, stages[-1], plan)
+    loss = partial(_spanned_loss, stages[-1], partial(_mean_loss, stages[-1].submod, plan, scale))
     schedule = build_runtime(action_rows(plan), rank, stages, plan.pipeline.num_micro_batches, loss)
     return schedule, tuple(stages)
 
 
-def _spanned_loss(stage: PipelineStep, plan: Plan, logits: Tensor, targets: Tensor) -> Tensor:
+def _spanned_loss(stage: PipelineStep, mean_loss: Run, logits: Tensor, targets: Tensor) -> Tensor:
     """The loss of the micro-batch that `stage`, which ends the model, has forwarded last."""
     with stage.span("F", stage.stage_index, stage.forwarded):
-        return _mean_loss(stage.submod, plan, logits, targets)
+        return mean_loss(logits, targets)
 
 
 def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage) -> PipelineStep:

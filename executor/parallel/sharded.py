@@ -13,7 +13,7 @@ units of their own, whose data-parallel ranks are those that hold the same exper
 Where fewer ranks than dp hold one copy of a layer's states together (hybrid sharding), the shards' gradients are added
 over the copies at the end of the step too, once: FSDP2's own hybrid mesh would do so after every micro-batch.
 
-bf16 runs on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is torch's `replicate`. Every
+bf16 and fp16 run on a compute copy of fp32 shards (FSDP2's mixed precision), which for stage 0 is torch's `replicate`. Every
 reduction is a sum: the loss is already this rank's share of the mean over the global batch.
 """
 
@@ -60,8 +60,11 @@ class Unit:
     casts_inputs: bool = True
 
 
+COMPUTE = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
+
+
 def compute_dtype(precision: Precision) -> torch.dtype:
-    return torch.bfloat16 if precision is Precision.BF16 else torch.float32
+    return COMPUTE[precision]
 
 
 def shard_unit(unit: Unit, precision: Precision) -> None:
@@ -84,12 +87,13 @@ def shard_unit(unit: Unit, precision: Precision) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def shard_root(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh) -> None:
-    """Join the units of a stage under one FSDP root, which shares their streams; it manages no parameter itself."""
+def shard_root(body: nn.Module, units: Sequence[Unit], dp_mesh: DeviceMesh, apart: Sequence[nn.Parameter] = ()) -> None:
+    """Join the units of a stage under one FSDP root, which shares their streams; it manages no parameter itself, nor those `apart`."""
     managed = [unit for unit in units if _fsdp_modules(unit)]
     if not managed:
         return
-    fully_shard(body, mesh=dp_mesh, ignored_params={p for unit in units if unit not in managed for p in _parameters(unit)})
+    ignored = {*apart, *(p for unit in units if unit not in managed for p in _parameters(unit))}
+    fully_shard(body, mesh=dp_mesh, ignored_params=ignored)
     # the first layer has none before it; by default it would gather the last layer of another micro-batch
     for module in (inside for layer in managed[0].layers for inside in layer.modules() if isinstance(inside, FSDPModule)):
         module.set_modules_to_backward_prefetch([module])

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from costmodels.offload import Offload
+from executor.chunks.manager import ChunkManager
 from executor.foreign.build import build_foreign
 from executor.foreign.cut import ForeignBody
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
@@ -138,15 +139,17 @@ class Stage(nn.Module):
         return self.body.tied_weight()
 
 
-def build_stages(plan: Plan, ranks: Ranks, seed: int) -> tuple[Stage, ...]:
-    """The stages that this rank runs; without a pipeline all stages are one. Raises ConfigError."""
+def build_stages(plan: Plan, ranks: Ranks, seed: int, chunks: ChunkManager | None = None) -> tuple[Stage, ...]:
+    """The stages that this rank runs; without a pipeline all stages are one. `chunks` owns their blocks. Raises ConfigError."""
     stages, host = stage_layers(plan), HostCopies(ranks.device)
     if plan.mesh.pp == 1:
-        return (_build_stage(plan, ranks, seed, tuple(layer for stage in stages for layer in stage), host),)
-    return tuple(_build_stage(plan, ranks, seed, stages[k], host) for k in local_stages(plan, ranks.coordinate("pp")))
+        return (_build_stage(plan, ranks, seed, tuple(layer for stage in stages for layer in stage), host, chunks),)
+    return tuple(_build_stage(plan, ranks, seed, stages[k], host, chunks) for k in local_stages(plan, ranks.coordinate("pp")))
 
 
-def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer, ...], host: HostCopies) -> Stage:
+def _build_stage(
+    plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer, ...], host: HostCopies, chunks: ChunkManager | None,
+) -> Stage:
     ends = placed[0].kind is LayerKind.EMBEDDING, placed[-1].kind is LayerKind.HEAD
     if plan.module is not None:
         return Stage(*build_foreign(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends)
@@ -159,11 +162,17 @@ def _build_stage(plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer,
         _overlap(plan, ranks, built, recipes, placed, last_choice)
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
+        in_chunks = chunks is not None and group[0].kind is LayerKind.BLOCK
+        if in_chunks:
+            chunks.take(group[0].block, built[group[0].name])
         whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
-        units += _units(plan, ranks, group[0], tuple(whole.values()))
+        if in_chunks:
+            chunks.watch(group[0].block, whole[group[0].name])
+        else:
+            units += _units(plan, ranks, group[0], tuple(whole.values()))
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
-    shard_root(body, units, ranks.dp_mesh)
+    shard_root(body, units, ranks.dp_mesh, chunks.parameters if chunks is not None else ())
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
 
 

@@ -10,14 +10,6 @@ from planner.plan import Plan
 from profiles.spec import Positions, Precision
 
 
-@rule(why="the executor has no loss scaling, and would run fp32 in its place", action="use bf16 or fp32")
-def fp16(plan: Plan) -> Iterator[Refusal]:
-    if plan.training.precision is Precision.FP16:
-        training = replace(plan.training, precision=Precision.BF16, gradient_precision=Precision.FP32)
-        yield Refusal(
-            found="training: precision is fp16", action="set precision to bf16", nearest=replace(plan, training=training))
-
-
 @rule(why="the executor has no fp8 products and would run 16-bit ones", action="make a plan without --fp8")
 def fp8(plan: Plan) -> Iterator[Refusal]:
     if plan.training.fp8_matmuls:
@@ -26,10 +18,11 @@ def fp8(plan: Plan) -> Iterator[Refusal]:
             nearest=replace(plan, training=replace(plan.training, fp8_matmuls=False)))
 
 
-@rule(why="gradients accumulate and are reduced in fp32, which takes twice the planned bytes", action="use fp32 gradients")
+@rule(
+    why="outside of chunks gradients accumulate and are reduced in fp32, which takes twice the planned bytes", action="use fp32 gradients")
 def gradient_precision(plan: Plan) -> Iterator[Refusal]:
     found = plan.training.gradient_precision
-    if found is not Precision.FP32:
+    if found is not Precision.FP32 and plan.chunks is None:
         yield Refusal(
             found=f"training: gradient_precision is {found}", action="set gradient_precision to fp32",
             nearest=replace(plan, training=replace(plan.training, gradient_precision=Precision.FP32)))
@@ -55,4 +48,4 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
             action=f"set rotary_fraction to {share}", nearest=replace(plan, model=replace(model, rotary_fraction=share)))
 
 
-TRAINING = (fp16, fp8, gradient_precision, positions, rotary_pairs)
+TRAINING = (fp8, gradient_precision, positions, rotary_pairs)

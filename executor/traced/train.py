@@ -47,6 +47,10 @@ class ModuleTrainer(Trainer):
         dist.all_reduce(share)
         return share
 
+    @property
+    def scale(self) -> None:
+        """None: plans in fp16 are refused."""
+
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The 2-norm of the gradients of the whole model, each parameter counted once: the same on every rank. Collective."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from planner.band import stack_band
 from planner.report.names import attention_text
 from planner.report.text import FIXED_WIDTH, joined, percent, print_table, say
-from profiles.catalog import cluster_names, load_cluster, load_model, load_stack, model_names, stack_names
+from profiles.catalog import cluster_names, family_members, load_cluster, load_model, load_stack, model_names, stack_names
 from profiles.measured import shipped_profile
 from profiles.provenance import Kind
 from profiles.schema import document
@@ -28,14 +28,13 @@ _SOURCE_WIDTH = 30  # of where a model's shape comes from; --json has it whole
 
 
 def model_rows() -> list[dict[str, Any]]:
-    """One mapping a packaged model."""
+    """One mapping a packaged model, and one a member of a family."""
     rows = []
-    for name in model_names():
-        entry = load_model(name)
+    for entry in (*map(load_model, model_names()), *family_members()):
         spec = entry.spec
         training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
         rows.append({
-            "name": name, "num_parameters": build_graph(spec, training, 1).num_parameters, "num_layers": spec.num_layers,
+            "name": spec.name, "num_parameters": build_graph(spec, training, 1).num_parameters, "num_layers": spec.num_layers,
             "hidden_size": spec.hidden_size, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
             "seq_length": entry.seq_length, "global_batch_size": entry.global_batch_size, "source": entry.source})
     return rows

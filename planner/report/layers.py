@@ -21,7 +21,8 @@ def print_layers(plan: Plan, out: Console) -> None:
         rows.append((name, zero_text(layer_plan), recompute, *on_host, _where(plan, name)))
     say(out)
     heading = ("layer plan", "ZeRO", "recompute", *(("kept on the host",) if kept else ()), "runs")
-    print_table(out, heading, rows, left=("layer plan", "recompute", "kept on the host", "runs"))
+    words = ("layer plan", *(("ZeRO",) if plan.chunks else ()), "recompute", "kept on the host", "runs")
+    print_table(out, heading, rows, left=words)
     if plan.mesh.tp > 1:
         _print_placements(plan, out)
 

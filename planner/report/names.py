@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from costmodels.chunks.home import OFFLOAD_OF, Home
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute, host_bytes_by_operator, recompute_operators
 from costmodels.schedules import Schedule
@@ -78,11 +79,11 @@ def found_text(search: SearchRecord) -> str:
     return "leanest" if lean else FASTEST
 
 
-def zero_text(layer_plan: LayerPlan) -> str:
-    """`3`, and what of it is not as usual: `3 over 8 ranks, states on the host`."""
+def zero_text(layer_plan: LayerPlan, *, homes: bool = True) -> str:
+    """`3`, and what of it is not as usual: `3 over 8 ranks, states on the host`. homes: also what chunks have there."""
     ranks = f" over {layer_plan.zero_ranks} ranks" if layer_plan.zero_ranks else ""
-    host = f", {' and '.join(layer_plan.offload)} on the host" if layer_plan.offload else ""
-    return f"{layer_plan.zero}{ranks}{host}"
+    offload = [what for what in layer_plan.offload if homes or what not in OFFLOAD_OF[Home.HOST]]
+    return f"{layer_plan.zero}{ranks}" + (f", {' and '.join(offload)} on the host" if offload else "")
 
 
 def kept_text(layer_plan: LayerPlan, graph: ModelGraph) -> str:

@@ -36,11 +36,11 @@ class _Search:
 
 
 class _Front:
-    """A bar for the searches of a front, and below it one for the search that is under way."""
+    """A bar for the searches of `what`, and below it one for the search that is under way."""
 
-    def __init__(self, bar: Bar) -> None:
+    def __init__(self, bar: Bar, what: str) -> None:
         self._bar = bar
-        self._searches = bar.add_task("front", total=None, found="")
+        self._searches = bar.add_task(what, total=None, found="")
         self._now = bar.add_task("fastest", total=None, found="")
 
     def begin(self, what: str, done: int, planned: int) -> None:
@@ -70,13 +70,13 @@ def progress_bar(out: Console) -> Iterator[OnProgress | None]:
 
 
 @contextmanager
-def front_bar(out: Console) -> Iterator[tuple[OnProgress | None, OnSearch | None]]:
-    """What to give to `find_front` as `on_progress` and `on_search`; None where nobody watches."""
+def front_bar(out: Console, what: str = "front") -> Iterator[tuple[OnProgress | None, OnSearch | None]]:
+    """What to give to `find_front`, or another that searches often, as `on_progress` and `on_search`; None where nobody watches."""
     if not out.file.isatty():
         yield None, None
         return
     with Bar(*_search_columns(), console=out, transient=True) as bar:
-        front = _Front(bar)
+        front = _Front(bar, what)
         yield front.update, front.begin
 
 

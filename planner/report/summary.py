@@ -12,6 +12,7 @@ from costmodels.mesh import Mesh
 from planner.missing import Coverage
 from planner.module_plan import ModulePlan
 from planner.plan import Objective, Plan, RunnerUp, Status
+from planner.report.chunks import chunks_fact
 from planner.report.coverage import coverage_notes, coverage_text, found_coverage
 from planner.report.names import (
     attention_text,
@@ -34,7 +35,7 @@ RUNNERS_UP = 3  # of the short form
 NOTHING = 1e-9  # share of the step below which a time is rounding
 _CAUSES = (
     ("compute", "compute_s"), ("recompute", "recompute_s"), ("bubble", "pp_bubble_s"), ("data", "dp_comm_s"),
-    ("tensor", "tp_comm_s"), ("p2p", "pp_comm_s"), ("optimizer", "optimizer_s"),
+    ("tensor", "tp_comm_s"), ("p2p", "pp_comm_s"), ("host", "host_comm_s"), ("optimizer", "optimizer_s"),
 )
 EXECUTORS_STACK = "parplan"
 _REDUNDANT = ("parameters", "gradients", "optimizer", "activations", "temporaries")
@@ -131,6 +132,8 @@ def _facts(plan: Plan, context: Context, measured: Coverage | None) -> Iterator[
     predicted, worst = plan.predicted, fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *layers_phrases(plan))
+    if plan.chunks:
+        yield chunks_fact(plan, plan.chunks)
     yield ("stack", *stack_phrases(plan))
     if measured:
         device = plan.cluster.device.name
@@ -161,7 +164,7 @@ def layers_phrases(plan: Plan) -> tuple[str, str]:
     graph, zero, recompute, kept = graph_of(plan), Counter[str](), Counter[str](), Counter[str]()
     names = recompute_names(graph)
     for name, count in blocks_by_plan(plan).items():
-        zero[f"ZeRO {zero_text(plan.layer_plans[name])}"] += count
+        zero[f"ZeRO {zero_text(plan.layer_plans[name], homes=False)}"] += count
         recompute[recompute_text(plan.layer_plans[name], names)] += count
         kept[kept_text(plan.layer_plans[name], graph) or "nothing"] += count
     sequence = ", sequence parallel" if any(layer.sequence_parallel for layer in plan.layer_plans.values()) else ""

@@ -1,0 +1,124 @@
+"""plan max-model: the largest model that fits. All but click is imported where it is used."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cli_options import OUTPUT, WHAT, as_json, located, searching, trained
+from cli_output import STDOUT
+from cli_style import INTERRUPTED, Command, noticing_ctrl_c, option, print_json
+
+if TYPE_CHECKING:
+    from planner.largest import Largest, Sizes
+    from planner.options import Question
+    from planner.plan import Plan
+
+
+@click.command("max-model", cls=Command, epilog=(
+    "  plan max-model --gpus 8 --gpu v100-32gb --host-memory 240GiB\n  plan max-model --gpus 8 --gpu a100-40gb --hidden 8192 -o plan.yaml\n"
+    "  plan max-model --gpus 32 --gpu a100-40gb --json | jq '.largest[] | {offload, model, tflops}'"))
+@option(WHAT, "--family", default="gpt", show_default=True, metavar="NAME|FILE", help="Whose models: its members of `plan models`.")
+@option(WHAT, "--hidden", type=click.IntRange(1), metavar="N", help="Instead of members: the most blocks of this hidden size.")
+@trained
+@located
+@searching
+@option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), help="Write the plan of the largest model; - for stdout.")
+@as_json
+def max_model(**options: Any) -> int:
+    """Find the largest model that fits, with and without the host's memory, and what it costs to train.
+
+    A row for what the host may keep: nothing, the optimizer's states, and those, parameters and activations. Each model that is
+    tried is a search for its fastest plan; Ctrl-C prints what is known.
+    """
+    from planner.options import require_writable
+
+    output: Path | None = options["output"]
+    if output not in (None, STDOUT):
+        require_writable(output)
+    options |= {"model": None, "module": None, "objective": "throughput"}
+    question, sizes = _sizes(options)
+    started_s = time.monotonic()
+    with noticing_ctrl_c() as interrupts:
+        rows = _rows(options, question, sizes, lambda: bool(interrupts))
+    _require_any(rows, interrupted=bool(interrupts))
+    _deliver(rows, question, options, time.monotonic() - started_s)
+    return INTERRUPTED if interrupts else 0
+
+
+def _sizes(options: dict[str, Any]) -> tuple[Question, Sizes]:
+    """The models to try, ascending, and the question as it is asked about the first of them."""
+    from dataclasses import fields
+
+    from planner.largest import members, widths
+    from planner.options import Asked, question_about
+    from profiles.catalog import load_family
+
+    family, hidden = load_family(options["family"]), options["hidden"]
+    asked = Asked(**{field.name: options[field.name] for field in fields(Asked)})
+    first = family.members[0] if hidden is None else family.of_width(hidden, 1)
+    question = question_about(first, asked, whose="the family's")
+    if hidden is None:
+        return question, members(family.members)
+    return question, widths(lambda blocks: family.of_width(hidden, blocks), question.cluster)
+
+
+def _rows(options: dict[str, Any], question: Question, sizes: Sizes, interrupted: Callable[[], bool]) -> tuple[Largest, ...]:
+    """The searches, with a bar on stderr while they last."""
+    from planner.largest import LEVELS, Asking, find_largest
+    from planner.options import constraints, search_options
+    from planner.report.progress import front_bar
+    from planner.report.text import console
+
+    pins, how = constraints(options), search_options(options)
+    levels = LEVELS if options["offload"] is None else tuple(dict.fromkeys(((), pins.offload or ())))
+    with front_bar(console(sys.stderr), "sizes") as (on_progress, on_search):
+        asking = Asking(
+            cluster=question.cluster, training=question.training, pins=pins, options=how, on_progress=on_progress, on_search=on_search)
+        return find_largest(sizes, asking, levels, interrupted=interrupted)
+
+
+def _require_any(rows: Sequence[Largest], *, interrupted: bool) -> None:
+    """Raises InfeasibleError with what is missing where no model at all fits, KeyboardInterrupt where none was found before Ctrl-C."""
+    from profiles.errors import InfeasibleError
+
+    if any(row.plan for row in rows):
+        return
+    if interrupted:
+        raise KeyboardInterrupt
+    error = rows[-1].next_error
+    if error is None or not isinstance(error, InfeasibleError):
+        raise error or InfeasibleError("nothing was searched")
+    raise InfeasibleError(f"no model of the family fits: {error.message}", hint=error.hint)
+
+
+def _deliver(rows: Sequence[Largest], question: Question, options: dict[str, Any], elapsed_s: float) -> None:
+    """The table to the terminal or the rows as JSON, and the plan of the largest model to its file."""
+    from planner.options import all_assumed, search_options
+    from planner.plan import to_yaml
+    from planner.report.largest import largest_document, print_largest
+    from planner.report.text import console
+
+    output, as_json = options["output"], options["as_json"]
+    plan = next(row.plan for row in reversed(rows) if row.plan)
+    if output not in (None, STDOUT):
+        _write(plan, output)
+    if as_json:
+        print_json(largest_document(rows, question, elapsed_s))
+        return
+    out = console(sys.stderr if output == STDOUT else sys.stdout)
+    print_largest(rows, question, out, assumed=all_assumed(question, options, search_options(options)), elapsed_s=elapsed_s)
+    if output == STDOUT:
+        click.echo(to_yaml(plan), nl=False)
+
+
+def _write(plan: Plan, output: Path) -> None:
+    from planner.plan import write
+
+    write(plan, output)
+    click.echo(f"wrote {output}, the plan of {plan.model.name}", err=True)

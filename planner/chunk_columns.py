@@ -1,0 +1,149 @@
+"""Columns of a rank whose blocks' states are held in chunks: a mix of recompute and homes of its blocks, chosen together.
+
+Which states leave the device first is no rule but a choice: all counts of HOST and of OPTIMIZER blocks are tried (EQUATIONS O6),
+within the memory of the device and its share of the host's, each with the best mix (planner/chunk_mixes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from costmodels.memory import owned_parameters
+from costmodels.occupancy import occupied_bytes, usable_bytes
+from costmodels.strategy import Frame
+from planner.chunk_costs import HomeCosts, Tensors, host_share_bytes
+from planner.chunk_mixes import ChunkMixes
+from planner.columns import Column, MixTable, Priced, RankColumns, end_kinds
+from planner.fronts import Array, Ints, front
+from planner.mixes import Mixes, pure_mixes
+from profiles.model import LayerKind
+
+STEPS = 128  # of what mixes may allocate, at which the relaxation is solved
+
+
+class ChunkColumns:
+    """The columns of one pipeline rank of a frame in chunks, made for one block count at a time."""
+
+    def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
+        self.rank, self.frame, self.table, self.compute = rank, frame, table, RankColumns(rank, frame, table)
+        (self.zero,) = table.zero_stages(frame)
+        self.fixed, self.host_share_bytes = self.compute.fixed[self.zero], host_share_bytes(table.book.machine.cluster)
+
+    def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
+        """The mixes and homes within both limits that no other beats in time and in tail."""
+        usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
+        for mixes, priced, rows in self._mixes(self.table.get(self.frame, self.rank, num_blocks), num_blocks):
+            row, home, time_s = mixes.best(usable, self.host_share_bytes)
+            for i in front(time_s, mixes.costs.once_s[home]):
+                found.append(self._column(mixes, priced, rows, (int(row[i]), int(home[i])), float(time_s[i])))
+        return _unbeaten(found)
+
+    def smallest(self, num_blocks: int) -> Column:
+        """The mix and homes with the lowest peak of a device within its share of the host, whatever their time."""
+        found = []
+        for mixes, priced, rows in self._mixes(self._pure(num_blocks), num_blocks):
+            home = np.flatnonzero(mixes.costs.host_bytes <= self.host_share_bytes)
+            row = np.full(len(home), len(rows) - 1)
+            needed = mixes.needed(row, home)
+            least = np.array([needed.argmin()])
+            time_s = float(mixes.seconds(row[least], home[least], needed[least])[0])
+            found.append(self._column(mixes, priced, rows, (int(row[least][0]), int(home[least][0])), time_s))
+        return min(found, key=lambda column: column.memory_bytes)
+
+    def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]:
+        """Columns that no mix of real numbers of blocks, with any homes, can beat within `limit_bytes`: a bound, not a plan.
+
+        What a mix allocates is in one of many intervals: its compute takes at least what any does that allocates as much as the end of
+        the interval, and its copies what they take with the room that the beginning leaves.
+        """
+        usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
+        begins, compute_s = self._intervals(num_blocks)
+        for costs, _ in self._homes(num_blocks):
+            mixes = ChunkMixes(self.frame, costs, compute_s, begins, np.full(len(begins), -np.inf))
+            _, home, time_s = mixes.best(usable, self.host_share_bytes)
+            found += [self._bound(num_blocks, costs, int(home[i]), float(time_s[i])) for i in front(time_s, costs.once_s[home])]
+        return _unbeaten(found)
+
+    def _intervals(self, num_blocks: int) -> tuple[Array, Array]:
+        """Intervals of what the fullest pass of a block may allocate without chunks, the last first: their beginnings, and seconds."""
+        allocated = self._in_blocks(self.compute.priced(self._pure(num_blocks), self.zero))
+        ends = np.linspace(float(allocated.min()), float(allocated.max()), STEPS)
+        compute_s = self._least_s(num_blocks, np.append(ends, np.inf))[::-1]
+        begins = np.insert(ends, 0, ends[0])[::-1]
+        possible = np.isfinite(compute_s)
+        return begins[possible], compute_s[possible]
+
+    def _least_s(self, num_blocks: int, allocated: Array) -> Array:
+        """The least seconds of compute of any real numbers of blocks on each option that allocate so much, infinity where none do.
+
+        Of options with at most some workspace, the lower convex hull of kept bytes and seconds.
+        """
+        always = self.fixed.states + self.fixed.held + self._lasting_bytes() - self.fixed.used_up
+        in_flight = self.compute.stashes * num_blocks / self.frame.virtual_stages
+        found: Array = np.full(len(allocated), np.inf)
+        for workspace, kept, time_s in self.table.hulls(self.frame, self.rank):
+            kept_each = (allocated - always - workspace) / in_flight
+            found = np.minimum(found, np.interp(kept_each, kept, time_s, left=np.inf))
+        return num_blocks * found + self.fixed.time_s
+
+    def _pure(self, num_blocks: int) -> Mixes:
+        return pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
+
+    def _homes(self, num_blocks: int) -> Iterator[tuple[HomeCosts, Tensors]]:
+        """What homes cost, for each way to divide the weights."""
+        for tensors, sharding in self.table.divisions(self.frame, self.rank).items():
+            yield self.table.homes(self.frame, sharding, num_blocks), tensors
+
+    def _mixes(self, mixes: Mixes, num_blocks: int) -> Iterator[tuple[ChunkMixes, Priced, Ints]]:
+        """By way to divide the weights, which all blocks of a mix share, the front of the mixes, and which rows of `priced` they are."""
+        priced, used = self.compute.priced(mixes, self.zero), mixes.counts > 0
+        allocated, kinds = self._in_blocks(priced), [self.table.tensors(option.sharding) for option in mixes.options]
+        for costs, tensors in self._homes(num_blocks):
+            rows = np.flatnonzero(~used[:, [kind != tensors for kind in kinds]].any(axis=1))
+            rows = rows[front(priced.time_s[rows], allocated[rows])]
+            rows = rows[priced.allocated[rows] <= np.minimum.accumulate(priced.allocated[rows])] if len(rows) else rows
+            if len(rows):
+                yield ChunkMixes(self.frame, costs, priced.time_s[rows], allocated[rows], priced.allocated[rows]), priced, rows
+
+    def _in_blocks(self, priced: Priced) -> Array:
+        """What the fullest pass of a block allocates without chunks (costmodels/chunks/room.py); `priced` also has what the ends need."""
+        temporaries = self.compute.running(priced.mixes, self.zero) + self.fixed.zero_buffer
+        found: Array = priced.allocated - temporaries + priced.mixes.workspace_bytes - self.fixed.used_up + self._lasting_bytes()
+        return found
+
+    def _lasting_bytes(self) -> float:
+        """Of the head in passes of blocks: its gradient until it is reduced, behind the stage's backward pass."""
+        book, sharding = self.table.book, self.frame.sharding
+        if LayerKind.HEAD not in end_kinds(self.rank, self.frame) or not self.zero:
+            return 0.0
+        own = owned_parameters(book.layer(LayerKind.HEAD, 1), sharding, with_tied=book.counts_tied(self.frame.mesh))
+        return float(book.training.gradient_precision.num_bytes * own)
+
+    def _column(self, mixes: ChunkMixes, priced: Priced, rows: Ints, cell: tuple[int, int], time_s: float) -> Column:
+        row, home = cell
+        needed = float(mixes.needed(np.array([row]), np.array([home]))[0])
+        return replace(
+            self.compute.column(priced, int(rows[row])), time_s=time_s, tail_s=float(mixes.costs.once_s[home]) + self.fixed.tail_s,
+            plain_s=time_s, ramp_s=time_s, homes=mixes.costs.homes(home),
+            memory_bytes=occupied_bytes(needed, self.frame.mesh, self.table.book))
+
+    def _bound(self, num_blocks: int, costs: HomeCosts, home: int, time_s: float) -> Column:
+        option, tail_s = self.table.options(self.frame, self.rank)[0], float(costs.once_s[home]) + self.fixed.tail_s
+        return Column(((option, num_blocks),), self.zero, time_s, tail_s, 0.0, 0.0, time_s, time_s, costs.homes(home))
+
+
+Columns = RankColumns | ChunkColumns
+
+
+def rank_columns(rank: int, frame: Frame, table: MixTable) -> Columns:
+    """The columns of a pipeline rank of any frame."""
+    return ChunkColumns(rank, frame, table) if frame.chunked else RankColumns(rank, frame, table)
+
+
+def _unbeaten(found: Sequence[Column]) -> list[Column]:
+    """Those that no other beats in time and in tail."""
+    values = np.array([(column.time_s, column.tail_s) for column in found]).reshape(-1, 2)
+    return [found[index] for index in front(*values.T)]

@@ -1,0 +1,119 @@
+"""What it costs to give the blocks of a rank homes, of every way to do so at once (EQUATIONS O1 to O6).
+
+Chunks of one home are packed from a beginning of their own, so that their bytes depend on a count of blocks alone:
+`HomeCosts` has arrays over the homes, exact in what is always there, and never too low in what a block needs while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from costmodels.book import PriceBook
+from costmodels.chunks.held import UPDATE_BYTES
+from costmodels.chunks.home import Home
+from costmodels.chunks.layout import block_tensors, chunks_after
+from costmodels.chunks.price import BlockCost, writes_over_parameters
+from costmodels.chunks.size import chunk_size_of, widest_groups
+from costmodels.offload import Offload
+from costmodels.sharding import Sharding
+from costmodels.strategy import Frame
+from planner.fronts import Array, Ints
+from planner.homes import Homes, counts_of_homes, homes_allowed
+from profiles.hardware import Cluster
+from profiles.model import LayerKind
+
+Tensors = tuple[int, ...]  # elements of a block's tensors on one tensor-parallel rank, in use order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeCosts:
+    """By way to give the blocks of a rank homes, `host` and `optimizer` blocks; bytes and seconds of one device.
+
+    always_bytes, working_bytes   states that stay, and what the block that runs needs beside them
+    host_bytes                    what the host keeps for the device
+    block_bytes                   parameters of one HOST block that could stay on the device
+    gathered_s                    collectives of a micro-batch, what compute does not hide
+    fetch_s, send_s               copies of all HOST blocks' parameters in one pass, and of their gradients
+    added_s                       the host adds the gradients of a micro-batch to those before
+    once_s                        after the last backward pass: copies of OPTIMIZER blocks, both updates
+    """
+
+    host: Ints
+    optimizer: Ints
+    always_bytes: Array
+    working_bytes: Array
+    host_bytes: Array
+    block_bytes: float
+    gathered_s: Array
+    fetch_s: Array
+    send_s: Array
+    added_s: Array
+    once_s: Array
+
+    def homes(self, index: int) -> Homes:
+        return Homes(int(self.host[index]), int(self.optimizer[index]))
+
+
+def tensors_of(sharding: Sharding, book: PriceBook) -> Tensors:
+    """The sizes of a block's tensors, divided as `sharding` does."""
+    return tuple(tensor.elements for tensor in block_tensors(book.layer(LayerKind.BLOCK, 1), sharding))
+
+
+def host_share_bytes(cluster: Cluster) -> float:
+    """What the host may hold for one device: the GPUs of a node have equal shares."""
+    return cluster.host_memory_bytes / cluster.gpus_per_node
+
+
+def block_costs(frame: Frame, sharding: Sharding, offload: Collection[Offload], book: PriceBook) -> dict[Home, BlockCost]:
+    """What one block costs by home that `offload` allows, without padding."""
+    in_parameters = writes_over_parameters(book.training, frame.num_micro_batches)
+    return {
+        home: book.chunked(home, frame.micro_batch_size, frame.mesh, sharding, in_parameters=in_parameters)
+        for home in homes_allowed(offload)}
+
+
+def once_s(cost: BlockCost) -> float:
+    """Seconds after the last backward pass: copies of the block's gradients and parameters, and its update."""
+    return cost.leave_s + cost.return_s + cost.host_adam_s + cost.device_adam_s
+
+
+def home_costs(sharding: Sharding, num_blocks: int, frame: Frame, offload: Collection[Offload], book: PriceBook) -> HomeCosts:
+    """The costs of all homes that `offload` allows the `num_blocks` blocks of a rank, divided as `sharding` does."""
+    tensors, ranks = tensors_of(sharding, book), frame.mesh.dp
+    size = chunk_size_of(tensors, num_blocks, ranks, book.machine.cluster, book.training.precision.num_bytes)
+    padded = np.array(chunks_after(tensors, num_blocks, size, ranks), dtype=np.float64) * (size / sum(tensors))  # in blocks
+    host, optimizer = counts_of_homes(num_blocks, offload)
+    counts = {Home.HOST: host, Home.OPTIMIZER: optimizer, Home.DEVICE: num_blocks - host - optimizer}
+    costs = block_costs(frame, sharding, offload, book)
+
+    def summed(value: Callable[[BlockCost], float]) -> Array:
+        found: Array = np.sum([padded[counts[home]] * value(cost) for home, cost in costs.items()], axis=0)
+        return found
+
+    return HomeCosts(
+        host=host, optimizer=optimizer, working_bytes=_working_bytes(tensors, num_blocks, size, counts, frame, book),
+        always_bytes=summed(lambda cost: cost.device.total), host_bytes=summed(lambda cost: cost.host.total),
+        block_bytes=book.training.precision.num_bytes * padded[-1] / num_blocks * sum(tensors) / ranks,
+        gathered_s=summed(lambda cost: cost.forward_s + cost.backward_s), fetch_s=summed(lambda cost: cost.fetch_s),
+        send_s=summed(lambda cost: cost.send_s), added_s=summed(lambda cost: cost.added_s), once_s=summed(once_s))
+
+
+def _working_bytes(
+    tensors: Tensors, num_blocks: int, chunk_elements: int, counts: dict[Home, Ints], frame: Frame, book: PriceBook,
+) -> Array:
+    """What the widest block needs at most beside the states that stay and its activations (costmodels/chunks/slots.py).
+
+    Its gradients as autograd makes them. Of several ranks its gathered groups of parameters and of gradients, and of a HOST block the own
+    chunks that are gathered; of one rank, of HOST blocks alone, its chunks in place. At least what the device needs to update a chunk.
+    """
+    ranks, width = frame.mesh.dp, book.training.precision.num_bytes
+    in_parameters = writes_over_parameters(book.training, frame.num_micro_batches)
+    gradient = 0 if in_parameters else book.training.gradient_precision.num_bytes
+    own = widest_groups(tensors, num_blocks, chunk_elements, ranks) * chunk_elements
+    used = own * (ranks * (width + gradient) + width * (counts[Home.HOST] > 0)) if ranks > 1 else own * (width + gradient) * (
+        counts[Home.HOST] > 0)
+    found: Array = np.maximum(width * sum(tensors) + used, UPDATE_BYTES * chunk_elements * (counts[Home.DEVICE] > 0)).astype(np.float64)
+    return found

@@ -1,0 +1,83 @@
+"""For every way to give the blocks of a rank homes the best mix: the one whose compute takes as long as its copies.
+
+    t = max(C + A, I, O) + H       of one micro-batch: compute, collectives, copies to the device and from it, what the host adds up
+    I = [h + (2 M - 1) max(0, h - c)] / (h M) i     h HOST blocks with room for c of them, i to fetch all (costmodels/chunks/price.py)
+
+Of mixes on the front of seconds and bytes, a slower one leaves more room c for parameters that need not be fetched again: C grows
+along the front and I falls, so that the best is one of the two where they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from costmodels.strategy import Frame
+from planner.chunk_costs import HomeCosts
+from planner.fronts import Array, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMixes:
+    """Mixes, fastest first, each with less memory than those before it; rows and homes are indices.
+
+    compute_s    of a micro-batch
+    allocated    without chunks, in the fullest pass of a block; at_ends: in one of embedding or head
+    """
+
+    frame: Frame
+    costs: HomeCosts
+    compute_s: Array
+    allocated: Array
+    at_ends: Array
+
+    def needed(self, row: Ints, home: Ints) -> Array:
+        """Bytes of the device at its fullest."""
+        states, working = self.costs.always_bytes[home], self.costs.working_bytes[home]
+        found: Array = states + np.maximum(self.allocated[row] + working, self.at_ends[row])
+        return found
+
+    def best(self, usable: float, host_share_bytes: float) -> tuple[Ints, Ints, Array]:
+        """Of all homes with which a mix fits the fastest row, the homes, and the seconds of a micro-batch."""
+        count, home = len(self.compute_s), np.flatnonzero(self.costs.host_bytes <= host_share_bytes)
+        if not count:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
+        home = home[self.needed(np.full(len(home), count - 1), home) <= usable]
+        fits = _first(count, len(home), lambda row: self.needed(row, home) <= usable)
+        meet = np.maximum(fits, _first(count, len(home), lambda row: self._waits(row, home, usable) <= 0))
+        before = np.maximum(fits, meet - 1)
+        before_s, meet_s = (self.seconds(row, home, usable) for row in (before, meet))
+        return np.where(before_s <= meet_s, before, meet), home, np.minimum(before_s, meet_s)
+
+    def seconds(self, row: Ints, home: Ints, usable: float | Array) -> Array:
+        """t of the module's head."""
+        added_s = (1 - 1 / self.frame.num_micro_batches) * self.costs.added_s[home]
+        found: Array = self.compute_s[row] + self.costs.gathered_s[home] + np.maximum(0.0, self._waits(row, home, usable)) + added_s
+        return found
+
+    def _waits(self, row: Ints, home: Ints, usable: float | Array) -> Array:
+        """By how much the copies of a micro-batch take longer than its compute: less from row to row."""
+        spare = np.maximum(0.0, usable - self.needed(row, home)) / self.costs.block_bytes
+        copied_s = self.copied_s(home, spare)
+        found: Array = copied_s - self.compute_s[row] - self.costs.gathered_s[home]
+        return found
+
+    def copied_s(self, home: Ints, spare: Array) -> Array:
+        """Copies of a micro-batch, with room for `spare` HOST blocks beside the one that runs."""
+        passes, on_host = self.frame.num_micro_batches, self.costs.host[home]
+        swept = on_host + (2 * passes - 1) * np.maximum(0.0, on_host - 1 - spare)
+        found: Array = np.maximum(swept / (np.maximum(on_host, 1) * passes) * self.costs.fetch_s[home], self.costs.send_s[home])
+        return found
+
+
+def _first(count: int, size: int, holds: Callable[[Ints], npt.NDArray[np.bool_]]) -> Ints:
+    """Of `size` searches over 0 .. `count` - 1 the first at which `holds`, which then does at all that follow; the last where none does."""
+    low, high = np.zeros(size, np.int64), np.full(size, count - 1)
+    while (low < high).any():
+        middle = (low + high) // 2
+        there = holds(middle)
+        low, high = np.where(there, low, np.minimum(middle + 1, high)), np.where(there, middle, high)
+    return low

@@ -1,0 +1,75 @@
+"""Rates between device and host: a lane or its part of the node's uplinks, stated memory, and what a profile of one's own measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from costmodels.offload import HOST_BYTES_PER_S, HOST_SHARE, copy_time, host_adam_time, host_time
+from profiles.cases import Case, Measured, Outcome, Record
+from profiles.catalog import cluster_document, cluster_from_document, load_cluster, with_gpus
+from profiles.measured import analytic_profile
+from profiles.profiler.fit_host import host_speed
+from profiles.provenance import Kind
+from profiles.speeds import HostSpeed
+
+DGX1 = load_cluster("v100-32gb")
+BARE = replace(DGX1, pcie_node_bytes_per_s=None, host_bytes_per_s=None)
+
+
+def measured(cluster, **rates):
+    return replace(cluster, profile=replace(analytic_profile(cluster.device.name), host=HostSpeed(**rates)))
+
+
+def test_without_the_fields_every_gpu_has_its_lane_and_the_host_what_is_assumed():
+    assert copy_time(10**9, BARE).value_s == pytest.approx(1e9 / 15.75e9)
+    assert host_time(10**9, BARE).value_s == pytest.approx(8e9 / HOST_BYTES_PER_S)
+
+
+@pytest.mark.parametrize(("gpus", "rate"), [(8, 63e9 / 8), (4, 15.75e9), (1, 15.75e9)])
+def test_the_gpus_of_a_node_share_its_uplinks_and_none_gets_more_than_its_lane(gpus, rate):
+    assert copy_time(10**9, with_gpus(DGX1, gpus)).value_s == pytest.approx(1e9 / rate)
+
+
+def test_stated_memory_is_reached_as_far_as_adam_was_seen_to():
+    assert host_adam_time(10**9, DGX1).value_s == pytest.approx(28e9 * 8 / (HOST_SHARE * 136.5e9))
+    assert host_adam_time(10**9, with_gpus(DGX1, 1)).value_s == pytest.approx(28e9 / (HOST_SHARE * 136.5e9))
+
+
+def test_measured_copies_take_the_place_of_the_lane_but_not_of_what_is_shared():
+    one = measured(with_gpus(DGX1, 1), to_device_bytes_per_s=12e9, from_device_bytes_per_s=13e9)
+
+    assert copy_time(10**9, one).value_s == pytest.approx(1 / 12)
+    assert copy_time(10**9, one, to_host=True).value_s == pytest.approx(1 / 13)
+    assert copy_time(10**9, one).kind is Kind.INTERPOLATED
+    eight = measured(DGX1, to_device_bytes_per_s=12e9)
+    assert copy_time(10**9, eight).value_s == pytest.approx(8 / 63)
+    assert copy_time(10**9, eight).kind is Kind.ANALYTIC
+
+
+def test_measured_adam_of_one_process_bounds_its_part_of_the_host():
+    slow, fast = (measured(DGX1, adam_bytes_per_s=rate) for rate in (1e9, 1e12))
+
+    assert host_adam_time(10**9, slow).value_s == pytest.approx(28)
+    assert host_adam_time(10**9, slow).kind is Kind.INTERPOLATED
+    assert host_adam_time(10**9, fast) == host_adam_time(10**9, DGX1)
+
+
+def test_the_rates_are_the_best_of_their_records():
+    def record(work, outcome=Outcome.MEASURED, **figures):
+        return Record(case=Case(work=work, sizes=(), precision="bf16", passes=()), outcome=outcome, measured=Measured(figures=figures))
+
+    records = [
+        record("transfer", to_device_bytes_per_s=9.0, both_bytes_per_s=7.0), record("transfer", to_device_bytes_per_s=11.0),
+        record("device_copy", bytes_per_s=99.0), record("host_adam", Outcome.UNSUPPORTED)]
+
+    assert host_speed(records) == HostSpeed(to_device_bytes_per_s=11.0)
+    assert host_speed([*records, record("host_adam", bytes_per_s=5.0)]) == HostSpeed(to_device_bytes_per_s=11.0, adam_bytes_per_s=5.0)
+    assert host_speed(records[2:]) is None
+
+
+def test_a_cluster_file_gives_the_rates_back():
+    for name in ("v100-32gb", "a100-40gb", "gh200-96gb"):
+        cluster = load_cluster(name)
+        assert cluster_from_document(cluster_document(cluster), name) == cluster
