@@ -248,9 +248,10 @@ def test_plans_without_chunks_do_not_know_of_the_budget():
 def test_gradients_of_embedding_and_head_are_of_fp32_shards_whatever_those_of_chunks_are():
     strategy = chunked(dp=4, m=2)
     half, mixed = (
-        {sent.kind: sent.num_bytes for sent in rank_traffic(strategy, 0, book_of(training))}["reduce_scatter"] for training in (HALF, MIXED))
-    reduced = sum(
-        op.num_bytes for moment in chunks_of_rank(strategy, 0, book_of(MIXED)).moments for op in moment.after if op.does.value == "reduce")
+        {sent.kind: sent.num_bytes for sent in rank_traffic(strategy, 0, book_of(training))}["reduce_scatter"]
+        for training in (HALF, MIXED))
+    moments = chunks_of_rank(strategy, 0, book_of(MIXED)).moments
+    reduced = sum(op.num_bytes for moment in moments for op in moment.after if op.does.value == "reduce")
 
     assert mixed - half == reduced // 2
     assert book_of(MIXED).outside.training == MIXED
