@@ -17,15 +17,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodels.book import PriceBook
+from costmodels.layer import LayerTime
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from profiles.hardware import CPU
 from profiles.provenance import ZERO, Kind, Seconds
 
 
-def copy_s(choice: LayerChoice, frame: Frame, book: PriceBook, *, to_host: bool) -> float:
-    """Seconds of the copies of one layer and micro-batch in one direction, nothing where it has none."""
-    sharding = frame.sharding_of(choice)
-    return book.host_copy(choice.kind, frame.micro_batch_size, sharding, choice.recompute, choice.on_host, to_host=to_host).value_s
+def copies_s(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[float, float]:
+    """Seconds of the copies of one layer and micro-batch, to the host and back."""
+    b, sharding = frame.micro_batch_size, frame.sharding_of(choice)
+    out, back = (
+        book.host_copy(choice.kind, b, sharding, choice.recompute, choice.on_host, to_host=to_host) for to_host in (True, False))
+    return out.value_s, back.value_s
+
+
+def hidden_s(time: LayerTime, book: PriceBook) -> tuple[float, float]:
+    """Seconds of copies out and back that the passes of a layer hide."""
+    apart = book.machine.cluster.device.name != CPU
+    return time.forward_s * apart, (time.backward_s + time.recompute_s) * apart
 
 
 def exposed_copies(chunk: Sequence[LayerChoice], frame: Frame, book: PriceBook) -> tuple[Seconds, Seconds]:
@@ -33,12 +42,12 @@ def exposed_copies(chunk: Sequence[LayerChoice], frame: Frame, book: PriceBook) 
     moving = [choice for choice in chunk if choice.on_host]
     if not moving:
         return ZERO, ZERO
-    out_s, back_s, apart = 0.0, 0.0, book.machine.cluster.device.name == CPU
-    for index, choice in enumerate(moving):
+    out_s = back_s = 0.0
+    for choice in moving:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
-        first = apart or index == len(moving) - 1
-        out_s += max(0.0, copy_s(choice, frame, book, to_host=True) - (0.0 if apart else time.forward_s))
-        back_s += max(0.0, copy_s(choice, frame, book, to_host=False) - (0.0 if first else time.backward_s + time.recompute_s))
+        copied, hidden = copies_s(choice, frame, book), hidden_s(time, book)
+        out_s, back_s = out_s + max(0.0, copied[0] - hidden[0]), back_s + max(0.0, copied[1] - hidden[1])
+    back_s += min(copied[1], hidden[1])  # of the last of them, whose copies nothing hides
     return Seconds(out_s, Kind.ANALYTIC), Seconds(back_s, Kind.ANALYTIC)
 
 
