@@ -53,12 +53,18 @@ def busiest_rank(plan: Plan) -> int:
 
 def rechunked(plan: Plan) -> Plan:
     """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the smallest budget. Raises ConfigError."""
-    assert plan.chunks is not None, "it has chunks"
-    book, eviction = book_of(plan), plan.chunks.eviction
-    strategy = layers_of(plan, book)
-    ample = chunks_of(strategy, book, eviction=eviction, device_bytes=_AMPLE)
-    smallest = max(rank.smallest_bytes for rank in ample.ranks)
-    return replace(plan, chunks=chunks_of(strategy, book, eviction=eviction, device_bytes=smallest))
+    ample = _in_budget(plan, _AMPLE)
+    return replace(plan, chunks=_in_budget(plan, max(rank.smallest_bytes for rank in ample.ranks)))
+
+
+def _in_budget(plan: Plan, device_bytes: int) -> Chunks:
+    """The chunks of a plan's layers where tensors may fill `device_bytes` of a device."""
+    chunks = plan.chunks
+    assert chunks is not None, "it has chunks"
+    book = book_of(replace(plan, chunks=replace(chunks, ranks=tuple(replace(rank, device_bytes=device_bytes) for rank in chunks.ranks))))
+    found = chunks_of(layers_of(plan, book), book)
+    assert found is not None, "it has chunks"
+    return found
 
 
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
