@@ -14,7 +14,7 @@ from functools import lru_cache
 from costmodels.book import PriceBook
 from costmodels.chunks.held import rank_chunks
 from costmodels.chunks.home import Home
-from costmodels.chunks.price import STAGED_CHUNKS, state_widths, times
+from costmodels.chunks.price import STAGED_CHUNKS, Chunking, state_widths, times
 from costmodels.chunks.schedule import RankChunks
 from costmodels.memory import StateBytes
 from costmodels.mesh import Mesh
@@ -46,11 +46,14 @@ def prices_of(frame: Frame, book: PriceBook) -> PriceBook:
     return book.outside if frame.chunked else book
 
 
-@lru_cache(maxsize=64)
 def chunks_of_rank(strategy: Strategy, rank: int, book: PriceBook) -> RankChunks:
     """The chunk schedule of a device under the book's eviction and budget. Raises InfeasibleError with the smallest budget."""
-    budget = budget_bytes(strategy.frame.mesh, book)
-    return rank_chunks(strategy, rank, book, eviction=book.chunking.eviction, device_bytes=budget)
+    return _chunks_of_rank(strategy, rank, book, book.chunking)
+
+
+@lru_cache(maxsize=64)
+def _chunks_of_rank(strategy: Strategy, rank: int, book: PriceBook, chunking: Chunking) -> RankChunks:
+    return rank_chunks(strategy, rank, book, eviction=chunking.eviction, device_bytes=budget_bytes(strategy.frame.mesh, book))
 
 
 def chunk_states(chunks: RankChunks, book: PriceBook) -> tuple[StateBytes, StateBytes]:
