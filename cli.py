@@ -238,13 +238,14 @@ def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_jso
     from planner.report.chunks import levels_document, print_levels
     from planner.report.scatter import require_plot
     from planner.report.text import console
+    from planner.reread import book_of
 
     if plot:
         require_plot(plot)
     plan = read(plan_file)
     rank = busiest_rank(plan) if rank is None else rank
     found = rank_chunks_of(plan, rank)
-    moments = levels(found, plan.training)
+    moments = levels(found, book_of(plan))
     if plot:
         draw_levels(moments, plan, rank, found.device_bytes, plot)
     if as_json:

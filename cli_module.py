@@ -94,6 +94,7 @@ def say_parity(
     result = Parity(
         plan=plan, small=small, losses=tuple(zip(found.losses, expected.losses, strict=True)), gradients=gradient_errors(found, expected),
         agree=found.agree, as_predicted=all(predicted == measured for predicted, measured in found.states.values()),
+        moved=tuple(found.moved.values()),
         loss_tolerance=LOSS_TOLERANCE, gradient_tolerance=GRADIENT_TOLERANCE)
     if as_json:
         print_json(parity_document(result))

@@ -91,20 +91,25 @@ def cases(model: str, world: int) -> Iterator[Case]:
 
 
 def _altered(way: str, plan: Plan, model: str) -> Plan:
-    """`mixed` also recomputes differently by layer; `offload` keeps states on the host, and activations of own blocks.
+    """`mixed` also recomputes differently by layer; `offload` keeps states on the host, and what own blocks keep, each other operators.
 
     Where the last stage must not recompute it does not.
     """
     foreign = model.startswith("hf")
     change: dict[str, dict[str, Any]] = {}
     if way == "offload":
-        kept = (Offload.STATES,) if foreign else (Offload.STATES, Offload.ACTIVATIONS)
-        change = {name: {"offload": kept} for name in plan.layer_plans}
+        change = {name: {"offload": (Offload.STATES,), **_kept_on_host(name, foreign)} for name in plan.layer_plans}
     if way == "mixed" and not foreign:
         change = {"block-0": {"recompute": ("norm1", "activation", "norm2")}, "block-1": {"recompute": ("attention",)}}
     layer_plans = {name: replace(found, **change.get(name, {})) for name, found in plan.layer_plans.items()}
     altered = replace(plan, layer_plans=layer_plans)
     return nearest_legal(altered) or altered if plan.pipeline.schedule in LAST_KEEPS_ALL else altered
+
+
+def _kept_on_host(name: str, foreign: bool) -> dict[str, tuple[str, ...]]:
+    if foreign or not name.startswith("block"):
+        return {}
+    return {"keep_on_host": ("norm1", "attention", "fc2") if name == "block-1" else ("qkv", "attention_out", "fc1", "activation")}
 
 
 def refused(plan: Plan) -> str | None:

@@ -33,7 +33,7 @@ from profiles.hardware import CPU
 from profiles.measured import Machine
 from profiles.model import LayerClass, LayerKind, ModelGraph
 from profiles.provenance import ZERO, Seconds
-from profiles.spec import ModelSpec, TrainingSpec
+from profiles.spec import ModelSpec, Precision, TrainingSpec
 from profiles.transformer import build_graph
 
 T = TypeVar("T")
@@ -250,6 +250,16 @@ class PriceBook(LayerBook[LayerKind]):
         if not self.looks_up(layer.kind):
             return layer
         return self._once(key, lambda: without_table(layer))
+
+    @property
+    def outside(self) -> PriceBook:
+        """Prices of embedding and head where blocks are in chunks: FSDP2 keeps and reduces gradients of fp32 shards in fp32, of which
+        precision those of the chunks may be."""
+        if self.training.gradient_precision is Precision.FP32:
+            return self
+        return self._once("outside", lambda: PriceBook(
+            self.model, replace(self.training, gradient_precision=Precision.FP32), self.machine, zero_ranks=self.zero_ranks,
+            offload=self.offload, chunking=self.chunking))
 
     def looks_up(self, kind: LayerKind) -> bool:
         """Whether the host has the table of a layer of `kind`."""

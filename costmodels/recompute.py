@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from costmodels.edges import Edge, edges_of, keeps_output
@@ -108,23 +108,25 @@ def saved_bytes_by_operator(
 def host_bytes_by_operator(
     layer: LayerClass, sharding: Sharding, recompute: Iterable[str] = (), stack: Stack = NEUTRAL,
 ) -> dict[str, int]:
-    """Bytes that each operator sends to the host where it is one of those `on_host`; they add up to `saved_bytes`.
+    """Bytes that each operator sends to the host where it is one of those `on_host`.
 
     A tensor that several operators keep goes there if the first of them is named, in the order in which they run: fused
-    attention keeps what it gives before the projection behind it does.
+    attention keeps what it gives before the projection behind it does. They add up to `saved_bytes`, but for copies of the
+    input of a layer that runs again as a whole: it is sent as it came, once.
     """
     total = dict.fromkeys((op.name for op in layer.operators), 0)
     for copy in _copies(layer, sharding, frozenset(recompute), stack):
-        total[copy.holder] += copy.num_bytes
+        if copy.holder is not None:
+            total[copy.holder] += copy.num_bytes
     return total
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A part of a tensor that is kept: the operator that it counts at, the first that keeps it, and its bytes."""
+    """A part of a tensor that is kept: the operator that it counts at, the first that keeps it (None: it stays), and its bytes."""
 
     counted_at: str
-    holder: str
+    holder: str | None
     num_bytes: int
 
 
@@ -134,8 +136,10 @@ def _copies(layer: LayerClass, sharding: Sharding, again: frozenset[str], stack:
         edge = flow.get((operator.name, tensor.name))
         copy = tensor.name, operator.name if edge is not None and edge.keeps_own_copy(sharding.degrees) else ""
         if copy not in counted:
+            more = bool(counted) and len(again) == len(layer.operators)
             counted.add(copy)
-            yield from _stored(operator, tensor, sharding, edge, whole=stack.keeps_gathered_inputs, again=again)
+            for stored in _stored(operator, tensor, sharding, edge, whole=stack.keeps_gathered_inputs, again=again):
+                yield replace(stored, holder=None) if more else stored
 
 
 def _stored(

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from costmodels.book import PriceBook
+from costmodels.chunks.memory import prices_of
 from costmodels.chunks.price import ideal_bytes, state_widths, writes_over_parameters
 from costmodels.memory import ideal_states, operator_states, owned_parameters
 from costmodels.occupancy import RankMemory, held_bytes, rank_layers, stashes
@@ -63,7 +64,7 @@ def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: Pri
 def _ideal(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[float, float, float]:
     """Of one layer; of a block in chunks by its home, without padding."""
     if not in_chunks(choice, frame):
-        return book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).ideal
+        return prices_of(frame, book).states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).ideal
     whole = owned_parameters(book.layer(choice.kind, 1), Sharding())
     over = writes_over_parameters(book.training, frame.num_micro_batches)
     return ideal_bytes(choice.home, whole, frame.mesh.ranks_per_stage, book.training, over)
@@ -98,6 +99,7 @@ def _operator_states(
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Parameter, gradient and optimizer bytes of one operator on a device, and how few they could be."""
     mesh, sharding, training = frame.mesh, frame.sharding_of(choice), book.training
+    outside = prices_of(frame, book).training
     whole = sum(p.num_elements for p in operator.parameters if not p.tied)
     if in_chunks(choice, frame):
         over = writes_over_parameters(training, frame.num_micro_batches)
@@ -105,6 +107,6 @@ def _operator_states(
         held = widths.parameters * own, widths.gradients * own, widths.optimizer * own
         return held, ideal_bytes(choice.home, whole, mesh.ranks_per_stage, training, over)
     states = operator_states(
-        operator, sharding, choice.zero, book.shards(mesh), training, with_tied=mesh.pp > 1, offloaded=book.offloads_states)
-    least = (0.0, 0.0, 0.0) if book.offloads_states else ideal_states(whole, mesh.ranks_per_stage, training)
+        operator, sharding, choice.zero, book.shards(mesh), outside, with_tied=mesh.pp > 1, offloaded=book.offloads_states)
+    least = (0.0, 0.0, 0.0) if book.offloads_states else ideal_states(whole, mesh.ranks_per_stage, outside)
     return (states.parameters, states.gradients, states.optimizer), least

@@ -19,7 +19,7 @@ from typing import Any
 
 from costmodels.actions import Work
 from costmodels.book import LayerBook, PriceBook
-from costmodels.chunks.memory import device_memory
+from costmodels.chunks.memory import device_memory, prices_of
 from costmodels.chunks.time import chunk_time
 from costmodels.collectives import Collective, collective_time
 from costmodels.copies import exposed_copies
@@ -254,7 +254,7 @@ def _data_parallel(choice: LayerChoice, frame: Frame, book: PriceBook) -> DataPa
     """What data parallelism adds to one layer; of a block in chunks only the sums inside the stage, the rest is `chunk_time`."""
     sharding = frame.sharding_of(choice)
     if not in_chunks(choice, frame):
-        return book.data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, sharding, choice.zero)
+        return prices_of(frame, book).data_parallel(choice.kind, frame.micro_batch_size, frame.mesh, sharding, choice.zero)
     summed = summed_inside(book.layer(choice.kind, 1), sharding, frame.mesh.dp, book.machine, book.training)
     return DataParallelTime(forward=ZERO, backward=ZERO, step=summed, optimizer=ZERO)
 
@@ -318,7 +318,7 @@ def norm_and_loss(frame: Frame, book: LayerBook[Any]) -> Seconds:
 
 def _tied(frame: Frame, rank: int, book: PriceBook) -> Seconds:
     ends = {frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)}  # one rank that holds both adds without sending
-    return book.tied_reduction(frame.mesh, frame.sharding) if book.tied and len(ends) > 1 and rank in ends else ZERO
+    return prices_of(frame, book).tied_reduction(frame.mesh, frame.sharding) if book.tied and len(ends) > 1 and rank in ends else ZERO
 
 
 def _rank_time(strategy: Strategy, rank: int, book: PriceBook) -> RankTime:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from costmodels.actions import Work
 from costmodels.book import PriceBook
-from costmodels.chunks.memory import chunks_of_rank
+from costmodels.chunks.memory import chunks_of_rank, prices_of
 from costmodels.chunks.schedule import Does, RankChunks
 from costmodels.collectives import Collective
 from costmodels.edges import Edge, edges_of, leaves
@@ -85,7 +85,13 @@ def rank_tally(strategy: Strategy, rank: int, book: PriceBook) -> Tally:
     ends = {frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)}
     if book.tied and len(ends) > 1 and rank in ends:
         tables = (p for op in book.graph(1).embedding.operators for p in op.parameters if op.parallel_dim == "vocab")
-        tally.add(Axis.PP, Collective.ALL_REDUCE, _gradient_bytes(sum(p.num_elements for p in tables) // frame.mesh.tp, book))
+<<<<<<< HEAD
+        own = sum(parameter.num_elements for parameter in tables) // frame.mesh.tp
+        tally.add(Axis.PP, Collective.ALL_REDUCE, _gradient_bytes(own, prices_of(frame, book)))
+=======
+        elements = sum(p.num_elements for p in tables) // frame.mesh.tp
+        tally.add(Axis.PP, Collective.ALL_REDUCE, _gradient_bytes(elements, prices_of(frame, book)))
+>>>>>>> m8-price
     return tally
 
 
@@ -112,7 +118,7 @@ def _add_layer(tally: Tally, choice: LayerChoice, frame: Frame, book: PriceBook,
     if book.looks_up(choice.kind) and frame.mesh.dp > 1:
         _add_lookup(tally, book.lookup(frame.micro_batch_size, frame.mesh), frame, book)
     if not in_chunks(choice, frame):
-        _add_data_parallel(tally, choice, layer, frame, book, ahead if again else 0)
+        _add_data_parallel(tally, choice, layer, frame, prices_of(frame, book), ahead if again else 0)
 
 
 def _add_lookup(tally: Tally, lookup: Lookup, frame: Frame, book: PriceBook) -> None:

@@ -197,7 +197,7 @@ def _train(
     checkpoints.finish(options.steps)
     rows, own = [None] * dist.get_world_size(), trainer.state_bytes()
     dist.all_gather_object(rows, own)
-    run = collect(plan, trainer.recorder, own, device)
+    run = collect(plan, trainer.recorder, own, device, trainer.moved(), trainer.on_host_bytes)
     if speaks:
         click.echo(table(rows, compared=isinstance(plan, ModulePlan) or has_even_shards(plan)))
     if run is not None:

@@ -24,6 +24,10 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
     Recipes (`executor.memory.kept`) are what autograd asks Python for when it keeps a tensor. A compiled block keeps tensors of
     its own: tracing it ends at the hooks, and in pieces around them an operator that runs again met freed memory.
     """
+    if plan.chunks is not None:
+        raise ConfigError(
+            "--compile: parameters in chunks come and go around the passes of their block, which torch.compile cannot trace",
+            hint="leave --compile out, or make a plan without chunks")
     if plan.mesh.tp > 1:
         raise ConfigError(
             f"--compile: with tp {plan.mesh.tp} the gathered inputs are kept by recipes, which torch.compile cannot trace",
@@ -34,6 +38,10 @@ def validate_compiled(plan: Plan, device: torch.device) -> None:
             raise ConfigError(
                 f"--compile: layer_plans.{name} recomputes {', '.join(layer.recompute)} by recipes, which torch.compile cannot trace",
                 hint="leave --compile out, or make a plan with --recompute none,full")
+        if layer.keep_on_host:
+            raise ConfigError(
+                f"--compile: layer_plans.{name} has {', '.join(layer.keep_on_host)} keep on the host, which torch.compile cannot trace",
+                hint="leave --compile out, or make a plan without --offload activations")
     schedule = plan.pipeline.schedule
     if recomputes_ahead(plan) and any(layer.recompute for layer in plan.layer_plans.values()):
         raise ConfigError(

@@ -28,6 +28,7 @@ from executor.scale import LossScale, loss_scale
 from executor.watch.measured import Recorder
 from executor.watch.progress import Progress
 from planner.plan import Plan
+from planner.runs import ChunkMoved
 
 METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time
 
@@ -109,12 +110,21 @@ class Trainer:
             clip_gradients(self.optimizer, self.options.clip_gradients, norm)
             self.optimizer.step()
             self._update_chunks(step, factor)
-        elif self.adam is not None:
+            self._end_update()
+        else:
+            self.leave_out()
+        return norm
+
+    def leave_out(self) -> None:
+        """Instead of an update: the gradients that are there are given up."""
+        if self.adam is not None:
             self.adam.skip()
+        self._end_update()
+
+    def _end_update(self) -> None:
         if self.adam is not None:
             self.adam.manager.end_update()
         self.optimizer.zero_grad()
-        return norm
 
     def _update_chunks(self, step: int, factor: Tensor | None) -> None:
         if self.adam is not None:
@@ -154,6 +164,21 @@ class Trainer:
     def buffers(self) -> dict[str, Tensor]:
         """What training changes beside parameters, by name."""
         return {}
+
+    def moved(self) -> ChunkMoved | None:
+        """What the chunks of this rank have moved in the last step, beside what the plan says."""
+        return self.adam.manager.moved if self.adam is not None else None
+
+    @property
+    def on_host_bytes(self) -> int:
+        """What chunks hold of the host's memory."""
+        return self.adam.manager.host_bytes if self.adam is not None else 0
+
+    @property
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes of activations that went to the host, and that came back, since the start."""
+        host = self.pipeline.stages[0].host
+        return (0, 0) if host is None else (host.out_bytes, host.back_bytes)
 
     def state_bytes(self) -> Row:
         """This rank's coordinates, and its predicted and measured bytes."""

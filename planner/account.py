@@ -11,7 +11,7 @@ from costmodels.step import model_flops_utilization, price_step
 from planner.module_plan import ModulePlan
 from planner.plan import Plan
 from planner.reread import book_of, strategy_of
-from planner.runs import RUN_VERSION, Beside, Environment, Figures, Part, RankRecord, Run, Span, Steps, plan_parts
+from planner.runs import RUN_VERSION, Beside, ChunkMoved, Environment, Figures, Part, RankRecord, Run, Span, Steps, plan_parts
 from planner.timelines import Timeline, measured_parts_s, predicted_timeline
 from profiles.errors import ConfigError
 from profiles.units import GIB
@@ -43,6 +43,7 @@ class RankMeasured:
     host_rss_bytes: int
     steps: tuple[RecordedStep, ...]
     ahead_s: float = 0.0
+    chunks: ChunkMoved | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ def _record(number: int, rank: RankMeasured, step: RecordedStep, origin_s: float
         optimizer_bytes=Beside(predicted=rank.predicted.optimizer, measured=rank.held.optimizer),
         peak_allocated_bytes=Beside(predicted=allocated, measured=rank.allocated_bytes),
         peak_reserved_bytes=Beside(predicted=reserved, measured=rank.reserved_bytes),
-        host_rss_bytes=rank.host_rss_bytes,
+        host_rss_bytes=rank.host_rss_bytes, chunks=rank.chunks,
         spans=tuple(replace(span, start_s=span.start_s - origin_s, end_s=span.end_s - origin_s) for span in step.spans))
 
 

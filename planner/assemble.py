@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from costmodels.book import PriceBook
 from costmodels.chunks.home import OFFLOAD_OF
-from costmodels.chunks.memory import budget_bytes
 from costmodels.occupancy import RankMemory
 from costmodels.offload import Offload
 from costmodels.redundancy import RedundantBytes, added, operator_redundancy
@@ -19,7 +18,6 @@ from planner.chunks import chunks_of
 from planner.plan import (
     PLAN_VERSION,
     Breakdown,
-    Chunks,
     LayerPlan,
     LayerRedundancy,
     LayerRun,
@@ -210,13 +208,7 @@ def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: P
     return Plan(
         plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
         layer_plans={name: _layer_plan(choice, frame, book) for choice, name in names.items()},
-        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted), chunks=_chunks(strategy, book))
-
-
-def _chunks(strategy: Strategy, book: PriceBook) -> Chunks | None:
-    if not strategy.frame.chunked:
-        return None
-    return chunks_of(strategy, book, eviction=book.chunking.eviction, device_bytes=budget_bytes(strategy.frame.mesh, book))
+        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted), chunks=chunks_of(strategy, book))
 
 
 def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:

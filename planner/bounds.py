@@ -10,7 +10,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
-from planner.chunk_costs import block_costs, host_share_bytes, once_s
+from planner.chunk_costs import host_share_bytes, once_s
 from planner.columns import MixTable, block_counts, end_kinds, fixed_price
 from profiles.model import LayerKind
 
@@ -78,10 +78,9 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
 
 def _least_chunked_block(frame: Frame, table: MixTable) -> tuple[float, float]:
     """The same of a block in chunks: its compute, and collectives where they have one window; copies count as hidden."""
-    book, b, catalogue = table.book, frame.micro_batch_size, table.catalogue
-    per_micro_batch_s, per_step_s = [], []
-    for layout, fastest_s in catalogue.fastest_s(b, frame.sharding).items():
-        costs = block_costs(frame, catalogue.with_layout(layout, frame.sharding), table.offload, book).values()
+    catalogue, per_micro_batch_s, per_step_s = table.catalogue, list[float](), list[float]()
+    for layout, fastest_s in catalogue.fastest_s(frame.micro_batch_size, frame.sharding).items():
+        costs = table.block_costs(frame, catalogue.with_layout(layout, frame.sharding)).values()
         gathered_s = 0.0 if catalogue.divides(frame.sharding) else min(cost.forward_s + cost.backward_s for cost in costs)
         per_micro_batch_s.append(fastest_s + gathered_s)
         per_step_s += [once_s(cost) for cost in costs]
@@ -131,7 +130,7 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
     share, most = host_share_bytes(table.book.machine.cluster) if frame.chunked else 0.0, 0
     for rank in range(pp):
         held = stashes(LayerKind.BLOCK, rank, frame) * kept / v
-        rooms = {zero: usable - _ends_bytes(rank, frame, zero, table) for zero in states}
+        rooms = {zero: usable - ends_bytes(rank, frame, zero, table) for zero in states}
         here = max(
             int(min(room / (device + held), (room + share) / (both + held))) if room > 0 else 0
             for (device, both), room in ((states[zero], room) for zero, room in rooms.items()))
@@ -148,11 +147,11 @@ def _block_bytes(frame: Frame, zero: int, table: MixTable) -> tuple[float, float
         return own, own
     costs = [
         cost for layout in table.catalogue.fastest_s(frame.micro_batch_size, frame.sharding)
-        for cost in block_costs(frame, table.catalogue.with_layout(layout, frame.sharding), table.offload, table.book).values()]
+        for cost in table.block_costs(frame, table.catalogue.with_layout(layout, frame.sharding)).values()]
     return min(float(cost.device.total) for cost in costs), min(float(cost.device.total + cost.host.total) for cost in costs)
 
 
-def _ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
+def ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
     """What embedding and head of a rank hold at least at the peak."""
     if not end_kinds(rank, frame):
         return 0.0

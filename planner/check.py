@@ -86,7 +86,7 @@ def priced(plan: Plan) -> Priced:
             "the routing of experts depends on the data, which a dry run has none of", hint="run it on real tensors: plan check --execute")
     if plan.chunks is not None:
         raise ConfigError("a dry run does not hold states in chunks", hint="run it on real tensors: plan check --execute")
-    if any(layer_plan.offload for layer_plan in plan.layer_plans.values()):
+    if any(layer_plan.offload or layer_plan.keep_on_host for layer_plan in plan.layer_plans.values()):
         raise ConfigError(
             "a dry run has one memory, it cannot tell what the host keeps", hint="check the plan without offload, or use --execute")
     book = book_of(plan)

@@ -16,7 +16,7 @@ from costmodels.occupancy import occupied_bytes, usable_bytes
 from costmodels.strategy import Frame
 from planner.chunk_costs import HomeCosts, Tensors, host_share_bytes
 from planner.chunk_mixes import ChunkMixes
-from planner.columns import Column, MixTable, Priced, RankColumns, end_kinds, least_share
+from planner.columns import Column, MixTable, Priced, RankColumns, end_kinds
 from planner.fronts import Array, Ints, front
 from planner.mixes import Mixes, pure_mixes
 from profiles.model import LayerKind
@@ -48,7 +48,7 @@ class ChunkColumns:
             home = np.flatnonzero(mixes.costs.host_bytes <= self.host_share_bytes)
             row = np.full(len(home), len(rows) - 1)
             needed = mixes.needed(row, home)
-            least = needed.argmin(keepdims=True)
+            least = np.array([needed.argmin()])
             time_s = float(mixes.seconds(row[least], home[least], needed[least])[0])
             found.append(self._column(mixes, priced, rows, (int(row[least][0]), int(home[least][0])), time_s))
         return min(found, key=lambda column: column.memory_bytes)
@@ -77,14 +77,17 @@ class ChunkColumns:
         return begins[possible], compute_s[possible]
 
     def _least_s(self, num_blocks: int, allocated: Array) -> Array:
-        """The least seconds of compute of two options, of which any share is run, that allocate so much (`RankColumns.relaxed_s`)."""
-        pairs, compute = self.table.pairs(self.frame, self.rank), self.compute
+        """The least seconds of compute of any real numbers of blocks on each option that allocate so much, infinity where none do.
+
+        Of options with at most some workspace, the lower convex hull of kept bytes and seconds.
+        """
         always = self.fixed.states + self.fixed.held + self._lasting_bytes() - self.fixed.used_up
-        kept = compute.stashes * num_blocks / self.frame.virtual_stages * pairs.saved_bytes
-        share, fits = least_share(kept, allocated[:, None] - (always + pairs.workspace_bytes))
-        first_s, second_s = num_blocks * compute.per_block[self.zero].time_s[pairs.index]
-        found: Array = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf).min(axis=1) + self.fixed.time_s
-        return found
+        in_flight = self.compute.stashes * num_blocks / self.frame.virtual_stages
+        found: Array = np.full(len(allocated), np.inf)
+        for workspace, kept, time_s in self.table.hulls(self.frame, self.rank):
+            kept_each = (allocated - always - workspace) / in_flight
+            found = np.minimum(found, np.interp(kept_each, kept, time_s, left=np.inf))
+        return num_blocks * found + self.fixed.time_s
 
     def _pure(self, num_blocks: int) -> Mixes:
         return pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)

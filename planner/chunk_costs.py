@@ -80,14 +80,13 @@ def once_s(cost: BlockCost) -> float:
     return cost.leave_s + cost.return_s + cost.host_adam_s + cost.device_adam_s
 
 
-def home_costs(sharding: Sharding, num_blocks: int, frame: Frame, offload: Collection[Offload], book: PriceBook) -> HomeCosts:
-    """The costs of all homes that `offload` allows the `num_blocks` blocks of a rank, divided as `sharding` does."""
-    tensors, ranks = tensors_of(sharding, book), frame.mesh.dp
+def home_costs(tensors: Tensors, num_blocks: int, frame: Frame, costs: dict[Home, BlockCost], book: PriceBook) -> HomeCosts:
+    """The costs of all ways to give the `num_blocks` blocks of a rank homes that have `costs` for one block."""
+    ranks = frame.mesh.dp
     size = chunk_size_of(tensors, num_blocks, ranks, book.machine.cluster, book.training.precision.num_bytes)
     padded = np.array(chunks_after(tensors, num_blocks, size, ranks), dtype=np.float64) * (size / sum(tensors))  # in blocks
-    host, optimizer = counts_of_homes(num_blocks, offload)
+    host, optimizer = counts_of_homes(num_blocks, costs)
     counts = {Home.HOST: host, Home.OPTIMIZER: optimizer, Home.DEVICE: num_blocks - host - optimizer}
-    costs = block_costs(frame, sharding, offload, book)
 
     def summed(value: Callable[[BlockCost], float]) -> Array:
         found: Array = np.sum([padded[counts[home]] * value(cost) for home, cost in costs.items()], axis=0)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
-from costmodels.chunks.price import state_widths
+from costmodels.chunks.memory import chunk_states
 from costmodels.chunks.schedule import Does, Moment, Op, RankChunks
-from profiles.spec import TrainingSpec
+from profiles.spec import Precision
 
 CLASSES = ("always", "pool", "gathered", "other")
 
@@ -42,16 +43,9 @@ class Level:
         return self.always + self.pool + self.gathered + self.other
 
 
-def always_bytes(found: RankChunks, training: TrainingSpec) -> int:
-    """Of the states of all blocks what never leaves the device."""
-    return sum(
-        state_widths(group.home, training, found.in_parameters)[0].total * group.layout.num_groups * group.layout.chunk_elements
-        for group in found.groups)
-
-
-def levels(found: RankChunks, training: TrainingSpec) -> tuple[Level, ...]:
+def levels(found: RankChunks, book: PriceBook) -> tuple[Level, ...]:
     """Every moment of a schedule. Transfers of the update, after the last moment, are in none of them."""
-    always, chunk_bytes = always_bytes(found, training), _parameter_bytes(found, training)
+    always, chunk_bytes = chunk_states(found, book)[0].total, _parameter_bytes(found, book.training.precision)
     pool, gathered, made = set[tuple[int, int]](), dict[tuple[int, int], int](), []
     for number, moment in enumerate(found.moments):
         _apply(moment.before, pool, gathered)
@@ -65,9 +59,9 @@ def levels(found: RankChunks, training: TrainingSpec) -> tuple[Level, ...]:
     return tuple(made)
 
 
-def _parameter_bytes(found: RankChunks, training: TrainingSpec) -> int:
+def _parameter_bytes(found: RankChunks, precision: Precision) -> int:
     on_host = (group for group in found.groups if group.home is Home.HOST)
-    return next((training.precision.num_bytes * group.layout.chunk_elements for group in on_host), 0)
+    return next((precision.num_bytes * group.layout.chunk_elements for group in on_host), 0)
 
 
 def _apply(ops: Iterable[Op], pool: set[tuple[int, int]], gathered: dict[tuple[int, int], int]) -> None:

@@ -6,25 +6,29 @@ The file has homes, groups, budgets and predicted bytes. The schedule is made ag
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from costmodels.book import PriceBook
-from costmodels.chunks.held import rank_chunks
-from costmodels.chunks.home import Eviction
+from costmodels.chunks.memory import chunks_of_rank
 from costmodels.chunks.schedule import RankChunks
 from costmodels.strategy import Strategy
 from planner.plan import ChunkGroup, ChunkRank, Chunks, Plan
-from planner.reread import book_of, strategy_of
+from planner.reread import book_of, layers_of, strategy_of
 from profiles.errors import ConfigError
 from profiles.provenance import Kind
 
 DIGITS = 6  # of a utilisation
+_AMPLE = 2**62
 
 
-def chunks_of(strategy: Strategy, book: PriceBook, *, eviction: Eviction, device_bytes: int) -> Chunks:
-    """The section of the plan file for a strategy whose blocks are in chunks. Raises InfeasibleError with the smallest budget."""
-    ranks = range(strategy.frame.mesh.pp)
-    found = [rank_chunks(strategy, rank, book, eviction=eviction, device_bytes=device_bytes) for rank in ranks]
-    return Chunks(eviction=eviction, groups=tuple(_groups(found)), ranks=tuple(_rank(stage, own) for stage, own in enumerate(found)))
+def chunks_of(strategy: Strategy, book: PriceBook) -> Chunks | None:
+    """The section of the plan file, None where no blocks are in chunks. Raises InfeasibleError with the smallest budget."""
+    if not strategy.frame.chunked:
+        return None
+    found = [chunks_of_rank(strategy, rank, book) for rank in range(strategy.frame.mesh.pp)]
+    return Chunks(
+        eviction=book.chunking.eviction, groups=tuple(_groups(found)),
+        ranks=tuple(_rank(stage, own) for stage, own in enumerate(found)))
 
 
 def _groups(ranks: Sequence[RankChunks]) -> Iterator[ChunkGroup]:
@@ -47,6 +51,22 @@ def busiest_rank(plan: Plan) -> int:
     return max(plan.chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes).stage if plan.chunks else 0
 
 
+def rechunked(plan: Plan) -> Plan:
+    """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the smallest budget. Raises ConfigError."""
+    ample = _in_budget(plan, _AMPLE)
+    return replace(plan, chunks=_in_budget(plan, max(rank.smallest_bytes for rank in ample.ranks)))
+
+
+def _in_budget(plan: Plan, device_bytes: int) -> Chunks:
+    """The chunks of a plan's layers where tensors may fill `device_bytes` of a device."""
+    chunks = plan.chunks
+    assert chunks is not None, "it has chunks"
+    book = book_of(replace(plan, chunks=replace(chunks, ranks=tuple(replace(rank, device_bytes=device_bytes) for rank in chunks.ranks))))
+    found = chunks_of(layers_of(plan, book), book)
+    assert found is not None, "it has chunks"
+    return found
+
+
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     """The chunk schedule of one pipeline rank of a plan, made again.
 
@@ -57,6 +77,4 @@ def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     if not 0 <= pipeline_rank < plan.mesh.pp:
         raise ConfigError(f"pipeline rank {pipeline_rank}: the plan has 0 to {plan.mesh.pp - 1}", hint="choose one of them")
     book = book_of(plan)
-    return rank_chunks(
-        strategy_of(plan, book), pipeline_rank, book, eviction=plan.chunks.eviction,
-        device_bytes=plan.chunks.ranks[pipeline_rank].device_bytes)
+    return chunks_of_rank(strategy_of(plan, book), pipeline_rank, book)

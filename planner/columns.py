@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.book import PriceBook
+from costmodels.chunks.home import Home
+from costmodels.chunks.price import BlockCost
 from costmodels.mesh import Mesh
 from costmodels.moments import Moment, moments
 from costmodels.occupancy import occupied_bytes, peaks, sent_bytes, stashes, usable_bytes
@@ -23,11 +25,11 @@ from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.chunk_costs import HomeCosts, Tensors, home_costs, tensors_of
+from planner.chunk_costs import HomeCosts, Tensors, block_costs, home_costs, tensors_of
 from planner.fronts import Ints, front
 from planner.homes import NOTHING, Homes, in_homes
 from planner.layer_plans import LayerOption, catalogue_of
-from planner.mixes import Mixes, Pairs, column_of, exhaustive, make_mixes, option_pairs, pure_mixes, widest
+from planner.mixes import Hull, Mixes, Pairs, column_of, exhaustive, hulls, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
 
@@ -69,6 +71,9 @@ class MixTable:
         self.offload = pins.offload or ()
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self._known: dict[tuple[int, Sharding, bool, int, int], Mixes] = {}
+        self._hulls: dict[tuple[int, Sharding, bool], tuple[Hull, ...]] = {}
+        self._block_costs: dict[tuple[Mesh, int, int, Sharding], dict[Home, BlockCost]] = {}
+        self._divisions: dict[tuple[int, Sharding, bool], dict[Tensors, Sharding]] = {}
         self._tensors: dict[Sharding, Tensors] = {}
         self._homes: dict[tuple[Mesh, int, int, Sharding, int], HomeCosts] = {}
         self._pairs: dict[tuple[int, Sharding, bool], Pairs] = {}
@@ -120,8 +125,15 @@ class MixTable:
         """What it costs to give the blocks of a rank homes, of a frame in chunks."""
         key = frame.mesh, frame.micro_batch_size, frame.num_micro_batches, sharding, num_blocks
         if key not in self._homes:
-            self._homes[key] = home_costs(sharding, num_blocks, frame, self.offload, self.book)
+            self._homes[key] = home_costs(self.tensors(sharding), num_blocks, frame, self.block_costs(frame, sharding), self.book)
         return self._homes[key]
+
+    def block_costs(self, frame: Frame, sharding: Sharding) -> dict[Home, BlockCost]:
+        """What one block costs by home, of a frame in chunks, without padding."""
+        key = frame.mesh, frame.micro_batch_size, frame.num_micro_batches, sharding
+        if key not in self._block_costs:
+            self._block_costs[key] = block_costs(frame, sharding, self.offload, self.book)
+        return self._block_costs[key]
 
     def tensors(self, sharding: Sharding) -> Tensors:
         """The sizes of a block's tensors, divided as `sharding` does."""
@@ -129,9 +141,19 @@ class MixTable:
             self._tensors[sharding] = tensors_of(sharding, self.book)
         return self._tensors[sharding]
 
+    def hulls(self, frame: Frame, rank: int) -> tuple[Hull, ...]:
+        """What mixes of real numbers of blocks reach (planner/mixes.py)."""
+        key = frame.micro_batch_size, frame.sharding, frame.keeps_all(rank)
+        if key not in self._hulls:
+            self._hulls[key] = hulls(self.options(frame, rank))
+        return self._hulls[key]
+
     def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:
         """The ways to divide the weights that the options have, and one option's sharding for each."""
-        return {self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)}
+        key = frame.micro_batch_size, frame.sharding, frame.keeps_all(rank)
+        if key not in self._divisions:
+            self._divisions[key] = {self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)}
+        return self._divisions[key]
 
     def get(self, frame: Frame, rank: int, num_blocks: int) -> Mixes:
         """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
@@ -395,7 +417,7 @@ class RankColumns:
             waiting = chunk * block.waiting[pairs.index].min(axis=0)
             temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), waiting, fixed)
             own = one.stashes * saved + one.remade * (whole - saved) + always
-            share, fits = least_share(own, room - temporaries - (one.stashes - self.stashes) * fixed.saved)
+            share, fits = _least_share(own, room - temporaries - (one.stashes - self.stashes) * fixed.saved)
             times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
             found.append((float(times.min()), bool(fits.any())))
         return max(time_s for time_s, _ in found), all(fits for _, fits in found)
@@ -416,7 +438,7 @@ def _of_equal_tail(priced: Priced, rows: Ints) -> list[Ints]:
     return [rows[group == one] for one in range(group.max(initial=-1) + 1)]
 
 
-def least_share(own: Array, room: Array) -> tuple[Array, Array]:
+def _least_share(own: Array, room: Array) -> tuple[Array, Array]:
     """Of two options that need `own[0]` and `own[1]` bytes, the least share of the second with which both fit, and where they can."""
     first, second = own
     over = np.maximum(0.0, first - room)

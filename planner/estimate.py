@@ -176,7 +176,7 @@ def estimate_plan(
     chunks: the states of the blocks in chunks; `zero` is that of embedding and head then, 3 where dp > 1
 
     A plan that does not fit the devices is priced all the same (`Plan.predicted.memory_gib`), one that does not fit their
-    hosts is an InfeasibleError.
+    hosts, or whose chunks have no room on a device, is an InfeasibleError.
     Raises ConfigError when the configuration cannot run.
     """
     blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)

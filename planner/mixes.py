@@ -18,6 +18,7 @@ from planner.fronts import Array, Ints, new_lows
 from planner.layer_plans import LayerOption
 
 _BY_ROW = ("counts", "chunk_counts", "saved_bytes", "ideal_saved_bytes", "workspace_bytes")
+Hull = tuple[float, Array, Array]  # workspace, then kept bytes ascending and seconds of the corners
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
 
 
@@ -127,7 +128,7 @@ def hull(options: Sequence[LayerOption]) -> list[int]:
     return sorted(i for own in layouts for i in _lower_hull(options, [i for i, option in enumerate(options) if option.layout == own]))
 
 
-def _lower_hull(options: Sequence[LayerOption], indices: list[int]) -> list[int]:
+def _lower_hull(options: Sequence[LayerOption], indices: Sequence[int]) -> list[int]:
     """Andrew's monotone chain over (time, kept bytes), of the part where kept bytes fall."""
     chain: list[int] = []
     for i in sorted(indices, key=lambda i: (options[i].time_s, options[i].saved_bytes)):
@@ -141,6 +142,18 @@ def _lower_hull(options: Sequence[LayerOption], indices: list[int]) -> list[int]
             chain.pop()
         chain.append(i)
     return chain
+
+
+def hulls(options: Sequence[LayerOption]) -> tuple[Hull, ...]:
+    """By workspace the lower convex hull of (kept bytes, seconds) of the options that need no more, where that is new."""
+    found: list[Hull] = []
+    for workspace in sorted({option.workspace_bytes for option in options}):
+        within = [option for option in options if option.workspace_bytes <= workspace]
+        chain = _lower_hull(within, range(len(within)))[::-1]
+        kept, time_s = (np.array([float(getattr(within[i], name)) for i in chain]) for name in ("saved_bytes", "time_s"))
+        if not found or not np.array_equal(kept, found[-1][1]):
+            found.append((workspace, kept, time_s))
+    return tuple(found)
 
 
 def _worth_it(mixes: Mixes, time_s: Array) -> Ints:

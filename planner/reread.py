@@ -116,7 +116,15 @@ def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerCho
 
 
 def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
-    """The strategy that `planner/assemble.py` made a plan of. Raises ConfigError: layers missing, or placements that are not legal."""
+    """The strategy that `planner/assemble.py` made a plan of. Raises ConfigError: layers missing, placements that are not legal, or other
+    chunks than the layers have."""
+    strategy = layers_of(plan, book)
+    _require_groups(plan, strategy, book)
+    return strategy
+
+
+def layers_of(plan: Plan, book: PriceBook) -> Strategy:
+    """The strategy of the layers of a plan, whatever its chunks are. Raises ConfigError."""
     choices = {name: _choice(name, p, plan, book) for name, p in plan.layer_plans.items()}
     strategy = Strategy(frame=frame_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages))
     num_blocks = sum(choice.kind is LayerKind.BLOCK for stage in strategy.stages for choice in stage)
@@ -124,7 +132,6 @@ def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
         raise ConfigError(
             f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, not {plan.model.num_layers} on "
             f"{strategy.frame.num_virtual_stages}", hint="make the plan again")
-    _require_groups(plan, strategy, book)
     return strategy
 
 

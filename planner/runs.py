@@ -116,8 +116,30 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkMoved:
+    """Bytes of the chunks of one rank in a step: to the device, from it, gathered, reduced.
+
+    device_bytes: the budget of all tensors, as predicted, beside the most that chunks held of it
+    """
+
+    __pydantic_config__ = _FORBID
+
+    in_bytes: Beside
+    out_bytes: Beside
+    gathered_bytes: Beside
+    reduced_bytes: Beside
+    device_bytes: Beside
+
+    @property
+    def as_predicted(self) -> bool:
+        """Whether what was moved is what the plan says, to the byte."""
+        moved = (self.in_bytes, self.out_bytes, self.gathered_bytes, self.reduced_bytes)
+        return all(each.predicted == each.measured for each in moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """One rank: bytes of its states, peaks of its memory, and the spans of the last step.
+    """One rank: bytes of its states, peaks of its memory, the spans of the last step, and what its chunks moved in it.
 
     peak_allocated_bytes   of torch's allocator: of all recorded steps on GPUs, of the last step of the warm-up on CPUs, None in runs
                            too short for that (executor/watch/allocated.py)
@@ -138,6 +160,7 @@ class RankRecord:
     peak_reserved_bytes: Beside
     host_rss_bytes: int
     spans: tuple[Span, ...]
+    chunks: ChunkMoved | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,13 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.check import priced
-from planner.chunk_levels import always_bytes, levels
+from planner.chunk_levels import levels
 from planner.chunks import busiest_rank, rank_chunks_of
 from planner.estimate import ChunkRequest, estimate_plan
 from planner.plan import from_document, read, to_document, write
 from planner.report.chunks import fullest_levels, home_blocks, spans_text
 from planner.reprice import reprice
+from planner.reread import book_of
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.spec import Precision, TrainingSpec
@@ -238,7 +239,7 @@ def test_a_changed_budget_or_policy_is_another_schedule_of_the_same_layout():
 def test_levels_add_up_to_the_bytes_of_every_moment_and_stay_under_the_budget(options):
     plan = chunked(host=4, optimizer=2, **options, budget=smallest(host=4, optimizer=2, **options) + 100_000)
     found = rank_chunks_of(plan, busiest_rank(plan))
-    moments = levels(found, plan.training)
+    moments = levels(found, book_of(plan))
 
     assert [level.total for level in moments] == [moment.device_bytes for moment in found.moments]
     assert max(level.total for level in moments) <= found.device_bytes
@@ -253,12 +254,12 @@ def test_what_is_always_there_is_counted_by_hand():
     plan = chunked(host=3, optimizer=2, m=2)
     size = {group.home: group.num_chunks * group.chunk_elements for group in plan.chunks.groups}
 
-    assert always_bytes(rank_chunks_of(plan, 0), plan.training) == 16 * size[DEVICE] + 4 * size[OPTIMIZER]
+    assert {level.always for level in levels(rank_chunks_of(plan, 0), book_of(plan))} == {16 * size[DEVICE] + 4 * size[OPTIMIZER]}
 
 
 def test_the_fullest_moments_are_of_different_passes_in_the_order_of_the_step():
     plan = chunked(m=4)
-    moments = levels(rank_chunks_of(plan, 0), plan.training)
+    moments = levels(rank_chunks_of(plan, 0), book_of(plan))
     shown = fullest_levels(moments)
 
     assert len({(level.work, level.block) for level in shown}) == len(shown) == 8

@@ -65,7 +65,7 @@ def test_device_and_host_hold_so_many_bytes_a_parameter_by_home(training, m, wid
     """wide: of DEVICE, and of OPTIMIZER on the device and on the host; of HOST all is there."""
     book, strategy = book_of(training), chunked(dp=dp, m=m)
     own, ends = padded(strategy, book), [choice for choice in rank_layers(strategy, 0) if choice.kind is not LayerKind.BLOCK]
-    outside = sum(book.states(c.kind, strategy.frame.mesh, strategy.frame.sharding, c.zero).states.total for c in ends)
+    outside = sum(book.outside.states(c.kind, strategy.frame.mesh, strategy.frame.sharding, c.zero).states.total for c in ends)
     staged = STAGED_CHUNKS * training.gradient_precision.num_bytes * chunks_of_rank(strategy, 0, book).groups[0].layout.chunk_elements
 
     memory = device_memory(strategy, 0, book)
@@ -108,7 +108,8 @@ def test_all_on_the_device_waits_for_no_copies_and_is_updated_chunk_by_chunk():
     book, chunks, units = book_of(), chunked((Home.DEVICE,) * 8, dp=4), uniform(frame_of(dp=4), 8, zero=3)
     (group,) = chunks_of_rank(chunks, 0, book).groups
     outside = sum(
-        book.data_parallel(kind, 1, chunks.frame.mesh, Sharding(), 3).optimizer.value_s for kind in (LayerKind.EMBEDDING, LayerKind.HEAD))
+        book.outside.data_parallel(kind, 1, chunks.frame.mesh, Sharding(), 3).optimizer.value_s
+        for kind in (LayerKind.EMBEDDING, LayerKind.HEAD))
     chunk_s = optimizer_time(group.layout.chunk_elements, book.machine, HALF).value_s
     price, plain = price_step(chunks, book), price_step(units, book)
 
@@ -242,3 +243,15 @@ def test_plans_without_chunks_do_not_know_of_the_budget():
     strategy = uniform(frame_of(dp=4), 8, zero=3)
 
     assert price_step(strategy, book_of(device_bytes=1)).step_s == price_step(strategy, book_of()).step_s
+
+
+def test_gradients_of_embedding_and_head_are_of_fp32_shards_whatever_those_of_chunks_are():
+    strategy = chunked(dp=4, m=2)
+    half, mixed = (
+        {sent.kind: sent.num_bytes for sent in rank_traffic(strategy, 0, book_of(training))}["reduce_scatter"]
+        for training in (HALF, MIXED))
+    moments = chunks_of_rank(strategy, 0, book_of(MIXED)).moments
+    reduced = sum(op.num_bytes for moment in moments for op in moment.after if op.does.value == "reduce")
+
+    assert mixed - half == reduced // 2
+    assert book_of(MIXED).outside.training == MIXED

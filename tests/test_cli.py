@@ -269,9 +269,17 @@ def test_estimate_says_who_holds_the_states_and_what_the_host_holds():
     layout = ("--micro-batch-size", "1", "--zero", "3", "--zero-ranks", "8", "--offload", "states,activations", "--recompute", "full")
     output = succeed("estimate", *BIG, *layout).stdout
 
-    assert "ZeRO 3 over 8 ranks, states and activations on the host" in " ".join(output.split())
+    assert "ZeRO 3 over 8 ranks, states on the host recompute full; kept on the host: all" in " ".join(output.split())
     assert re.search(r"host +[\d.]+ GiB for a GPU +[\d.]+ GiB a node of 2,048", output)
-    assert json.loads(succeed("estimate", *BIG, *layout, "--json").stdout)["layer_plans"]["A"]["offload"] == ["states", "activations"]
+    block = json.loads(succeed("estimate", *BIG, *layout, "--json").stdout)["layer_plans"]["A"]
+    assert (block["offload"], block["keep_on_host"]) == (["states"], ["norm1"])
+
+
+def test_estimate_keeps_on_the_host_what_is_named():
+    layout = (*BIG, "--micro-batch-size", "1", "--keep-on-host")
+
+    assert "kept on the host: fc1, fc2" in " ".join(succeed("estimate", *layout, "fc2,fc1").stdout.split())
+    assert "unknown operator 'fc3'" in fail(2, "estimate", *layout, "fc3")
 
 
 def test_estimate_prices_a_layout_on_a_stack():

@@ -15,21 +15,14 @@ import torch.multiprocessing as mp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
 
-from costmodels.book import PriceBook
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
-from costmodels.sharding import Sharding
-from executor.memory import kept
-from executor.memory.kept import Recipes
-from executor.memory.recompute import recomputed
-from executor.modules.models import build_layer
 from executor.rules.all import validate
 from executor.train import build_trainer
-from planner.plan import Plan
-from profiles.measured import machine_for
+from planner.plan import LayerPlan, Plan
 from profiles.model import LayerKind
-from profiles.spec import Precision, TrainingSpec
-from tests.executor_plans import CLUSTER, GPT, LLAMA, make_plan
+from profiles.spec import Precision
+from tests.executor_plans import GPT, LLAMA, make_plan
 from tests.executor_world import (
     BF16_GRADIENT_TOLERANCE,
     BF16_LOSS_TOLERANCE,
@@ -49,7 +42,8 @@ pytestmark = [
 ]
 
 BF16 = Precision.BF16
-STATES, ACTIVATIONS = Offload.STATES, Offload.ACTIVATIONS
+STATES = Offload.STATES
+EVERYTHING = ("norm1", "qkv", "attention", "attention_out", "norm2", "fc1", "activation", "fc2")
 
 
 def held_by(plan: Plan, ranks: int | Mapping[str, int]) -> Plan:
@@ -60,10 +54,13 @@ def held_by(plan: Plan, ranks: int | Mapping[str, int]) -> Plan:
     return dataclasses.replace(plan, layer_plans=layer_plans)
 
 
-def on_host(plan: Plan, *what: Offload, only: tuple[str, ...] = ()) -> Plan:
-    """`plan` with `what` on the host for every layer plan, or for those that are named."""
-    layer_plans = {
-        name: dataclasses.replace(found, offload=what) if not only or name in only else found for name, found in plan.layer_plans.items()}
+def on_host(plan: Plan, *what: Offload, only: tuple[str, ...] = (), keep: tuple[str, ...] = ()) -> Plan:
+    """`plan` with `what` on the host for every layer plan, or for those that are named, and of their blocks what `keep` keep."""
+
+    def moved(found: LayerPlan) -> LayerPlan:
+        return dataclasses.replace(found, offload=what, keep_on_host=keep if found.layer is LayerKind.BLOCK else ())
+
+    layer_plans = {name: moved(found) if not only or name in only else found for name, found in plan.layer_plans.items()}
     return dataclasses.replace(plan, layer_plans=layer_plans)
 
 
@@ -76,12 +73,13 @@ PLANS: dict[str, Plan] = {
     "states": on_host(make_plan(GPT), STATES),
     "states-zero3-one-rank": on_host(make_plan(GPT, zero=(3,)), STATES),
     "states-bf16": on_host(make_plan(GPT, precision=BF16), STATES),
-    "activations-full-recompute": on_host(make_plan(GPT, recompute="full"), ACTIVATIONS),
-    "activations-selective-recompute": on_host(make_plan(LLAMA, recompute=("norm1", "attention", "norm2")), ACTIVATIONS),
+    "activations-full-recompute": on_host(make_plan(GPT, recompute="full"), keep=EVERYTHING),
+    "activations-selective-recompute": on_host(make_plan(LLAMA, recompute=("norm1", "attention", "norm2")), keep=EVERYTHING),
     "dp2-states-of-every-rank-alone": held_by(on_host(make_plan(LLAMA, dp=2, zero=(3,)), STATES), 1),
-    "dp2-some-blocks": on_host(make_plan(LLAMA, dp=2, zero=(0, 1, 2, 3)), STATES, ACTIVATIONS, only=("block-0", "block-1", "block-3")),
-    "tp2-sp-both": on_host(make_plan(GPT, tp=2, sp=True), STATES, ACTIVATIONS),
-    "pp2-both-tied": on_host(make_plan(GPT, pp=2), STATES, ACTIVATIONS),
+    "dp2-some-blocks": on_host(
+        make_plan(LLAMA, dp=2, zero=(0, 1, 2, 3)), STATES, keep=("norm1", "attention", "fc2"), only=("block-0", "block-1", "block-3")),
+    "tp2-sp-both": on_host(make_plan(GPT, tp=2, sp=True), STATES, keep=EVERYTHING),
+    "pp2-both-tied": on_host(make_plan(GPT, pp=2), STATES, keep=EVERYTHING),
 }
 
 
@@ -130,37 +128,6 @@ def test_copies_of_the_shards_are_added_up_once_a_step(zero, gathers, reduce_sca
     assert found["_allgather_base_"] == gathers
     assert found["_reduce_scatter_base_"] == reduce_scatters
     assert found["allreduce_"] == 1 + 1  # one bucket, and the loss
-
-
-@pytest.mark.parametrize("operators", [pytest.param((), id="none"), pytest.param(("norm1", "activation"), id="some"), "full"])
-# torch has a fused RMS norm on GPUs only; the one on CPUs keeps more
-@pytest.mark.parametrize("model", [GPT, dataclasses.replace(LLAMA, norm="layer_norm")])
-def test_the_host_keeps_the_activations_that_are_priced_and_no_parameter(model, operators, monkeypatch):
-    model = dataclasses.replace(model, hidden_size=256, head_dim=256 // model.num_heads, ffn_hidden_size=1024, max_seq_length=128)
-    training = TrainingSpec(global_batch_size=4, seq_length=128, precision="fp32")
-    book = PriceBook(model, training, machine_for(CLUSTER), offload=(ACTIVATIONS,))
-    names = book.recompute_operators(LayerKind.BLOCK, "full" if operators == "full" else operators)
-    held: list[torch.Tensor] = []
-    monkeypatch.setattr(kept.save_on_cpu, "__init__", lambda self, pin_memory: _counting(self, held))
-    block = recomputed(build_layer(model, training, LayerKind.BLOCK, 1, 0, torch.device("cpu")), names, "block0", Recipes(on_host=True))
-
-    out = block(torch.randn(4, 128, 256, requires_grad=True))
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in held}
-    n_bytes = sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held}.values())
-    out.sum().backward()
-
-    priced = book.activations(LayerKind.BLOCK, 4, Sharding(), names).host
-    assert not addresses & {parameter.data_ptr() for parameter in block.parameters()}
-    left_out = 2 * 8 * 4 * 128 + 2 * 128 * model.head_dim * 4  # statistics of norms, tables of rotary positions
-    assert priced <= n_bytes <= priced + left_out
-
-
-def _counting(hooks: torch.autograd.graph.save_on_cpu, held: list[torch.Tensor]) -> None:
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        return tensor
-
-    torch.autograd.graph.saved_tensors_hooks.__init__(hooks, pack, lambda tensor: tensor)
 
 
 SAME: tuple[Plan, ...] = (

@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from costmodels.actions import Work, parse_row
-from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from executor.compiled import validate_compiled
 from executor.layout import action_rows
@@ -31,6 +30,7 @@ from executor.rules.all import nearest_legal, validate
 from executor.train import Trainer, build_trainer
 from planner.plan import Plan
 from profiles.errors import ConfigError
+from profiles.model import LayerKind
 from tests.executor_plans import GPT, LLAMA, make_plan
 from tests.executor_world import GRADIENT_TOLERANCE, OPTIONS, gradient_error, run_reference, whole_gradients
 
@@ -44,10 +44,12 @@ LIST = ("norm1", "qkv", "attention", "norm2", "fc1", "activation")
 EARLY, LAST, SCP = Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP
 
 
-def plan_of(model=GPT, *, schedule: Schedule, pp: int, micro_batches: int = 4, offload: tuple[Offload, ...] = (), **settings) -> Plan:
+def plan_of(model=GPT, *, schedule: Schedule, pp: int, micro_batches: int = 4, on_host: tuple[str, ...] = (), **settings) -> Plan:
     """A plan whose last stage recomputes nothing where the schedule says so."""
     plan = make_plan(model, schedule=schedule, pp=pp, num_micro_batches=micro_batches, **settings)
-    plans = {name: dataclasses.replace(found, offload=offload) for name, found in plan.layer_plans.items()}
+    plans = {
+        name: dataclasses.replace(found, keep_on_host=on_host if found.layer is LayerKind.BLOCK else ())
+        for name, found in plan.layer_plans.items()}
     found = nearest_legal(dataclasses.replace(plan, layer_plans=plans))
     assert found is not None
     assert found.pipeline == plan.pipeline
@@ -59,7 +61,7 @@ WORLD_4 = {
     "early-zero2-a-list": plan_of(GPT, schedule=EARLY, pp=2, dp=2, zero=(2,), recompute=LIST),
     "last-tp-sp-full": plan_of(LLAMA, schedule=LAST, pp=2, tp=2, sp=True, recompute="full", micro_batches=2),
     "scp-zero3-full": plan_of(LLAMA, schedule=SCP, pp=2, dp=2, zero=(3,), recompute="full"),
-    "scp-pp4-dropout-offload": plan_of(DROPOUT, schedule=SCP, pp=4, recompute="full", offload=(Offload.ACTIVATIONS,)),
+    "scp-pp4-dropout-offload": plan_of(DROPOUT, schedule=SCP, pp=4, recompute="full", on_host=("norm1", "qkv")),
 }
 WORLD_8 = {
     f"{schedule}-pp{pp}-{way}": plan_of(model, schedule=schedule, pp=pp, micro_batches=micro_batches, recompute=again, **settings)

@@ -15,7 +15,6 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from costmodels.mesh import Mesh
-from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from costmodels.sub_pipeline import Part, block_s, linear_s, row_s
 from executor.check.shrink import shrunk
@@ -232,7 +231,7 @@ def test_ranks_that_drop_out_draw_one_mask_and_draw_it_again():
 TP2 = make_plan(SHORT, tp=2)
 HOST = make_plan(SHORT, tp=2, recompute="full")
 HOST = dataclasses.replace(HOST, layer_plans={
-    name: dataclasses.replace(found, offload=(Offload.ACTIVATIONS,)) for name, found in HOST.layer_plans.items()})
+    name: dataclasses.replace(found, keep_on_host=found.recompute) for name, found in HOST.layer_plans.items()})
 
 
 @pytest.mark.parametrize(("plan", "message", "lower"), [

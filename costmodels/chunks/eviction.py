@@ -1,13 +1,14 @@
 """What a device with too little room gives up: OPT (Belady), LRU or FIFO, with room that changes from slot to slot (EQUATIONS O7).
 
 All chunks are equally large. A slot needs some of them, and has room for so many; what is needed and not there is fetched, what is
-there and not needed may stay, as far as there is room. Where room shrinks, chunks are given up without a fetch.
+there and not needed may stay, as far as there is room. Where room shrinks, chunks are given up without a fetch. All is known before the
+step, so that what a policy gives up before its next use is given up behind its last one: the same fetches, and room in between.
 
 OPT gives up the chunk whose next use is farthest. A chunk that stays between two uses is an interval that takes one place of every slot
-between them and saves one fetch. Slots from the left: where there are too many intervals, all of them begin before it, and of any choice
-that drops another than the one that ends last, the one that ends last can be dropped in its stead, which leaves no less room in any
-later slot. So no policy fetches less, whatever the room is (Belady 1966, IBM Systems Journal 5(2), doi:10.1147/sj.52.0078, for room
-that does not change; the exchange above for room that does).
+between them and saves one fetch; in no slot may there be more intervals than places. Let slots be filled from the left, and one have too
+many. All of them began before it, where there is room for all, so that it only matters how far to the right they reach: giving up the
+one that ends last leaves at least as much room in every slot as giving up another. So no choice fetches less, whatever the room is.
+For room that does not change this is Belady's (1966, IBM Systems Journal 5(2), doi:10.1147/sj.52.0078).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from costmodels.chunks.home import Eviction
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A chunk comes for slot `first` and is there through slot `last`."""
+    """A chunk comes for slot `first` and is there through its last use, in slot `last`."""
 
     chunk: int
     first: int
@@ -33,29 +34,29 @@ def stays(needs: Sequence[Sequence[int]], room: Sequence[int], policy: Eviction,
     """What comes and how long it is there, in the order in which it comes.
 
     needs: by slot the chunks that are needed; room: how many can be there, at least as many as are needed
-    forgets: a chunk is given up behind its last use; OPT does so behind every use after which it will not be there for the next
+    forgets: a chunk takes no room behind its last use in the step, as OPT has it anyway
     """
     assert all(len(set(own)) <= free for own, free in zip(needs, room, strict=True)), "a slot has no room for what it needs"
     after = _next_uses(needs)
     pool = _POOLS[policy]()
     first, last_use, found = dict[int, int](), dict[int, int](), list[Stay]()
 
-    def leave(chunk: int, slot: int) -> None:
-        found.append(Stay(chunk, first.pop(chunk), last_use[chunk] if policy is Eviction.OPT else slot - 1))
+    def leave(chunk: int) -> None:
+        found.append(Stay(chunk, first.pop(chunk), last_use[chunk]))
 
     for slot, own in enumerate(needs):
         wanted = dict.fromkeys(own)
         for _ in range(len(first) + sum(chunk not in first for chunk in wanted) - room[slot]):
-            leave(pool.victim(wanted), slot)
+            leave(pool.victim(wanted))
         for chunk in wanted:
             pool.use(chunk, after[slot][chunk], new=chunk not in first)
             first.setdefault(chunk, slot)
             last_use[chunk] = slot
             if forgets and after[slot][chunk] == math.inf:
                 pool.discard(chunk)
-                leave(chunk, slot + 1)
+                leave(chunk)
     for chunk in tuple(first):
-        leave(chunk, len(needs))
+        leave(chunk)
     return tuple(sorted(found, key=lambda stay: (stay.first, stay.chunk)))
 
 

@@ -54,14 +54,19 @@ def rank_groups(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Group, 
     return tuple(groups)
 
 
-def rank_chunks(strategy: Strategy, rank: int, book: PriceBook, *, eviction: Eviction, device_bytes: int) -> RankChunks:
+def rank_chunks(
+    strategy: Strategy, rank: int, book: PriceBook, *, eviction: Eviction, device_bytes: int, clean_copies: bool = True,
+) -> RankChunks:
     """What happens to the chunks of one device of pipeline rank `rank` in a step, where its tensors may fill `device_bytes`.
+
+    clean_copies: the host keeps a copy of what it sends; False prices PatrickStar's way, which nothing here runs: a chunk that is given
+        up is moved, and updated parameters return in fp32
 
     Raises InfeasibleError, with the smallest budget, where they do not suffice; ConfigError for schedules that chunks do not go with.
     """
     groups, passes = rank_groups(strategy, rank, book), tuple(layer_passes(strategy, rank))
     moments = tuple(one for one in passes if one.block is not None)
-    step = _slots(groups, moments, strategy, book)
+    step = _slots(groups, moments, strategy, book, clean_copies)
     own = step.chunk_bytes(always_bytes(groups, book, in_parameters=step.in_parameters))
     fixed = _fixed_bytes(own, step, besides_chunks(strategy, rank, passes, book))
     needs, chunk = step.needs(), step.sizes.parameters
@@ -77,8 +82,8 @@ def rank_chunks(strategy: Strategy, rank: int, book: PriceBook, *, eviction: Evi
     of_chunks = [own[slot] + whole[slot] - fixed[slot] + reduced.get(slot, 0) for slot in range(step.count)]
     found = RankChunks(
         groups=groups, moments=_moments(moments, step, held, issued, whole, of_chunks),
-        closing=(*(op for slot, op in step.drops(held) if slot == step.count), *step.returns()),
-        in_parameters=step.in_parameters, device_bytes=device_bytes, smallest_bytes=max(least), most_bytes=max(whole))
+        closing=step.returns(), in_parameters=step.in_parameters, device_bytes=device_bytes, smallest_bytes=max(least),
+        most_bytes=max(whole))
     check_states(found)
     return found
 
@@ -94,7 +99,7 @@ def _fixed_bytes(own: Sequence[int], step: Slots, room: Room) -> list[int]:
     return [there + more for there, more in zip(own, besides, strict=True)]
 
 
-def _slots(groups: tuple[Group, ...], moments: Sequence[Pass], strategy: Strategy, book: PriceBook) -> Slots:
+def _slots(groups: tuple[Group, ...], moments: Sequence[Pass], strategy: Strategy, book: PriceBook, clean_copies: bool) -> Slots:
     training, elements = book.training, groups[0].layout.chunk_elements
     in_parameters = writes_over_parameters(training, strategy.frame.num_micro_batches)
     gradient = training.precision if in_parameters else training.gradient_precision
@@ -102,7 +107,7 @@ def _slots(groups: tuple[Group, ...], moments: Sequence[Pass], strategy: Strateg
         groups=groups, uses=uses(groups, moments, in_parameters=in_parameters), num_moments=len(moments), in_parameters=in_parameters,
         sizes=ChunkBytes(
             parameters=training.precision.num_bytes * elements, gradients=gradient.num_bytes * elements, ranks=strategy.frame.mesh.dp),
-        adds_up=strategy.frame.num_micro_batches > 1)
+        adds_up=strategy.frame.num_micro_batches > 1, clean_copies=clean_copies)
 
 
 def always_bytes(groups: Sequence[Group], book: PriceBook, *, in_parameters: bool) -> int:
@@ -127,10 +132,8 @@ def _moments(
     moments: Sequence[Pass], step: Slots, held: Sequence[Stay], issued: Mapping[OpKey, int], whole: Sequence[int],
     of_chunks: Sequence[int],
 ) -> tuple[Moment, ...]:
-    drops = tuple(step.drops(held))
-    early = ((slot // 2, op) for slot, op in drops if slot % 2 and slot < step.count)
-    before = in_order(len(moments), (*early, *step.fetches(held), *step.gathers_before()), issued)
-    after = in_order(len(moments), (*step.ops_behind(), *((slot // 2 - 1, op) for slot, op in drops if slot % 2 == 0)), issued)
+    before = in_order(len(moments), (*step.fetches(held), *step.gathers_before()), issued)
+    after = in_order(len(moments), (*step.ops_behind(), *step.drops(held)), issued)
     return tuple(
         Moment(
             work=one.work, stage=one.stage, micro_batch=one.micro_batch, block=-1 if one.block is None else one.block,

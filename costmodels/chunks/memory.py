@@ -28,7 +28,7 @@ from costmodels.occupancy import (
     sent_bytes,
     usable_bytes,
 )
-from costmodels.strategy import Strategy
+from costmodels.strategy import Frame, Strategy
 from profiles.model import LayerKind
 
 
@@ -39,6 +39,11 @@ def budget_bytes(mesh: Mesh, book: PriceBook) -> int:
         return chunking.device_bytes
     limit = book.machine.cluster.device.memory_bytes if chunking.limit_bytes is None else chunking.limit_bytes
     return int(usable_bytes(limit, mesh, book))
+
+
+def prices_of(frame: Frame, book: PriceBook) -> PriceBook:
+    """Those of layers that are in no chunks."""
+    return book.outside if frame.chunked else book
 
 
 @lru_cache(maxsize=64)
@@ -74,7 +79,7 @@ def chunked_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory
     frame, layers, chunks = strategy.frame, rank_layers(strategy, rank), chunks_of_rank(strategy, rank, book)
     kept = {choice: layer_activations(choice, frame, book) for choice in layers}
     outside = [
-        book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero)
+        book.outside.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero)
         for choice in layers if choice.kind is not LayerKind.BLOCK]
     device, host = chunk_states(chunks, book)
     states = sum((layer.states for layer in outside), device)

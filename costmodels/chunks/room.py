@@ -2,8 +2,8 @@
 
 The classes are those of `costmodels.occupancy.rank_memory`, each when it is there:
 
-    states of embedding and head        always; what FSDP2 gathers for them and reduces, in their passes, of an input of a reduction until
-                                        the backward pass of the stage is over; a unit that begins and ends the passes stays gathered
+    states of embedding and head        always, their gradients from the first backward pass on where the stack frees them
+    what FSDP2 gathers and reduces      of embedding and head, in their passes; a unit that begins and ends the passes stays gathered
     activations of a micro-batch        of each layer from its forward pass to its backward pass
     workspace of a layer                in its passes, in the backward pass with what it recomputes
     gradients of a block                as autograd makes them, in the precision of compute, in its backward pass
@@ -14,11 +14,11 @@ The classes are those of `costmodels.occupancy.rank_memory`, each when it is the
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from costmodels.book import ActivationBytes, PriceBook
+from costmodels.book import PriceBook
 from costmodels.chunks.accesses import Pass
-from costmodels.memory import owned_parameters
+from costmodels.memory import StateBytes, owned_parameters
 from costmodels.occupancy import layer_activations, rank_layers
 from costmodels.strategy import LayerChoice, Strategy
 from profiles.model import LayerKind
@@ -42,21 +42,25 @@ class Room:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """Bytes of one layer: kept of a micro-batch, temporary forward and backward, of its gradient from there to the end of the stage's
-    backward pass."""
+    """Bytes of one layer.
+
+    saved: kept of a micro-batch; forward, backward: temporary in its passes
+    lasting: from its backward pass to the end of the stage's; gradients: from its first backward pass on
+    """
 
     saved: int
     forward: int
     backward: int
     lasting: int = 0
+    gradients: int = 0
 
 
 def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: PriceBook) -> Room:
     """What is on a device of pipeline rank `rank` besides the chunks of its blocks."""
     layers = {choice: _layer(choice, strategy, book) for choice in dict.fromkeys(rank_layers(strategy, rank))}
     sent = book.sent_bytes(strategy.frame.micro_batch_size, strategy.frame.sharding)
-    moments, gaps, rests = list[int](), list[int](), list[int]()
-    level = fullest = _always(strategy, rank, book)
+    moments, gaps, rests, made = list[int](), list[int](), list[int](), set[LayerChoice]()
+    level = fullest = _always(strategy, rank, book) - sum(layer.gradients for layer in layers.values())
     lasting, before = 0, None
     for one in passes:
         own = layers[one.layer]
@@ -64,10 +68,14 @@ def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: 
             level += sent * _sends(before, strategy) - lasting
             lasting, fullest = 0, max(fullest, level)
         before = one
-        level += 0 if one.backward else own.saved
-        during = level + (own.backward if one.backward else own.forward)
-        level -= own.saved - own.lasting if one.backward else 0
-        lasting += own.lasting if one.backward else 0
+        if one.backward:
+            during = level + own.backward
+            level += own.lasting - own.saved + (0 if one.layer in made else own.gradients)
+            lasting += own.lasting
+            made.add(one.layer)
+        else:
+            level += own.saved
+            during = level + own.forward
         if one.block is None:
             fullest = max(fullest, during)
             continue
@@ -83,13 +91,38 @@ def _sends(one: Pass, strategy: Strategy) -> bool:
     return one.stage > 0 if one.backward else one.stage < strategy.frame.num_virtual_stages - 1
 
 
-def _outside(strategy: Strategy, rank: int) -> tuple[LayerChoice, ...]:
-    return tuple(choice for choice in rank_layers(strategy, rank) if choice.kind is not LayerKind.BLOCK)
+def _layer(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
+    size, frame = layer_activations(choice, strategy.frame, book), strategy.frame
+    if choice.kind is LayerKind.BLOCK:
+        return _Layer(saved=size.saved, forward=size.workspace, backward=size.workspace + _parameter_bytes(choice, strategy, book))
+    shared = book.shared_table_bytes(frame.mesh, frame.sharding) if choice.kind is LayerKind.HEAD else 0
+    made = _states(choice, strategy, book).gradients if book.training.stack.frees_gradients and not book.offloads_states else 0
+    plain = _Layer(saved=size.saved, forward=size.workspace, backward=size.workspace, lasting=shared, gradients=made)
+    if book.offloads_states:
+        buffer = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).zero_buffer
+        return replace(plain, forward=size.workspace + buffer, backward=size.workspace + buffer)
+    return _sharded(plain, choice, strategy, book) if choice.zero == 3 else plain
+
+
+def _sharded(plain: _Layer, choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
+    """As FSDP2 runs it: gathered through a buffer as large as the parameters, given up before its gradients are copied to be reduced.
+
+    The input of the reduction stays until the stage's backward pass is over. The workspace has the gradient of the largest operator.
+    """
+    whole, frame = _parameter_bytes(choice, strategy, book), strategy.frame
+    width = book.training.precision.num_bytes
+    copied = whole // width * SHARD_GRADIENT_BYTES
+    largest = max(frame.sharding_of(choice).parameter_elements(operator) for operator in book.layer(choice.kind, 1).operators)
+    rest = max(0, whole - width * largest)
+    gathered = 0 if _joined(choice, strategy, book) else whole
+    return replace(
+        plain, forward=gathered + max(whole, plain.forward), backward=max(gathered + max(whole, plain.backward + rest), whole + 2 * copied),
+        lasting=plain.lasting + copied)
 
 
 def _joined(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> bool:
-    """Whether embedding and head are one unit of FSDP2."""
-    return choice.kind is not LayerKind.BLOCK and book.tied and strategy.frame.mesh.pp == 1
+    """Whether embedding and head are one unit of FSDP2, which begins the passes and ends them."""
+    return choice.zero == 3 and book.tied and strategy.frame.mesh.pp == 1
 
 
 def _parameter_bytes(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> int:
@@ -100,26 +133,15 @@ def _parameter_bytes(choice: LayerChoice, strategy: Strategy, book: PriceBook) -
 
 
 def _always(strategy: Strategy, rank: int, book: PriceBook) -> int:
-    """Outside states, and what of them stays gathered because its unit begins the passes and ends them."""
-    frame, outside = strategy.frame, _outside(strategy, rank)
-    held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).states for choice in outside]
-    wider = SHARD_GRADIENT_BYTES / book.training.gradient_precision.num_bytes - 1
-    return sum(states.total + int(wider * states.gradients) for states in held) + sum(
-        _parameter_bytes(choice, strategy, book) for choice in outside if choice.zero == 3 and _joined(choice, strategy, book))
+    """States of embedding and head, and what stays gathered of them."""
+    outside = [choice for choice in rank_layers(strategy, rank) if choice.kind is not LayerKind.BLOCK]
+    held = [_states(choice, strategy, book) for choice in outside]
+    return sum(states.total for states in held) + sum(
+        _parameter_bytes(choice, strategy, book) for choice in outside if _joined(choice, strategy, book))
 
 
-def _layer(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
+def _states(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> StateBytes:
+    """Of embedding or head, with gradients as FSDP2 keeps them."""
     frame = strategy.frame
-    size: ActivationBytes = layer_activations(choice, frame, book)
-    whole = _parameter_bytes(choice, strategy, book)
-    if choice.kind is LayerKind.BLOCK:
-        return _Layer(saved=size.saved, forward=size.workspace, backward=size.workspace + whole)
-    elements = whole // book.training.precision.num_bytes
-    buffer = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).zero_buffer
-    if buffer:
-        buffer += (SHARD_GRADIENT_BYTES - book.training.gradient_precision.num_bytes) * elements
-    shared = book.shared_table_bytes(frame.mesh, frame.sharding) if choice.kind is LayerKind.HEAD else 0
-    lasting = SHARD_GRADIENT_BYTES * elements if choice.zero else 0
-    return _Layer(
-        saved=size.saved, forward=size.workspace + (2 * whole if choice.zero == 3 else 0), backward=size.workspace + buffer,
-        lasting=max(shared, lasting))
+    states = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).states
+    return replace(states, gradients=states.gradients * SHARD_GRADIENT_BYTES // book.training.gradient_precision.num_bytes)

@@ -13,7 +13,7 @@ from costmodels.chunks.layout import Layout
 class Does(StrEnum):
     """What happens to the chunk that this rank owns of a communication group, or to the group.
 
-    DROP     the device's copy of a parameter chunk is given up; the host has the same
+    DROP     the device's copy of a parameter chunk is given up; the host has the same, or is priced to get it
     FETCH    a parameter chunk comes to the device
     GATHER   all chunks of the group come together on every rank; RELEASE: those are given up
     REDUCE   the gradients of the group are reduced and scattered, each rank has those of its own chunk
@@ -103,4 +103,4 @@ class RankChunks:
     @property
     def out_bytes(self) -> int:
         """From the device to the host in a step."""
-        return self.moved(Does.SEND)
+        return self.moved(Does.SEND) + self.moved(Does.DROP)

@@ -13,6 +13,7 @@ from costmodels.chunks.accesses import Uses
 from costmodels.chunks.eviction import Stay
 from costmodels.chunks.home import Home
 from costmodels.chunks.schedule import Does, Group, Op
+from costmodels.kernels import FP32_BYTES
 
 OpKey = tuple[Does, int, int, int]  # what is done with which communication group of which group, and the moment
 
@@ -44,6 +45,7 @@ class Slots:
     """The communication groups of a device and when they are used in a step of `num_moments` moments.
 
     in_parameters: gradients are written over parameters; adds_up: those of several micro-batches are added up
+    clean_copies: the host keeps what is fetched; else what is given up is moved there, and what it updated returns in fp32
     """
 
     groups: tuple[Group, ...]
@@ -52,6 +54,7 @@ class Slots:
     sizes: ChunkBytes
     in_parameters: bool
     adds_up: bool
+    clean_copies: bool = True
 
     @property
     def count(self) -> int:
@@ -117,9 +120,18 @@ class Slots:
             yield moment, Op(Does.FETCH, self.on_host, stay.chunk, self.sizes.parameters, moment)
 
     def drops(self, held: Iterable[Stay]) -> Iterator[tuple[int, Op]]:
-        """(slot, what is given up before it): an even one behind a moment, an odd one before it, the count of slots at the step's end."""
+        """(moment, what is given up behind it)."""
+        over = self._over()
         for stay in held:
-            yield stay.last + 1, Op(Does.DROP, self.on_host, stay.chunk, 0)
+            void = self.clean_copies or stay.last >= over[stay.chunk]
+            yield stay.last // 2, Op(Does.DROP, self.on_host, stay.chunk, 0 if void else self.sizes.parameters)
+
+    def _over(self) -> dict[int, int]:
+        """By HOST chunk the slot from which on it is no parameter, because a gradient is in its place."""
+        own = [one for one in self.uses if self.home(one) is Home.HOST]
+        if not self.in_parameters:
+            return {one.number: self.count for one in own}
+        return {one.number: moment_slot((one.spans[-1] if self.gathers else one.runs[0]).first) for one in own}
 
     def gathers_before(self) -> Iterator[tuple[int, Op]]:
         """(moment, what is gathered before it)."""
@@ -149,7 +161,8 @@ class Slots:
     def returns(self) -> tuple[Op, ...]:
         """What the host has updated comes back."""
         updated = (one for one in self.uses if self.home(one) is Home.OPTIMIZER)
-        return tuple(Op(Does.RETURN, one.group, one.number, self.sizes.parameters) for one in updated)
+        size = self.sizes.parameters if self.clean_copies else FP32_BYTES * self.groups[0].layout.chunk_elements
+        return tuple(Op(Does.RETURN, one.group, one.number, size) for one in updated)
 
 
 def in_order(count: int, ops: Iterable[tuple[int, Op]], issued: Mapping[OpKey, int]) -> list[tuple[Op, ...]]:

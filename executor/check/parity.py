@@ -29,6 +29,7 @@ from executor.options import Options
 from executor.tensors import begin_fork
 from executor.train import Trainer, build_trainer
 from planner.plan import Plan
+from planner.runs import ChunkMoved
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 
@@ -42,7 +43,8 @@ OPTIONS = Options(steps=STEPS, seed=7, learning_rate=1e-2)
 TIMEOUT = timedelta(seconds=60)
 
 T = TypeVar("T", bound=Trainer)
-Result = tuple[list[tuple[float, float]], dict[str, Tensor], tuple[Any, StateBytes, StateBytes], "Counter[str]", dict[int, int]]
+Result = tuple[
+    list[tuple[float, float]], dict[str, Tensor], tuple[Any, StateBytes, StateBytes], "Counter[str]", dict[int, int], ChunkMoved | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class Outcome:
     embedding is not counted.
 
     agree: whether all ranks have the same losses, and the same gradient of every parameter that several of them hold
-    in_flight: by pipeline stage, the most micro-batches that it held at once
+    in_flight: by pipeline stage, the most micro-batches that it held at once; moved: by rank, of one that has chunks, by the last step
     """
 
     losses: list[float]
@@ -62,6 +64,7 @@ class Outcome:
     collectives: Counter[str]
     agree: bool = True
     in_flight: dict[int, int] = field(default_factory=dict)
+    moved: dict[tuple[int, int, int], ChunkMoved] = field(default_factory=dict)
 
 
 class CountCollectives(TorchDispatchMode):
@@ -120,19 +123,22 @@ def observed(trainer: T, gradients_of: Callable[[T], dict[str, Tensor]]) -> Resu
     with CountCollectives() as counted:
         trainer.gradients(0)
     gradients = gradients_of(trainer)
-    trainer.optimizer.zero_grad()
+    trainer.leave_out()
     steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
-    return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight
+    return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight, trainer.moved()
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """The gradient of every parameter on this rank, gathered over its data and tensor parallel ranks, by its own name."""
-    found = {}
-    for stage in trainer.pipeline.stages:
-        for name, parameter in stage.body.named_parameters(remove_duplicate=False):
-            gradient = parameter.grad
-            found[name.replace(_CHECKPOINT_PREFIX, "")] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
-    return found
+    """The gradient of every parameter on this rank, gathered over its data and tensor parallel ranks, by its own name; of those in
+    chunks the ones that this rank owns."""
+    chunks = trainer.pipeline.chunks
+    in_chunks, owned = (set(chunks.parameters), chunks.gradients()) if chunks is not None else (set(), {})
+    outside = {
+        name.replace(_CHECKPOINT_PREFIX, ""): parameter.grad for stage in trainer.pipeline.stages
+        for name, parameter in stage.body.named_parameters(remove_duplicate=False) if parameter not in in_chunks}
+    return {
+        name: (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+        for name, gradient in (outside | owned).items()}
 
 
 def joined(results: list[Result]) -> Outcome:
@@ -141,14 +147,16 @@ def joined(results: list[Result]) -> Outcome:
     agree = all(steps == results[0][0] for steps, *_ in results)
     losses, norms = (list(values) for values in zip(*results[0][0], strict=True))
     in_flight: dict[int, int] = {}
-    for _, found, _, _, held in results:
+    for _, found, _, _, held, _ in results:
         for stage, most in held.items():
             agree = most == in_flight.setdefault(stage, most) and agree
         for name, gradient in found.items():
             agree = torch.equal(gradient, gradients.setdefault(name, gradient)) and agree
     states = {at: (predicted, measured) for _, _, (at, predicted, measured), *_ in results}
+    moved = {result[2][0]: result[5] for result in results if result[5] is not None}
     return Outcome(
-        losses=losses, norms=norms, gradients=gradients, states=states, collectives=results[0][3], agree=agree, in_flight=in_flight)
+        losses=losses, norms=norms, gradients=gradients, states=states, collectives=results[0][3], agree=agree, in_flight=in_flight,
+        moved=moved)
 
 
 def reference_layers(model: ModelSpec, training: TrainingSpec, seed: int) -> nn.ModuleDict:

@@ -2,8 +2,8 @@
 
 Kept: every mesh axis that is more than 1, the schedule, virtual stages where there are any, every layer plan (its ZeRO stage,
 recompute list and placements) in the order of the stages, kinds of norm, positions, attention and residual, tied embeddings,
-grouped heads. Made small: degrees to 2, virtual stages to at most 4, runs of alike blocks, micro-batches, all sizes. Precision
-is fp32, and nothing is dropped out: only then can one process be compared with.
+grouped heads, homes and eviction of chunks, in the smallest budget. Made small: degrees to 2, virtual stages to at most 4, runs of
+alike blocks, micro-batches, all sizes. Precision is fp32, and nothing is dropped out: only then can one process be compared with.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule, rank_of
+from planner.chunks import rechunked
 from planner.plan import LayerPlan, LayerRun, Pipeline, Plan, StagePlan
 from profiles.errors import ConfigError
 from profiles.spec import ModelSpec, Precision
@@ -34,9 +35,10 @@ def shrunk(plan: Plan) -> Plan:
     training = replace(
         plan.training, global_batch_size=pipeline.micro_batch_size * pipeline.num_micro_batches * mesh.dp, seq_length=SEQ_LENGTH,
         precision=Precision.FP32, gradient_precision=Precision.FP32, fp8_matmuls=False)
-    return replace(
+    small = replace(
         plan, model=_model(plan.model, num_layers), training=training, mesh=mesh, pipeline=pipeline, stages=stages,
         layer_plans={name: _layer_plan(found, plan.mesh, mesh) for name, found in plan.layer_plans.items()})
+    return rechunked(small) if plan.chunks is not None else small
 
 
 def _mesh(plan: Plan) -> Mesh:

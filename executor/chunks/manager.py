@@ -26,6 +26,7 @@ from executor.chunks.memory import Copies, Counts, Ledger
 from executor.parallel.place import parameters_summed_over_tp
 from executor.parallel.sharded import all_reduce
 from executor.tensors import local
+from planner.runs import Beside, ChunkMoved
 from profiles.errors import PlannerError
 from profiles.spec import Precision, TrainingSpec
 
@@ -78,6 +79,17 @@ class ChunkManager:
     def parameters(self) -> list[nn.Parameter]:
         """Those of all blocks as they are computed with: no optimizer may hold them."""
         return [place.parameter for chunk in self.chunks for place in chunk.places]
+
+    @property
+    def moved(self) -> ChunkMoved:
+        """What was moved since the beginning of the step, and the most that chunks held of the device in any, beside the plan's."""
+        counts, schedule = self.counts, self.schedule
+        return ChunkMoved(
+            in_bytes=Beside(predicted=schedule.in_bytes, measured=counts.in_bytes),
+            out_bytes=Beside(predicted=schedule.out_bytes, measured=counts.out_bytes),
+            gathered_bytes=Beside(predicted=schedule.moved(Does.GATHER), measured=counts.gathered_bytes),
+            reduced_bytes=Beside(predicted=schedule.moved(Does.REDUCE), measured=counts.reduced_bytes),
+            device_bytes=Beside(predicted=schedule.device_bytes, measured=self.ledger.most_bytes))
 
     @property
     def host_bytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from executor.rules.chunks import CHUNKS
 from executor.rules.halves import halves
 from executor.rules.layers import LAYERS
 from executor.rules.rule import Refusal, Rule
@@ -17,7 +18,7 @@ from executor.rules.training import TRAINING
 from planner.plan import Plan
 from profiles.errors import ConfigError
 
-RULES: tuple[Rule, ...] = (*SCHEDULE, *TRAINING, *LAYERS, halves)
+RULES: tuple[Rule, ...] = (*SCHEDULE, *TRAINING, *LAYERS, halves, *CHUNKS)
 MAX_REPAIRS = 1000  # each changes a field for good, so no plan of a few hundred layers needs as many
 
 

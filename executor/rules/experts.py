@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from costmodels.recompute import host_bytes_by_operator
+from costmodels.sharding import Sharding
 from planner.plan import LayerPlan, Plan
 from profiles.model import LayerKind
 from profiles.transformer import build_graph
@@ -16,13 +18,16 @@ Problem = tuple[str, str, LayerPlan]  # what was found, what to set, and the lay
 
 
 def mixture_problems(plan: Plan) -> Iterator[tuple[str, Problem]]:
-    """By name of a layer plan of blocks, placements or a recompute list that a mixture of experts cannot have."""
+    """By name of a layer plan of blocks, placements or a list of operators that a mixture of experts cannot have."""
     if not plan.model.num_experts:
         return
-    names = {operator.name for operator in build_graph(plan.model, plan.training, 1).block.operators}
+    block = build_graph(plan.model, plan.training, 1).block
+    names = {operator.name for operator in block.operators}
     for name, layer_plan in plan.layer_plans.items():
         if layer_plan.layer is LayerKind.BLOCK:
-            for problem in (_recompute(layer_plan, names), _placements(layer_plan) if plan.mesh.tp > 1 else None):
+            kept = host_bytes_by_operator(block, Sharding(), layer_plan.recompute)
+            for problem in (
+                    _recompute(layer_plan, names), _kept_on_host(layer_plan, kept), _placements(layer_plan) if plan.mesh.tp > 1 else None):
                 if problem:
                     yield name, problem
 
@@ -35,6 +40,17 @@ def _recompute(layer_plan: LayerPlan, names: set[str]) -> Problem | None:
     left = tuple(operator for operator in layer_plan.recompute if operator not in alone)
     found = f"recompute names {alone[0]}, of the experts only {', '.join(AGAIN_ALONE)} can run again by itself"
     return found, f"set recompute to {list(left)}", replace(layer_plan, recompute=left)
+
+
+def _kept_on_host(layer_plan: LayerPlan, kept: Mapping[str, int]) -> Problem | None:
+    """What one of its operators keeps nothing tells from what another does."""
+    named = [operator for operator in MIXTURE if operator in layer_plan.keep_on_host]
+    missing = [operator for operator in MIXTURE if kept[operator] and operator not in named]
+    if not named or not missing:
+        return None
+    left = tuple(operator for operator in layer_plan.keep_on_host if operator not in MIXTURE)
+    found = f"keep_on_host names {named[0]} and not {missing[0]}: the host keeps all that the experts keep, or nothing"
+    return found, f"set keep_on_host to {list(left)}", replace(layer_plan, keep_on_host=left)
 
 
 def _placements(layer_plan: LayerPlan) -> Problem | None:

@@ -18,10 +18,11 @@ def fp8(plan: Plan) -> Iterator[Refusal]:
             nearest=replace(plan, training=replace(plan.training, fp8_matmuls=False)))
 
 
-@rule(why="gradients accumulate and are reduced in fp32, which takes twice the planned bytes", action="use fp32 gradients")
+@rule(
+    why="outside of chunks gradients accumulate and are reduced in fp32, which takes twice the planned bytes", action="use fp32 gradients")
 def gradient_precision(plan: Plan) -> Iterator[Refusal]:
     found = plan.training.gradient_precision
-    if found is not Precision.FP32:
+    if found is not Precision.FP32 and plan.chunks is None:
         yield Refusal(
             found=f"training: gradient_precision is {found}", action="set gradient_precision to fp32",
             nearest=replace(plan, training=replace(plan.training, gradient_precision=Precision.FP32)))

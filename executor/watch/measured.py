@@ -29,7 +29,7 @@ from planner.plan import Plan
 from planner.report.run import print_run
 from planner.report.text import console, say
 from planner.report.trace import trace_json
-from planner.runs import Environment, Run, Span, write
+from planner.runs import ChunkMoved, Environment, Run, Span, write
 from profiles.errors import ConfigError
 from profiles.files import write_text
 from profiles.units import KIB
@@ -122,13 +122,17 @@ class Recorder:
         return self._started_s + self._anchor.elapsed_time(mark) / 1000
 
 
-def memory_peaks(device: torch.device, cpu_peak: PeakBytes) -> dict[str, int | None]:
-    """Bytes of this rank: of the CUDA allocator since the first recorded step, or of a CPU's step that was counted, and of the process."""
+def memory_peaks(device: torch.device, cpu_peak: PeakBytes, on_host_bytes: int = 0) -> dict[str, int | None]:
+    """Bytes of this rank: of the CUDA allocator since the first recorded step, or of a CPU's step that was counted, and of the process.
+
+    on_host_bytes: what of a CPU's memory is the host's in the plan
+    """
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     rss = most if sys.platform == "darwin" else most * KIB  # macOS counts bytes
     on_gpu = device.type == "cuda"
+    counted = None if cpu_peak.num_bytes is None else cpu_peak.num_bytes - on_host_bytes
     return {
-        "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else cpu_peak.num_bytes,
+        "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else counted,
         "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None, "host_rss_bytes": rss}
 
 
@@ -168,13 +172,16 @@ def clock_offsets(clocks: Sequence[Clock]) -> tuple[list[float], float]:
     return offsets, error_s
 
 
-def collect(plan: Plan, recorder: Recorder, states: Row, device: torch.device) -> Run | None:
-    """The run, on rank 0; None on the others, and where nothing was recorded. Collective."""
+def collect(
+    plan: Plan, recorder: Recorder, states: Row, device: torch.device, chunks: ChunkMoved | None = None, on_host_bytes: int = 0,
+) -> Run | None:
+    """The run, on rank 0; None on the others, and where nothing was recorded. Collective. `chunks`: of the last step."""
     if not recorder.steps:
         return None
     (pp, dp, tp), predicted, held = states
     own = RankMeasured(
-        pp=pp, dp=dp, tp=tp, predicted=predicted, held=held, steps=tuple(recorder.steps), **memory_peaks(device, recorder.cpu_peak))
+        pp=pp, dp=dp, tp=tp, predicted=predicted, held=held, steps=tuple(recorder.steps), chunks=chunks,
+        **memory_peaks(device, recorder.cpu_peak, on_host_bytes))
     found: list[tuple[RankMeasured, Clock] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object((own, read_clock(device)), found)
     if found is None:

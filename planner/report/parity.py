@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from rich.console import Console
 from planner.module_plan import ModulePlan
 from planner.plan import Plan
 from planner.report.text import joined, print_table, say
+from planner.runs import ChunkMoved
 
 WORST = 10  # parameters of a module that are listed
 
@@ -21,6 +22,7 @@ class Parity:
 
     losses: by step, of the ranks and of one process; gradients: error by parameter, of the first step
     agree: whether all ranks hold the same; as_predicted: whether every rank holds the predicted bytes of states
+    moved: of the ranks that have chunks, what they moved in a step
     """
 
     plan: Plan | ModulePlan
@@ -31,6 +33,7 @@ class Parity:
     as_predicted: bool
     loss_tolerance: float
     gradient_tolerance: float
+    moved: tuple[ChunkMoved, ...] = ()
 
     @property
     def loss_error(self) -> float:
@@ -58,6 +61,9 @@ def print_parity(parity: Parity, out: Console) -> None:
     say(out, "  gradients of the first step: error over the largest entry", "dim")
     print_table(out, ("parameter", "worst error", "in"), _gradient_rows(parity), left=("parameter", "in"))
     say(out)
+    if parity.moved:
+        say(out, joined(_moved(parity.moved), ", ", out.width, start="  chunks    ", indent=12))
+        say(out)
     say(out, joined(verdict(parity).split(" "), " ", out.width, indent=2), "bold")
 
 
@@ -83,6 +89,19 @@ def _changed(parity: Parity) -> list[str]:
     return [f"{text} {old} to {new}" for text, old, new in pairs if old != new]
 
 
+def _moved(ranks: Sequence[ChunkMoved]) -> list[str]:
+    """Bytes of a step, counted on all ranks, and whether they are those of the plan."""
+    names = {"in_bytes": "to the device", "out_bytes": "to the host", "gathered_bytes": "gathered", "reduced_bytes": "reduced"}
+    parts = []
+    for field, name in names.items():
+        found = [getattr(rank, field) for rank in ranks]
+        predicted, counted = (sum(getattr(each, side) or 0 for each in found) for side in ("predicted", "measured"))
+        if predicted or counted:
+            same = all(each.predicted == each.measured for each in found)
+            parts.append(f"{counted:,.0f} bytes {name} {'as' if same else 'NOT as'} predicted" + ("" if same else f", {predicted:,.0f}"))
+    return [*parts, "in a step of all ranks"]
+
+
 def _gradient_rows(parity: Parity) -> list[tuple[str, str, str]]:
     """One row for each parameter of a layer, with the layer where its error is worst; of a module the worst ones."""
     if isinstance(parity.small, ModulePlan):
@@ -100,6 +119,7 @@ def verdict(parity: Parity) -> str:
     """One line: whether the shrunk plan trains as one process does, and within what."""
     name, error = parity.worst
     bytes_text = "" if parity.as_predicted else "; bytes of states are NOT as predicted"
+    bytes_text += "" if all(rank.as_predicted for rank in parity.moved) else "; what chunks moved is NOT as predicted"
     text = (f"gradients within {error:.1e} (tolerance {parity.gradient_tolerance:.0e}, worst {name}), "
             f"losses within {parity.loss_error:.1e} (tolerance {parity.loss_tolerance:.0e}){bytes_text}")
     if not parity.agree:
@@ -115,5 +135,6 @@ def parity_document(parity: Parity) -> dict[str, Any]:
         "passed": parity.passed, "verdict": verdict(parity), "ranks_agree": parity.agree, "states_as_predicted": parity.as_predicted,
         "mesh": str(small.mesh), **size,
         "losses": [{"found": found, "one_process": expected} for found, expected in parity.losses],
+        **({"moved_as_predicted": all(rank.as_predicted for rank in parity.moved)} if parity.moved else {}),
         "gradient_errors": dict(parity.gradients), "loss_tolerance": parity.loss_tolerance, "gradient_tolerance": parity.gradient_tolerance,
     }

@@ -13,6 +13,9 @@ from profiles.units import format_bytes
 _PARTS = {
     "F": "forward, stage", "B": "backward, stage", "receive_F": "wait for input, stage", "receive_B": "wait for gradient, stage",
     "reduce": "reduction, rank", "tied": "tied embedding's reduction, rank", "optimizer": "optimizer, rank", "data": "data, rank"}
+_MOVED = {
+    "chunks to the device": "in_bytes", "chunks to the host": "out_bytes", "chunks gathered": "gathered_bytes",
+    "chunks reduced": "reduced_bytes", "chunks on the device": "device_bytes"}
 MOST_STAGES = 8  # of a kind of work in the table; the file has all
 
 
@@ -56,6 +59,11 @@ def _memory(run: Run) -> Iterator[tuple[str, str, str, str]]:
 
     yield _row("peak allocated", fullest("peak_allocated_bytes"), format_bytes)
     yield _row("peak reserved", fullest("peak_reserved_bytes"), format_bytes)
+    moved = [rank.chunks for rank in run.ranks if rank.chunks is not None]
+    for name, field in _MOVED.items() if moved else ():
+        most = max((getattr(each, field) for each in moved), key=lambda figure: figure.predicted or 0)
+        if most.predicted or most.measured:
+            yield _row(name, most, format_bytes)
 
 
 def _notes(run: Run) -> Iterator[str]:

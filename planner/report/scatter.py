@@ -1,4 +1,4 @@
-"""Predicted against measured as a picture; with front_plot.py and profile_plot.py the only module that names matplotlib."""
+"""Predicted against measured as a picture; with front_plot.py, profile_plot.py and chunk_plot.py what alone names matplotlib."""
 
 from __future__ import annotations
 
