@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodels.chunks.memory import prices_of
 from costmodels.occupancy import stashes, usable_bytes
 from costmodels.passes import hidden_passes
 from costmodels.recompute import Recompute
 from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
-from planner.chunk_costs import host_share_bytes, once_s
+from planner.chunk_costs import host_share_bytes
 from planner.columns import MixTable, block_counts, end_kinds, fixed_price
 from profiles.model import LayerKind
 
@@ -40,11 +41,11 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
     blocks of the fullest rank cost once a step. Embedding, head, transfers and the ends of rows of halves are in the sum.
     """
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
-    stages, share = table.zero_stages(frame), bubble_share(frame, book)
+    stages, share, outside = table.zero_stages(frame), bubble_share(frame, book), prices_of(frame, book)
     block_s, block_tail_s = _least_block(frame, table)
     ends_s = sum(
         book.layer_time(kind, b, sharding).total_s
-        + min(book.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in stages)
+        + min(outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in stages)
         for kind in ENDS)
     transfers_s = sum(rank_receives(rank, frame, book).value_s for rank in range(mesh.pp))
     edges_s = mesh.pp * rank_edges(frame, book).value_s
@@ -77,14 +78,13 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
 
 
 def _least_chunked_block(frame: Frame, table: MixTable) -> tuple[float, float]:
-    """The same of a block in chunks: its compute, and collectives where they have one window; copies count as hidden."""
-    catalogue, per_micro_batch_s, per_step_s = table.catalogue, list[float](), list[float]()
+    """The same of a block in chunks: its compute, and collectives where they have one window; copies and updates count as hidden."""
+    catalogue, per_micro_batch_s = table.catalogue, list[float]()
     for layout, fastest_s in catalogue.fastest_s(frame.micro_batch_size, frame.sharding).items():
         costs = table.block_costs(frame, catalogue.with_layout(layout, frame.sharding)).values()
         gathered_s = 0.0 if catalogue.divides(frame.sharding) else min(cost.forward_s + cost.backward_s for cost in costs)
         per_micro_batch_s.append(fastest_s + gathered_s)
-        per_step_s += [once_s(cost) for cost in costs]
-    return min(per_micro_batch_s), min(per_step_s)
+    return min(per_micro_batch_s), 0.0
 
 
 def _always_recomputed_s(frame: Frame, table: MixTable) -> float:

@@ -9,6 +9,7 @@ linear in between, so that the least is at one of these counts, taken as real nu
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,13 +66,26 @@ class _Least:
     def ways(self) -> tuple[Array, list[Array]]:
         """HOST blocks, and counts of OPTIMIZER blocks one of which is best beside them."""
         host, least, most = self.counts()
-        if Home.HOST not in self.costs or Home.OPTIMIZER not in self.costs:
+        if Home.OPTIMIZER not in self.costs:
             return host, [least]
+        ways = [least, *(np.clip(even, least, most) for even in self._even_updates(host))]
+        if Home.HOST not in self.costs:
+            return host, ways
         cost = self.costs[Home.HOST]
         hidden_s = np.maximum(self.num_blocks * self.compute_s, host * cost.send_s)
         missed = (hidden_s * self.passes / cost.fetch_s - host) / (2 * self.passes - 1)
         enough = [np.maximum(0.0, host - 1 - missed), np.maximum(0.0, host - 1)]
-        return host, [least, *(np.clip(self._optimizer(host, held * cost.fetched_bytes), least, most) for held in enough)]
+        return host, [*ways, *(np.clip(self._optimizer(host, held * cost.fetched_bytes), least, most) for held in enough)]
+
+    def _even_updates(self, host: Array) -> Iterator[Array]:
+        """OPTIMIZER blocks with which two of the host's update, the device's and the way back take equally long."""
+        on_host, on_device, back = (
+            getattr(self.costs[home], name) for home, name in
+            ((Home.OPTIMIZER, "host_adam_s"), (Home.DEVICE, "device_adam_s"), (Home.OPTIMIZER, "return_s")))
+        yield ((self.num_blocks - host) * on_device - host * on_host) / (on_host + on_device)
+        yield (self.num_blocks - host) * on_device / (back + on_device)
+        if back > on_host:
+            yield host * on_host / (back - on_host)
 
     def seconds(self, host: Array, optimizer: Array, repeats: float) -> Array:
         """`repeats` micro-batches and the tail."""
@@ -83,8 +97,8 @@ class _Least:
             copied_s = np.maximum(swept / self.passes * cost.fetch_s, host * cost.send_s)
             micro_batch_s = np.maximum(micro_batch_s, copied_s) + (1 - 1 / self.passes) * host * cost.added_s
         counts = {Home.HOST: host, Home.OPTIMIZER: optimizer, Home.DEVICE: self.num_blocks - host - optimizer}
-        tail_s: Array = np.sum([counts[home] * once_s(cost) for home, cost in self.costs.items()], axis=0)
-        return repeats * micro_batch_s + tail_s
+        found: Array = repeats * micro_batch_s + once_s(counts, self.costs)
+        return found
 
 
 class ChunkBound:

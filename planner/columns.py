@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
+from costmodels.chunks.memory import prices_of
 from costmodels.chunks.price import BlockCost
 from costmodels.mesh import Mesh
 from costmodels.moments import Moment, moments
@@ -219,16 +220,17 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     """What `rank` pays for embedding, head and transfers."""
     b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
     time_s = rank_receives(rank, frame, book).value_s + rank_edges(frame, book).value_s
-    tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
+    outside = prices_of(frame, book)
+    tail_s = outside.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
     table = book.shared_table_bytes(mesh, sharding)
     states = ideal = ideal_held = saved = used_up = waiting = 0.0
     held_bytes = sent_bytes(rank, frame, book) + table
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
     for kind in end_kinds(rank, frame):
-        data = book.data_parallel(kind, b, mesh, sharding, zero)
+        data = outside.data_parallel(kind, b, mesh, sharding, zero)
         kept = book.activations(kind, b, sharding)
-        held = book.states(kind, mesh, sharding, zero)
+        held = outside.states(kind, mesh, sharding, zero)
         time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
         states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
