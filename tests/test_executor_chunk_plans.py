@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -34,9 +35,14 @@ Step = Callable[[Plan], Found]
 
 @pytest.fixture
 def step() -> Iterator[Step]:
-    """The first step of a plan of one rank, here, in a group that has no threads: other tests fork."""
+    """The first step of a plan of one rank, here, in a group that has no threads: other tests fork.
+
+    What was there before is not looked at: that takes longer than the steps.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    gc.freeze()
     yield first_step
+    gc.unfreeze()
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ from costmodels.occupancy import (
     RankMemory,
     communicator_bytes,
     held_bytes,
-    layer_activations,
+    rank_activations,
     rank_layers,
     rank_memory,
     sent_bytes,
@@ -80,7 +80,7 @@ def device_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
 def chunked_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     """The same of a strategy whose blocks are in chunks. Raises InfeasibleError where the budget is too small."""
     frame, layers, chunks = strategy.frame, rank_layers(strategy, rank), chunks_of_rank(strategy, rank, book)
-    kept = {choice: layer_activations(choice, frame, book) for choice in layers}
+    kept = rank_activations(strategy, rank, book)
     outside = [
         book.outside.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero)
         for choice in layers if choice.kind is not LayerKind.BLOCK]

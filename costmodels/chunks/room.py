@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from costmodels.book import PriceBook
+from costmodels.book import ActivationBytes, PriceBook
 from costmodels.chunks.accesses import Pass
 from costmodels.memory import StateBytes, owned_parameters
-from costmodels.occupancy import layer_activations, rank_layers
+from costmodels.occupancy import rank_activations, rank_layers
 from costmodels.strategy import LayerChoice, Strategy
 from profiles.model import LayerKind
 
@@ -57,7 +57,7 @@ class _Layer:
 
 def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: PriceBook) -> Room:
     """What is on a device of pipeline rank `rank` besides the chunks of its blocks."""
-    layers = {choice: _layer(choice, strategy, book) for choice in dict.fromkeys(rank_layers(strategy, rank))}
+    layers = {choice: _layer(choice, size, strategy, book) for choice, size in rank_activations(strategy, rank, book).items()}
     sent = book.sent_bytes(strategy.frame.micro_batch_size, strategy.frame.sharding)
     moments, gaps, rests, made = list[int](), list[int](), list[int](), set[LayerChoice]()
     level = fullest = _always(strategy, rank, book) - sum(layer.gradients for layer in layers.values())
@@ -91,8 +91,8 @@ def _sends(one: Pass, strategy: Strategy) -> bool:
     return one.stage > 0 if one.backward else one.stage < strategy.frame.num_virtual_stages - 1
 
 
-def _layer(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
-    size, frame = layer_activations(choice, strategy.frame, book), strategy.frame
+def _layer(choice: LayerChoice, size: ActivationBytes, strategy: Strategy, book: PriceBook) -> _Layer:
+    frame = strategy.frame
     if choice.kind is LayerKind.BLOCK:
         return _Layer(saved=size.saved, forward=size.workspace, backward=size.workspace + _parameter_bytes(choice, strategy, book))
     shared = book.shared_table_bytes(frame.mesh, frame.sharding) if choice.kind is LayerKind.HEAD else 0

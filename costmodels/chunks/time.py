@@ -24,7 +24,7 @@ from costmodels.chunks.price import Chunking, added_time, group_collectives, hos
 from costmodels.chunks.schedule import Does, Moment, Op, RankChunks
 from costmodels.chunks.streams import StreamCosts, exposed
 from costmodels.compute import optimizer_time
-from costmodels.copies import copy_s, exposed_copies
+from costmodels.copies import copies_s, exposed_copies
 from costmodels.layer import contention
 from costmodels.offload import copy_time
 from costmodels.strategy import Strategy
@@ -177,7 +177,7 @@ def _crowded(
     frame, fetched, found = strategy.frame, _spent(chunks, costs, (Does.FETCH,)), defaultdict[PassKey, float](float)
     for stage in frame.stages_of(rank):
         layers, key = strategy.stages[stage], (Work.BACKWARD, stage)
-        back_s = sum(copy_s(choice, frame, book) for choice in layers)
+        back_s = sum(copies_s(choice, frame, book)[1] for choice in layers)
         if back_s and key in waited:
             times = [
                 book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute) for choice in layers]
