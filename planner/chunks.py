@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import chunks_of_rank
+from costmodels.chunks.price import Chunking
 from costmodels.chunks.schedule import RankChunks
 from costmodels.strategy import Strategy
 from planner.plan import ChunkGroup, ChunkRank, Chunks, Plan
