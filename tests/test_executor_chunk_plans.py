@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from costmodels.chunks.home import Eviction
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from executor.chunks.memory import BudgetError
 from executor.parallel import pipeline
+from executor.train import ranks_of
+from executor.watch.allocated import PeakBytes, held_bytes
 from planner.chunks import rank_chunks_of
 from planner.estimate import ChunkRequest
 from planner.plan import Plan
@@ -109,8 +112,9 @@ def test_one_rank_at_every_budget(step, num_micro_batches):
     pytest.param({"model": replace(LLAMA, dropout=0.1), "recompute": Recompute.FULL}, id="recomputed-blocks-that-drop-out"),
     pytest.param({"recompute": Recompute.SELECTIVE}, id="recomputed-attention"),
     pytest.param({"model": MIXTRAL}, id="a-mixture-of-experts"),
+    pytest.param({"offload": (Offload.ACTIVATIONS,)}, id="activations-on-the-host"),
 ])
-def test_what_is_recomputed_drops_out_or_is_routed_is_the_same(step, choices):
+def test_what_is_recomputed_drops_out_is_routed_or_leaves_the_device_is_the_same(step, choices):
     choices = {"num_micro_batches": 2, **choices}
 
     found = step(at(smallest(MIXED, **choices), **choices))
@@ -145,6 +149,21 @@ def test_a_schedule_for_a_larger_device_meets_the_budget_and_stops_there(step, m
 
     with pytest.raises(BudgetError, match=f"the budget is {held - 1} bytes"):
         step(ample)
+
+
+def test_to_build_a_rank_takes_one_block_more_of_the_device_than_its_states(step):
+    plan = at(10**9, HOST, model=DEEP)
+    gc.collect()
+    before, peak = held_bytes(gc.get_objects()), PeakBytes()
+
+    with peak.counted():
+        built = pipeline.build_pipeline(plan, ranks_of(plan, torch.device("cpu")), seed=7, after_backward=lambda: None)
+
+    chunks, outside = built.chunks, sum(parameter.nbytes for parameter in built.parameters)
+    block = sum(place.shape.numel() * 4 for chunk in chunks.chunks for place in chunk.places if place.block == 0)
+    largest = max(place.shape.numel() * 4 for chunk in chunks.chunks for place in chunk.places)
+    chunk = 4 * chunks.chunks[0].elements
+    assert peak.num_bytes - before - chunks.host_bytes - outside <= block + largest + chunk
 
 
 TWO_RANKS = {
