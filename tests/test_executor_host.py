@@ -213,18 +213,22 @@ def _estimated(model: str, num_micro_batches: int, recompute: str, *, tp: int) -
         recompute=Recompute(recompute), keep_on_host=KEEP)
 
 
+def _copied(plans: list[Plan], world: int) -> list[list[tuple[int, int]]]:
+    """By rank and plan, the bytes that a step sent to the host, and that came back."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, args=(world, folder, plans), nprocs=world, start_method="fork")
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+
+
 @cache
 def _counted(tp: int) -> list[list[tuple[int, int]]]:
-    """By rank and case, the bytes that a step sent to the host, and that came back."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, args=(tp, folder), nprocs=tp, start_method="fork")
-        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(tp)]
+    return _copied([_estimated(*case, tp=tp) for case in CASES[tp]], tp)
 
 
-def _rank(rank: int, tp: int, folder: str) -> None:
+def _rank(rank: int, world: int, folder: str, plans: list[Plan]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", tp), rank=rank, world_size=tp)
-    torch.save([_of_a_step(_estimated(*case, tp=tp)) for case in CASES[tp]], f"{folder}/{rank}.pt")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    torch.save([_of_a_step(plan) for plan in plans], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -245,6 +249,33 @@ def test_a_step_copies_the_predicted_bytes(case, tp):
     assert predicted > 0
     assert [found[CASES[tp].index(case)] for found in _counted(tp)] == [(predicted, predicted)] * tp
     assert today.plan.predicted.memory_gib[0].host == pytest.approx(predicted / case[1] / GIB, abs=1e-4)
+
+
+SCHEDULES = {
+    Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.INTERLEAVED: 2, Schedule.ZBV: 2, Schedule.EARLY_RECOMPUTE: 1, Schedule.SCP: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_step_of_any_schedule_copies_the_predicted_bytes_on_every_rank():
+    plans = []
+    for schedule, chunks in SCHEDULES.items():
+        for model, again in ((GPT, ()), (LLAMA, ("norm1", "activation")), (GPT, "full")):
+            if not again or schedule is not Schedule.ZBV:
+                plan = make_plan(model, pp=2, num_micro_batches=4, schedule=schedule, virtual_stages=chunks, recompute=again)
+                plans.append(nearest_legal(_keeping(plan, KEEP)) or _keeping(plan, KEEP))
+
+    found, today = _copied(plans, 2), [reprice(plan) for plan in plans]
+
+    expected = [[(copied_bytes(one.strategy, rank, one.book),) * 2 for one in today] for rank in range(2)]
+    assert found == expected
+    assert min(min(row) for row in expected) > (0, 0)
+
+
+def _keeping(plan: Plan, names: tuple[str, ...]) -> Plan:
+    return dataclasses.replace(plan, layer_plans={
+        name: dataclasses.replace(found, keep_on_host=names if found.layer is LayerKind.BLOCK else ())
+        for name, found in plan.layer_plans.items()})
 
 
 @pytest.mark.parametrize(("plan", "message"), [
