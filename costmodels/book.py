@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -237,6 +238,12 @@ class PriceBook(LayerBook[LayerKind]):
         super().__init__(training, machine, zero_ranks=zero_ranks, offload=offload)
         self.model = model
         self.chunking = chunking or Chunking()
+
+    def within(self, chunking: Chunking) -> PriceBook:
+        """The same prices for devices that hold chunks in another way."""
+        found = copy(self)  # what is known of layers is shared
+        found.chunking = chunking
+        return found
 
     def graph(self, micro_batch_size: int) -> ModelGraph:
         return self._once(("graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size))
