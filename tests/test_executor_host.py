@@ -32,8 +32,8 @@ from executor.options import Options
 from executor.parallel.place import place_layer
 from executor.rules.all import nearest_legal, refusals, validate
 from executor.train import build_trainer
-from planner.estimate import estimate_plan
-from planner.plan import Plan
+from planner.estimate import ChunkRequest, estimate_plan
+from planner.plan import Plan, frame_of
 from planner.reprice import reprice
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.model import LayerClass, LayerKind
@@ -276,6 +276,33 @@ def _keeping(plan: Plan, names: tuple[str, ...]) -> Plan:
     return dataclasses.replace(plan, layer_plans={
         name: dataclasses.replace(found, keep_on_host=names if found.layer is LayerKind.BLOCK else ())
         for name, found in plan.layer_plans.items()})
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_blocks_in_chunks_send_activations_beside_their_states(alone):
+    """One block with all its states at home on the host, one with the optimizer's: the same loss after an update."""
+    plan = _estimated("gpt-tiny", 4, "none", tp=1)
+    chunked = estimate_plan(
+        plan.model, plan.cluster, plan.training, frame_of(plan), keep_on_host=KEEP,
+        chunks=ChunkRequest(host_blocks=1, optimizer_blocks=1, device_bytes=8 * 2**20))
+    validate(chunked)
+    today = reprice(chunked)
+
+    trainers = [build_trainer(found, Options(steps=2), CPU) for found in (chunked, plan)]
+    losses = []
+    for trainer in trainers:
+        torch.manual_seed(0)  # of dropout
+        losses.append([result.loss for result in trainer.run()])
+
+    assert today.plan == chunked
+    assert trainers[0].copied_bytes == (2 * copied_bytes(today.strategy, 0, today.book),) * 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize(("plan", "message"), [
