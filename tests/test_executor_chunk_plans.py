@@ -11,17 +11,22 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from costmodels.chunks.accesses import layer_passes
 from costmodels.chunks.home import Eviction
+from costmodels.chunks.room import besides_chunks
+from costmodels.chunks.states import ChunkStates
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from executor.chunks.memory import BudgetError
+from executor.data.batches import synthetic
 from executor.parallel import pipeline
 from executor.train import ranks_of
 from executor.watch.allocated import PeakBytes, held_bytes
 from planner.chunks import rank_chunks_of
 from planner.estimate import ChunkRequest
 from planner.plan import Plan
+from planner.reread import book_of, strategy_of
 from profiles.errors import InfeasibleError
 from profiles.spec import Precision
 from tests.chunked_runs import Found, chunked_plan, first_step, joined, run, smallest
@@ -149,6 +154,31 @@ def test_a_schedule_for_a_larger_device_meets_the_budget_and_stops_there(step, m
 
     with pytest.raises(BudgetError, match=f"the budget is {held - 1} bytes"):
         step(ample)
+
+
+def test_during_every_pass_chunks_hold_the_bytes_that_the_schedule_counts(step, monkeypatch):
+    plan = at(smallest(MIXED, num_micro_batches=2) + 40_000, num_micro_batches=2)
+    built = pipeline.build_pipeline(plan, ranks_of(plan, torch.device("cpu")), seed=7, after_backward=lambda: None)
+    book, held = book_of(plan), list[int]()
+    strategy = strategy_of(plan, book)
+    begin, end = ChunkStates.begin, ChunkStates.end
+
+    def begun(states, *moment):
+        begin(states, *moment)
+        held.append(built.chunks.ledger.total_bytes)
+
+    def ended(states, *moment):
+        end(states, *moment)
+        held[-1] = max(held[-1], built.chunks.ledger.total_bytes)
+
+    monkeypatch.setattr(ChunkStates, "begin", begun)
+    monkeypatch.setattr(ChunkStates, "end", ended)
+    built.step(*synthetic(plan, 0, 7)(0))
+
+    besides = besides_chunks(strategy, 0, layer_passes(strategy, 0), book).moments
+    moments = built.chunks.schedule.moments
+    assert held == [moment.device_bytes - other for moment, other in zip(moments, besides, strict=True)]
+    assert len(set(held)) > 1
 
 
 def test_to_build_a_rank_takes_one_block_more_of_the_device_than_its_states(step):
