@@ -79,6 +79,7 @@ def _search(options: dict[str, Any]) -> int:
     from planner.options import (
         all_assumed,
         constraints,
+        offload_assumed,
         question_of,
         require_no_front,
         require_possible,
@@ -100,8 +101,8 @@ def _search(options: dict[str, Any]) -> int:
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
     context = Context(
-        assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
-        **_files(options))
+        assumed=(*all_assumed(question, options, how), *offload_assumed(pins, plan)), elapsed_s=time.monotonic() - started_s,
+        interrupted=bool(interrupts), **_files(options))
     deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
 

@@ -77,17 +77,14 @@ def gradient_norm(
     A rank adds the square of its parts over the number of ranks that hold the same part; `stages` are this rank's. `in_chunks` has
     the gradients that lie in its chunks, of which no other data-parallel rank has any; they are still multiplied by `scale`.
     """
-    plain: dict[int, list[Tensor]] = {}
-    scaled: dict[int, list[Tensor]] = {} if scale is not None else plain  # one list, in the order that a plan without chunks has
+    by_copies: dict[int, list[Tensor]] = {}
     owned = in_chunks or {}
-    for parameter in _counted(plan, stages):
+    for parameter in _counted(plan, stages):  # in the order that a plan without chunks has, for the same sum
         if parameter in owned:
-            scaled.setdefault(num_copies(replace(plan.mesh, dp=1), parameter), []).append(owned[parameter])
+            by_copies.setdefault(num_copies(replace(plan.mesh, dp=1), parameter), []).append(_unscaled(owned[parameter], scale))
         elif parameter.grad is not None:
-            plain.setdefault(num_copies(plan.mesh, parameter), []).append(local(parameter.grad))
-    total = squared_norm(plain, device)
-    if scale is not None:
-        total += squared_norm(scaled, device) / scale.value**2
+            by_copies.setdefault(num_copies(plan.mesh, parameter), []).append(local(parameter.grad))
+    total = squared_norm(by_copies, device)
     dist.all_reduce(total)
     return total.sqrt().float()
 
@@ -96,9 +93,15 @@ def squared_norm(parts: Mapping[int, list[Tensor]], device: torch.device) -> Ten
     """The sum of the squares of this rank's gradients, by number of ranks that hold the same, each over that number; in fp64."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for copies, gradients in parts.items():
-        single = [each if each.dtype is torch.float32 else vector_norm(each, dtype=torch.float32) for each in gradients]
-        total += get_total_norm(single).to(total).square() / copies
+        total += get_total_norm(gradients).to(total).square() / copies
     return total
+
+
+def _unscaled(gradient: Tensor, scale: LossScale | None) -> Tensor:
+    """What has the norm of a gradient in chunks: itself, or that norm in fp32 where it is scaled or of 16 bits."""
+    if scale is None and gradient.dtype is torch.float32:
+        return gradient
+    return vector_norm(gradient, dtype=torch.float32) / (scale.value if scale is not None else 1.0)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, largest: float, norm: Tensor) -> None:

@@ -11,7 +11,6 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
-from planner.chunk_costs import host_share_bytes
 from planner.columns import MixTable, block_counts, end_kinds, fixed_price
 from profiles.model import LayerKind
 
@@ -127,7 +126,7 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
     usable, pp, v = usable_bytes(limit_bytes, frame.mesh, table.book), frame.mesh.pp, frame.virtual_stages
     kept = least_kept_bytes(frame, table)
     states = {zero: _block_bytes(frame, zero, table) for zero in table.zero_stages(frame)}
-    share, most = host_share_bytes(table.book.machine.cluster) if frame.chunked else 0.0, 0
+    share, most = table.host_share_bytes if frame.chunked else 0.0, 0
     for rank in range(pp):
         held = stashes(LayerKind.BLOCK, rank, frame) * kept / v
         rooms = {zero: usable - ends_bytes(rank, frame, zero, table) for zero in states}

@@ -19,7 +19,7 @@ from costmodels.chunks.price import BlockCost, writes_over_parameters
 from costmodels.occupancy import stashes, usable_bytes
 from costmodels.strategy import Frame
 from planner.bounds import TimeBound, ends_bytes, least_kept_bytes
-from planner.chunk_costs import host_share_bytes, once_s
+from planner.chunk_costs import once_s
 from planner.columns import MixTable
 from planner.fronts import Array
 from profiles.model import LayerKind
@@ -110,7 +110,7 @@ class ChunkBound:
         self.costs = table.block_costs(frame, frame.sharding)
         held = [stashes(LayerKind.BLOCK, rank, frame) for rank in range(frame.mesh.pp)]
         self.kept_bytes = least_kept_bytes(frame, table) / frame.virtual_stages * (max if frame.equal_ranks else min)(held)
-        self.host_room = host_share_bytes(book.machine.cluster)
+        self.host_room = table.host_share_bytes
         ends = ends_bytes(0, frame, 3 if frame.mesh.dp > 1 else 0, table) if frame.mesh.pp == 1 else 0.0
         self.usable = usable_bytes(limit_bytes, frame.mesh, book) - max(ends, self._inside_bytes(table))
         self.num_layers = book.model.num_layers

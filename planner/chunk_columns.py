@@ -14,7 +14,7 @@ import numpy as np
 from costmodels.memory import owned_parameters
 from costmodels.occupancy import occupied_bytes, usable_bytes
 from costmodels.strategy import Frame
-from planner.chunk_costs import HomeCosts, Tensors, host_share_bytes
+from planner.chunk_costs import HomeCosts, Tensors
 from planner.chunk_mixes import ChunkMixes
 from planner.columns import Column, MixTable, Priced, RankColumns, end_kinds
 from planner.fronts import Array, Ints, front
@@ -30,7 +30,7 @@ class ChunkColumns:
     def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
         self.rank, self.frame, self.table, self.compute = rank, frame, table, RankColumns(rank, frame, table)
         (self.zero,) = table.zero_stages(frame)
-        self.fixed, self.host_share_bytes = self.compute.fixed[self.zero], host_share_bytes(table.book.machine.cluster)
+        self.fixed, self.host_share_bytes = self.compute.fixed[self.zero], table.host_share_bytes
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The mixes and homes within both limits that no other beats in time and in tail."""

@@ -26,7 +26,7 @@ from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.chunk_costs import HomeCosts, Tensors, block_costs, home_costs, tensors_of
+from planner.chunk_costs import HomeCosts, Tensors, block_costs, home_costs, host_share_bytes, tensors_of
 from planner.fronts import Ints, front
 from planner.homes import NOTHING, Homes, in_homes
 from planner.layer_plans import LayerOption, catalogue_of
@@ -69,7 +69,7 @@ class MixTable:
     def __init__(self, book: PriceBook, pins: Constraints) -> None:
         self.book = book
         self.catalogue = catalogue_of(book, pins)
-        self.offload = pins.offload or ()
+        self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self._known: dict[tuple[int, Sharding, bool, int, int], Mixes] = {}
         self._hulls: dict[tuple[int, Sharding, bool], tuple[Hull, ...]] = {}

@@ -377,7 +377,7 @@ def search(
     (best, strategy, price), *others = replayed
     record = _record(objective, best, fastest, outcome, space)
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
-    return Found(assemble(strategy, price, replace(record, runners_up=runners_up), prices.book), fastest, outcome.interrupted)
+    return Found(assemble(strategy, price, replace(record, runners_up=runners_up), session.book), fastest, outcome.interrupted)
 
 
 def find_plan(

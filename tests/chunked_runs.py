@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from costmodels.chunks.schedule import Does
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
@@ -38,6 +38,7 @@ def chunked_plan(
     request: ChunkRequest | None, model: ModelSpec = GPT, *, pp: int = 1, dp: int = 1, tp: int = 1, sp: bool = False,
     num_micro_batches: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B, virtual_stages: int = 1, batch: int = 8,
     recompute: Recompute = Recompute.NONE, precision: Precision = Precision.FP32, gradients: Precision = Precision.FP32,
+    offload: tuple[Offload, ...] = (),
 ) -> Plan:
     """A plan of a tiny model; without a request the same plan without chunks."""
     frame = Frame(
@@ -46,8 +47,9 @@ def chunked_plan(
     training = TrainingSpec(
         global_batch_size=batch, seq_length=SEQ_LENGTH, precision=precision, gradient_precision=gradients,
         stack=load_stack("parplan"))
-    cluster = with_gpus(load_cluster("cpu"), pp * dp * tp, pp * dp * tp)
-    return estimate_plan(model, cluster, training, frame, recompute=recompute, chunks=request)
+    name = "v100-32gb" if precision is Precision.FP16 else "cpu"  # a CPU computes in fp16, but has no peak in the catalog
+    cluster = with_gpus(load_cluster(name), pp * dp * tp, pp * dp * tp)
+    return estimate_plan(model, cluster, training, frame, recompute=recompute, offload=offload, chunks=request)
 
 
 def smallest(request: ChunkRequest, **choices: Any) -> int:
@@ -133,12 +135,3 @@ def joined(ranks: list[Found]) -> tuple[float, dict[str, Tensor]]:
     for found in ranks:
         gradients |= found.gradients
     return sum(found.loss for found in ranks), gradients
-
-
-def in_process(plan: Plan, folder: Any) -> Found:
-    """The step of a plan of one rank, here."""
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-    try:
-        return first_step(plan)
-    finally:
-        dist.destroy_process_group()

@@ -117,7 +117,7 @@ class Device:
 
 
 @given(cases(), st.sampled_from(Eviction))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_pass_has_its_parameters_and_every_gradient_gets_where_the_update_is(case, eviction):
     strategy, prices, rank, more, share = case
     with chunks_of_blocks(share):
@@ -186,7 +186,7 @@ def held_bytes(found, prices):
 
 
 @given(cases(), st.sampled_from(Eviction))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_bytes_of_chunks_at_every_moment_are_those_of_its_ops(case, eviction):
     strategy, prices, rank, more, share = case
     with chunks_of_blocks(share):
@@ -197,7 +197,7 @@ def test_the_bytes_of_chunks_at_every_moment_are_those_of_its_ops(case, eviction
 
 
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_opt_never_moves_more_than_lru_or_fifo(case):
     strategy, prices, rank, more, share = case
     with chunks_of_blocks(share):

@@ -13,6 +13,7 @@ from costmodels.actions import Work
 from costmodels.chunks.home import Home
 from costmodels.chunks.layout import Sized, block_tensors, pack
 from costmodels.chunks.schedule import Does, Group, Moment, Op, RankChunks
+from costmodels.chunks.states import TransitionError
 from costmodels.sharding import Sharding
 from executor.chunks.manager import ChunkManager, OrderError
 from executor.chunks.memory import BudgetError
@@ -193,7 +194,7 @@ def test_a_schedule_that_drops_too_early_gives_an_error_and_not_numbers():
     first = replace(schedule.moments[0], before=())
     blocks, manager = managed_blocks(replace(schedule, moments=(first, *schedule.moments[1:])))
 
-    with pytest.raises(OrderError, match="chunks of block 0 are not on the device in its F0"):
+    with pytest.raises(TransitionError, match="parameters of block 0: they are free and cannot become compute"):
         step(blocks, 1, manager)
 
 

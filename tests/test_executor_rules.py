@@ -14,9 +14,11 @@ from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from executor.rules.all import RULES, nearest_legal, refusals, validate
+from planner.estimate import ChunkRequest
 from planner.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from profiles.errors import ConfigError
 from profiles.spec import Precision
+from tests.chunked_runs import chunked_plan
 from tests.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.executor_world import GRADIENT_TOLERANCE, LOSS_TOLERANCE, attempt, run_reference, worst_gradient
 from tests.foreign_modules import family_plan
@@ -52,6 +54,12 @@ def with_stages(plan: Plan, *stages: StagePlan) -> Plan:
     return dataclasses.replace(plan, stages=stages)
 
 
+def starved(plan: Plan) -> Plan:
+    """One byte less than it needs on every rank."""
+    ranks = tuple(dataclasses.replace(rank, device_bytes=rank.smallest_bytes - 1) for rank in plan.chunks.ranks)
+    return dataclasses.replace(plan, chunks=dataclasses.replace(plan.chunks, ranks=ranks))
+
+
 Effect = Literal["fails", "other gradients", "other bytes", "no effect"]
 
 
@@ -69,6 +77,8 @@ class Broken:
 GPT1, GPT2, PP2 = make_plan(GPT), make_plan(GPT, dp=2), make_plan(GPT, pp=2)
 TP2, DROPOUT = make_plan(GPT, tp=2), dataclasses.replace(GPT, dropout=0.5)
 FIRST, LAST = PP2.stages
+AMPLE = ChunkRequest(host_blocks=2, optimizer_blocks=1, device_bytes=10**9)
+CHUNKED = chunked_plan(AMPLE)
 ZBV = {"schedule": Schedule.ZBV, "virtual_stages": 2}
 ZERO_APART = with_layer_plan(make_plan(GPT, pp=2, dp=2, zero=(0, 1)), "head-0", zero=1)
 
@@ -177,6 +187,13 @@ BROKEN = {
     "recompute-a-dropout": Broken(
         "recomputed dropout", make_plan(DROPOUT, recompute=("residual1", "norm2")), "residual1 draws a dropout mask",
         r"set recompute to \['norm2'\]", "fails"),
+    "a-budget-that-is-too-small": Broken(
+        "chunks", starved(CHUNKED), r"has device_bytes \d+, it needs", r"set device_bytes to \d+", "fails"),
+    "blocks-in-chunks-as-halves": Broken(
+        "chunks", with_pipeline(chunked_plan(AMPLE, tp=2), tp_overlap=3), "tp_overlap 3 with chunks", "set tp_overlap to 0", "fails"),
+    "an-optimizer-on-the-host-without-chunks": Broken(
+        "homes", with_layer_plan(GPT1, "block-0", offload=(Offload.OPTIMIZER,)), "offload has optimizer, of no block in chunks",
+        r"set offload to \[\] on layer plan block-0", "no effect"),
     "half-a-sequence": Broken(
         "halves", with_pipeline(make_plan(GPT, tp=2, num_micro_batches=8), tp_overlap=2), "micro-batches of 1, which have no two equal",
         "set tp_overlap to 0", "fails"),

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from costmodels.actions import Work
 from costmodels.chunks.home import Home
 from costmodels.chunks.schedule import Does, Group, Moment, Op, RankChunks
+from costmodels.chunks.states import ChunkStates
 from executor.chunks.chunk import Chunk, Place, Setting
 from executor.chunks.memory import Copies, Counts, Ledger
 from executor.parallel.place import parameters_summed_over_tp
@@ -44,7 +45,8 @@ class ChunkManager:
     `take` every block, `watch` its module, then `built`; each step is `begin_step`, the passes inside `action`, `end_step`, the
     update of every chunk in `chunks` where its `gradient` is (`Chunk`), and `end_update`.
 
-    group: the data-parallel ranks, None where there is one. Raises BudgetError where what stays on the device is too much.
+    group: the data-parallel ranks, None where there is one. Raises BudgetError where there would be more on the device than the schedule
+    says, OrderError where passes run in another order, TransitionError where a pass does not find its parameters.
     """
 
     def __init__(self, schedule: RankChunks, training: TrainingSpec, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -59,6 +61,7 @@ class ChunkManager:
             copies=Copies(device, self.counts, staged, gradient), group=group, rank=group.rank() if group is not None else 0)
         self._groups = [self._chunks_of(each) for each in schedule.groups]
         self._of_block: dict[int, list[Chunk]] = {}
+        self._states = ChunkStates(schedule.groups, in_parameters=schedule.in_parameters)
         self._early = _issued_early(schedule.moments)
         self._late: dict[int, list[Callable[[], None]]] = {}
         self._action: tuple[Work, int, int] | None = None
@@ -184,6 +187,7 @@ class ChunkManager:
         """After the update: what the host has updated comes back to the device."""
         for op in self.schedule.closing[self._updated :]:
             self._do(op)
+        self._states.update()
 
     @property
     def _updated(self) -> int:
@@ -209,9 +213,8 @@ class ChunkManager:
         moment = self._expected(work, micro_batch, block)
         for op in (*(op for op in moment.before if not _is_early(op, self._next)), *self._early.get(self._next, ())):
             self._do(op)
+        self._states.begin(block)
         for chunk in self._of_block[block]:
-            if not chunk.used.there:
-                raise OrderError(f"chunks of block {block} are not on the device in its {work}{micro_batch}")
             chunk.used.wait()
         self._open = moment
         self._next += 1
@@ -234,6 +237,7 @@ class ChunkManager:
             return
         self._open = None
         self._settle((self._next - 1,))
+        self._states.end(moment.block, moment.work)
         if moment.work is Work.BACKWARD:
             for chunk in self._of_block[moment.block]:
                 chunk.collect(moment.block)
@@ -243,6 +247,7 @@ class ChunkManager:
     def _do(self, op: Op) -> None:
         """`_late`: by moment what may still be under way during it, and is over behind it."""
         chunk = self._groups[op.group][op.number]
+        self._states.do(op)
         {
             Does.DROP: chunk.drop, Does.FETCH: chunk.fetch, Does.GATHER: chunk.gather, Does.RELEASE: chunk.release,
             Does.REDUCE: chunk.reduce, Does.SEND: chunk.send, Does.RETURN: chunk.bring_back,

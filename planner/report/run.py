@@ -15,7 +15,7 @@ _PARTS = {
     "reduce": "reduction, rank", "tied": "tied embedding's reduction, rank", "optimizer": "optimizer, rank", "data": "data, rank"}
 _MOVED = {
     "chunks to the device": "in_bytes", "chunks to the host": "out_bytes", "chunks gathered": "gathered_bytes",
-    "chunks reduced": "reduced_bytes", "chunks on the device": "device_bytes"}
+    "chunks reduced": "reduced_bytes"}
 MOST_STAGES = 8  # of a kind of work in the table; the file has all
 
 
@@ -64,6 +64,12 @@ def _memory(run: Run) -> Iterator[tuple[str, str, str, str]]:
         most = max((getattr(each, field) for each in moved), key=lambda figure: figure.predicted or 0)
         if most.predicted or most.measured:
             yield _row(name, most, format_bytes)
+    if moved:  # beside what they may hold, which is no prediction
+        yield (*_row("chunks on the device", max((each.device_bytes for each in moved), key=_measured), format_bytes)[:3], "")
+
+
+def _measured(figure: Beside) -> float:
+    return figure.measured or 0
 
 
 def _notes(run: Run) -> Iterator[str]:
