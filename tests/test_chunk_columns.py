@@ -1,0 +1,180 @@
+"""Columns of ranks in chunks: the bytes of the exact schedules, the best of all counts, bounds that no plan is below, and trade-offs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from costmodels.chunks.held import rank_chunks
+from costmodels.chunks.home import Eviction, Home
+from costmodels.chunks.memory import chunked_memory
+from costmodels.chunks.price import Chunking
+from costmodels.occupancy import occupied_bytes, usable_bytes
+from costmodels.offload import Offload
+from costmodels.recompute import Recompute
+from costmodels.step import bubble_share, price_step
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.bounds import may_fit, time_bound
+from planner.chunk_bounds import ChunkBound
+from planner.chunk_columns import ChunkColumns
+from planner.columns import MixTable, block_counts, to_strategy
+from planner.homes import Homes
+from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
+from planner.search import find_plan
+from planner.space import enumerate_space
+from profiles.catalog import load_cluster, with_gpus
+from profiles.hardware import Cluster
+from profiles.model import LayerKind
+from profiles.spec import ModelSpec, Precision, TrainingSpec
+from profiles.units import MIB
+from tests.instances import Instance
+
+PINS = Constraints(offload=SEARCHED_OFFLOAD)
+MODEL = ModelSpec(
+    name="small", num_layers=6, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_hidden_size=1024, vocab_size=512,
+    max_seq_length=256, dropout=0.0, tied_embeddings=True)
+STATES = 18 * 12 * 256**2  # of one block, gradients of fp32
+
+
+def cluster(gpus: int, memory_bytes: int, **changes: object) -> Cluster:
+    """Devices without a context: what they have is there for tensors."""
+    found = with_gpus(load_cluster("a100-80gb"), gpus, gpus)
+    return replace(found, device=replace(found.device, memory_bytes=memory_bytes, context_bytes=0), **changes)  # type: ignore[arg-type]
+
+
+def instance(gpus: int, memory_bytes: int, precision: Precision = Precision.FP32, batch: int = 4, **changes: object) -> Instance:
+    training = TrainingSpec(global_batch_size=batch, seq_length=64, gradient_precision=precision)
+    return Instance(MODEL, cluster(gpus, memory_bytes, **changes), training)
+
+
+def chunked_frames(found: Instance, pins: Constraints = PINS) -> list[Frame]:
+    return [frame for frame in enumerate_space(found.model, found.cluster, found.training, pins).frames if frame.chunked]
+
+
+CASES = [(1, Precision.FP32, 4), (2, Precision.FP32, 4), (2, Precision.BF16, 2), (4, Precision.BF16, 8)]
+
+
+@pytest.mark.parametrize(("gpus", "precision", "batch"), CASES)
+def test_no_exact_schedule_needs_more_than_its_column_says(gpus: int, precision: Precision, batch: int) -> None:
+    """Nor its host: what is printed fits. On one rank, without embedding and head, columns are exact."""
+    memory_bytes = 6 * STATES // gpus
+    found = instance(gpus, memory_bytes, precision, batch)
+    book, table, tried = found.book(), MixTable(found.book(), PINS), 0
+    for frame, share in itertools.product(chunked_frames(found)[::3], (0.5, 0.8)):
+        limit, budget = share * memory_bytes, Chunking(limit_bytes=float(memory_bytes * 100))
+        ranks = [ChunkColumns(rank, frame, table) for rank in range(frame.mesh.pp)]
+        counts = [next(block_counts(rank, frame, 6)) if frame.equal_ranks else 6 // frame.mesh.pp for rank in range(frame.mesh.pp)]
+        options = [rank.fastest(count, limit) for rank, count in zip(ranks, counts, strict=True)]
+        for columns in zip(*(own[:: max(1, len(own) // 3)] for own in options), strict=False):
+            strategy = to_strategy(frame, columns)
+            for rank, column in enumerate(columns):
+                exact = rank_chunks(strategy, rank, book, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes
+                assert occupied_bytes(exact, frame.mesh, book) <= column.memory_bytes * (1 + 1e-12) + 1
+                assert column.memory_bytes <= limit
+                host = chunked_memory(strategy, rank, book.within(budget)).host
+                costs = table.homes(frame, column.mix[0][0].sharding, column.num_blocks)
+                told = [costs.host_bytes[i] for i in range(len(costs.host)) if costs.homes(i) == column.homes]
+                assert host == pytest.approx(told[0], rel=1e-9)
+                tried += 1
+    assert tried > 5
+
+
+def test_the_best_of_all_counts_is_found() -> None:
+    """Every mix with every homes, priced one by one; the columns are those that none beats in time and in tail."""
+    found = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
+    table = MixTable(found.book(), PINS)
+    for frame in chunked_frames(found):
+        rank, limit = ChunkColumns(0, frame, table), float(found.cluster.device.memory_bytes)
+        usable = usable_bytes(limit, frame.mesh, table.book)
+        cells = []
+        for mixes, *_ in rank._mixes(table.get(frame, 0, 6), 6):
+            for row, home in itertools.product(range(len(mixes.compute_s)), range(len(mixes.costs.host))):
+                own = np.array([row]), np.array([home])
+                if mixes.needed(*own)[0] <= usable and mixes.costs.host_bytes[home] <= table.host_share_bytes:
+                    cells.append((float(mixes.seconds(*own, usable)[0]), float(mixes.costs.once_s[home]) + rank.fixed.tail_s))
+        best = sorted({cell for cell in cells if not any(
+            (a <= cell[0] and b <= cell[1]) and (a, b) != cell for a, b in cells)})
+        columns = rank.fastest(6, limit)
+        np.testing.assert_allclose(sorted((c.time_s, c.tail_s) for c in columns), best, rtol=1e-12)
+        assert all(c.homes.host + c.homes.optimizer for c in columns)
+
+
+@pytest.mark.parametrize(("gpus", "precision", "batch"), CASES)
+def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(gpus: int, precision: Precision, batch: int) -> None:
+    found = instance(gpus, 5 * STATES // (2 * gpus), precision, batch, pcie_bytes_per_s=5e9)
+    table, limit, seen = MixTable(found.book(), PINS), float(found.cluster.device.memory_bytes), 0
+    for frame in chunked_frames(found)[::2]:
+        share, own = bubble_share(frame, table.book), time_bound(frame, table)
+        bound, passes = ChunkBound(frame, table, own, limit, share), frame.num_micro_batches
+        for rank in range(frame.mesh.pp):
+            columns = ChunkColumns(rank, frame, table)
+            for count in block_counts(rank, frame, 6):
+                solved, relaxed = columns.fastest(count, limit), columns.relaxed(count, limit)
+                for column in solved:
+                    seen += 1
+                    assert any(c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s * (1 + 1e-9) for c in relaxed)
+                    step_s = (passes - share) * column.time_s + own.total_s + column.tail_s
+                    assert bound.step_s(count) <= step_s * (1 + 1e-9)
+                    assert may_fit(frame, table, limit) or frame.mesh.pp > 1
+    assert seen > 3
+
+
+def every_strategy(frame: Frame) -> list[Strategy]:
+    """All homes and levels of one rank's blocks, in runs."""
+    zero = 3 if frame.mesh.dp > 1 else 0
+    ends = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero), LayerChoice(LayerKind.HEAD, Recompute.NONE, zero)
+    found = []
+    for host, optimizer in itertools.product(range(7), repeat=2):
+        if host + optimizer <= 6:
+            for levels in itertools.combinations_with_replacement(Recompute, 6):
+                blocks = [
+                    LayerChoice(LayerKind.BLOCK, level, zero, home=home)
+                    for level, home in zip(levels, Homes(host, optimizer).of(6), strict=True)]
+                found.append(Strategy(frame=frame, stages=((ends[0], *blocks, ends[1]),)))
+    return found
+
+
+@pytest.mark.slow
+def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit() -> None:
+    """Priced with exact schedules, each."""
+    found = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
+    pins = replace(PINS, recompute=tuple(Recompute), micro_batch_size=(2,))
+    plan = find_plan(found.model, found.cluster, found.training, constraints=pins, options=SearchOptions(memory_margin=0.0))
+    (frame,) = chunked_frames(found, pins)
+    book, best_s = found.book().within(Chunking(limit_bytes=float(found.cluster.device.memory_bytes))), float("inf")
+    for strategy in every_strategy(frame):
+        if rank_chunks(strategy, 0, book, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes <= found.cluster.device.memory_bytes:
+            best_s = min(best_s, price_step(strategy, book).step_s)
+    assert plan.predicted.step_time_s.value <= best_s * 1.02
+
+
+def blocks_recomputed(pcie_bytes_per_s: float, host_bytes_per_s: float) -> tuple[int, int]:
+    """How many blocks of the best plan recompute anything, and how many have states on the host."""
+    found = instance(
+        1, 5 * STATES // 2 + 10 * MIB, batch=16, pcie_bytes_per_s=pcie_bytes_per_s, pcie_node_bytes_per_s=None,
+        host_bytes_per_s=host_bytes_per_s)
+    plan = find_plan(found.model, found.cluster, found.training, constraints=PINS, options=SearchOptions(memory_margin=0.0))
+    blocks = [
+        plan.layer_plans[run.plan] for stage in plan.stages for run in stage.layers if run.blocks
+        for _ in range(run.blocks[0], run.blocks[1] + 1)]
+    return sum(bool(block.recompute) for block in blocks), sum(bool(block.offload) for block in blocks)
+
+
+def test_fast_copies_leave_less_to_recompute_than_slow_ones() -> None:
+    fast, slow = blocks_recomputed(1e12, 1e14), blocks_recomputed(1e7, 1e14)
+    assert fast[0] < slow[0]
+    assert fast[1] >= slow[1]
+
+
+@pytest.mark.parametrize("offload", [(Offload.OPTIMIZER,), (Offload.PARAMETERS,)])
+def test_a_plan_keeps_on_the_host_only_what_it_may(offload: tuple[Offload, ...]) -> None:
+    found = instance(1, 6 * STATES)
+    plan = find_plan(
+        found.model, found.cluster, found.training, constraints=Constraints(offload=offload), options=SearchOptions(memory_margin=0.0))
+    assert plan.chunks is not None
+    homes = {group.home for group in plan.chunks.groups}
+    assert homes <= {Home.DEVICE, Home.OPTIMIZER if offload == (Offload.OPTIMIZER,) else Home.HOST}
+    assert len(homes) > 1
