@@ -278,7 +278,7 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     """
     from planner.baselines.systems import baseline_names
     from planner.compare import compare
-    from planner.options import all_assumed, constraints, question_of, require_possible, search_options
+    from planner.options import all_assumed, constraints, offload_assumed, question_of, require_possible, search_options
     from planner.plan import read
     from planner.report.compare import comparison_document, print_comparison
     from planner.report.text import console
@@ -293,8 +293,8 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     else:
         question = question_of(options)
         require_possible(question, pins)
-        assumed = all_assumed(question, options, how)
         plan, interrupts = _find(question, pins, how, options["objective"])
+        assumed = (*all_assumed(question, options, how), *offload_assumed(pins, plan))
     found = compare(plan, names, how)
     if options["as_json"]:
         print_json(comparison_document(found))

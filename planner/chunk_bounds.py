@@ -126,7 +126,6 @@ class ChunkBound:
     def step_s(self, num_blocks: int | None = None) -> float:
         """Seconds of a step in which some rank has `num_blocks` blocks, by default as many as the fullest has at least."""
         count = -(-self.num_layers // self.frame.mesh.pp) if num_blocks is None else num_blocks
-        count -= self.frame.equal_ranks and bool(self.num_layers % self.frame.num_virtual_stages)  # some ranks have one block less
         least = _Least(
             num_blocks=count, costs=self.costs, compute_s=self.time.block_s, passes=self.frame.num_micro_batches,
             room=self.usable - count * self.kept_bytes, host_room=self.host_room)

@@ -25,7 +25,6 @@ from planner.homes import Homes, counts_of_homes, homes_allowed
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 
-INFINITY = float("inf")
 Tensors = tuple[int, ...]  # elements of a block's tensors on one tensor-parallel rank, in use order
 
 
@@ -34,6 +33,7 @@ class HomeCosts:
     """By way to give the blocks of a rank homes, `host` and `optimizer` blocks; bytes and seconds of one device.
 
     always_bytes, working_bytes   states that stay, and what the block that runs needs beside them
+    update_bytes                  what the device needs to update a chunk
     host_bytes                    what the host keeps for the device
     block_bytes                   parameters of one HOST block that could stay on the device
     gathered_s                    collectives of a micro-batch, what compute does not hide
@@ -46,6 +46,7 @@ class HomeCosts:
     optimizer: Ints
     always_bytes: Array
     working_bytes: Array
+    update_bytes: Array
     host_bytes: Array
     block_bytes: float
     gathered_s: Array
@@ -76,10 +77,11 @@ def block_costs(frame: Frame, sharding: Sharding, offload: Collection[Offload], 
         for home in homes_allowed(offload)}
 
 
-def once_s(counts: Mapping[Home, Array], costs: Mapping[Home, BlockCost], backward_s: float = INFINITY) -> Array:
+def once_s(counts: Mapping[Home, Array], costs: Mapping[Home, BlockCost], backward_s: float | None = None) -> Array:
     """Seconds after the last backward pass, of `counts` blocks by home: the updates of host and device, which run at once.
 
-    Parameters return as the host goes on. Gradients leave under the last backward pass, of `backward_s` a block, and behind it.
+    Parameters return as the host goes on. Gradients leave under the last backward pass, of `backward_s` a block, and behind it: None
+    for all under it.
     """
 
     def summed(name: str) -> Array:
@@ -87,6 +89,8 @@ def once_s(counts: Mapping[Home, Array], costs: Mapping[Home, BlockCost], backwa
         return found
 
     updated_s = np.maximum(np.maximum(summed("host_adam_s"), summed("device_adam_s")), summed("return_s"))
+    if backward_s is None:
+        return updated_s
     found: Array = updated_s + np.maximum(0.0, summed("leave_s") - backward_s * sum(counts.values()))
     return found
 
@@ -105,7 +109,8 @@ def home_costs(tensors: Tensors, num_blocks: int, frame: Frame, costs: dict[Home
         return found
 
     return HomeCosts(
-        host=host, optimizer=optimizer, working_bytes=_working_bytes(tensors, num_blocks, size, counts, frame, book),
+        host=host, optimizer=optimizer, update_bytes=UPDATE_BYTES * size * (counts[Home.DEVICE] > 0).astype(np.float64),
+        working_bytes=_working_bytes(tensors, num_blocks, size, counts, frame, book),
         always_bytes=summed(lambda cost: cost.device.total),
         host_bytes=summed(lambda cost: cost.host.total) + _staging_bytes(size, book) * (host > 0),
         block_bytes=book.training.precision.num_bytes * padded[-1] / num_blocks * sum(tensors) / ranks,
@@ -125,13 +130,11 @@ def _working_bytes(
     """What the widest block needs at most beside the states that stay and its activations (costmodels/chunks/slots.py).
 
     Its gradients as autograd makes them. Of several ranks its gathered groups of parameters and of gradients, and of a HOST block the own
-    chunks that are gathered; of one rank, of HOST blocks alone, its chunks in place. At least what the device needs to update a chunk.
+    chunks that are gathered; of one rank, of HOST blocks alone, its chunks in place.
     """
     ranks, width = frame.mesh.dp, book.training.precision.num_bytes
     in_parameters = writes_over_parameters(book.training, frame.num_micro_batches)
     gradient = 0 if in_parameters else book.training.gradient_precision.num_bytes
     own = widest_groups(tensors, num_blocks, chunk_elements, ranks) * chunk_elements
-    used = own * (ranks * (width + gradient) + width * (counts[Home.HOST] > 0)) if ranks > 1 else own * (width + gradient) * (
-        counts[Home.HOST] > 0)
-    found: Array = np.maximum(width * sum(tensors) + used, UPDATE_BYTES * chunk_elements * (counts[Home.DEVICE] > 0)).astype(np.float64)
-    return found
+    away = (counts[Home.HOST] > 0).astype(np.float64)
+    return width * sum(tensors) + own * (ranks * (width + gradient) + width * away if ranks > 1 else (width + gradient) * away)
