@@ -49,7 +49,7 @@ NOTES = {
     "tflops": "TFLOP/s of all GPUs, 8 FLOPs a parameter and token: published / predicted / predicted with every copy waited for; "
               "of 4, 8 and 16 sequences a GPU the fastest; last columns: mean error of both",
     "search": "the largest member of the family that our search fits, with what it costs; TFLOP/s of the model, recompute left out",
-    "deepspeed": "the largest member with states on the host as FSDP2 keeps them, ZeRO 2 and 3; published: DeepSpeed's",
+    "deepspeed": "the largest member with states on the host as FSDP2 keeps them, ZeRO 2 and 3; by DeepSpeed's own estimate; published",
     "eviction": "GB to the device in a step, all blocks at home on the host, by share of their chunks that finds room",
     "chunks": "share of chunks that is parameters, by size in Mi elements; search: PatrickStar's way; ours: the planner's size",
 }
@@ -226,14 +226,21 @@ def _plan_cells(plan: Plan | None) -> tuple[str, ...]:
 
 def deepspeed() -> Table:
     """States on the host as FSDP2 keeps them, whole layers at a time: the largest member that fits, ZeRO 2 and 3."""
-    heading = ("node", "GPUs", "ZeRO 2", "step", "ZeRO 3", "step", "published DeepSpeed")
+    heading = ("node", "GPUs", "ZeRO 2", "step", "ZeRO 3", "step", "its estimate, 2", "3", "published DeepSpeed")
     nodes = [("v100-32gb", gpus) for gpus in published.PATRICKSTAR_V100] + [("a100-40gb", gpus) for gpus in published.PATRICKSTAR_A100]
     rows = []
     for gpu, gpus in nodes:
         found = [_states_on_host(gpu, gpus, zero) for zero in (2, 3)]
         cells = [cell for plan in found for cell in _largest_cells(plan)]
-        rows.append((gpu, str(gpus), *cells, _deepspeed_text(gpu, gpus)))
+        rows.append((gpu, str(gpus), *cells, *(_estimated(gpu, gpus, zero) for zero in (2, 3)), _deepspeed_text(gpu, gpus)))
     return Table(part="deepspeed", heading=heading, rows=tuple(rows))
+
+
+def _estimated(gpu: str, gpus: int, zero: int) -> str:
+    """The largest member that DeepSpeed's own estimate of model states fits."""
+    fitting = [
+        entry.spec.name for entry in load_family(FAMILY).members if published.deepspeed_fits(entry.spec, cluster_of(gpu, gpus), zero)]
+    return fitting[-1] if fitting else "none"
 
 
 def _largest_cells(plan: Plan | None) -> tuple[str, str]:
@@ -267,7 +274,7 @@ def _offloaded(model: ModelSpec, gpu: str, gpus: int, zero: int) -> Plan | None:
     frame = _frame(Mesh(pp=1, dp=gpus, tp=1), SMALLEST_BATCH, 1)
     try:
         plan = estimate_plan(
-            model, cluster, training_of(cluster, SMALLEST_BATCH * gpus), frame, zero=zero, recompute=Recompute.FULL,
+            model, cluster, training_of(cluster, SMALLEST_BATCH * gpus, stack="parplan"), frame, zero=zero, recompute=Recompute.FULL,
             offload=(Offload.STATES,))
     except InfeasibleError:
         return None
