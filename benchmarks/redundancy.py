@@ -36,7 +36,8 @@ from planner.baselines.optimum import fastest, leanest
 from planner.baselines.space import data_parallel_frames, megatron_frames, megatron_meshes, strategies
 from planner.infeasible import limit_bytes
 from planner.options import Asked, question
-from planner.plan import Objective, frame_of
+from planner.plan import frame_of
+from planner.prediction import Objective
 from planner.report.text import print_table, say
 from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions

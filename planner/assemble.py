@@ -15,15 +15,11 @@ from costmodels.step import StepPrice, model_flops_utilization
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.band import error_band
 from planner.chunks import chunks_of
-from planner.plan import (
-    PLAN_VERSION,
+from planner.pipeline import Pipeline
+from planner.plan import PLAN_VERSION, LayerPlan, LayerRun, OperatorPlacement, Plan, StagePlan
+from planner.prediction import (
     Breakdown,
-    LayerPlan,
     LayerRedundancy,
-    LayerRun,
-    OperatorPlacement,
-    Pipeline,
-    Plan,
     Prediction,
     Quantity,
     Redundancy,
@@ -31,7 +27,6 @@ from planner.plan import (
     RunnerUp,
     SearchRecord,
     StageMemory,
-    StagePlan,
 )
 from profiles.model import LayerKind
 from profiles.provenance import Kind, Seconds, weakest

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 from costmodels.strategy import Frame
 from planner.faults import GaveUp, Unanswered
-from planner.plan import Objective
+from planner.prediction import Objective
 from planner.request import OnProgress, Progress
 from profiles.errors import SolverError
 

@@ -14,7 +14,8 @@ from planner.baselines.optimum import Optimum
 from planner.baselines.systems import Baseline, price_baseline
 from planner.infeasible import limit_bytes
 from planner.parts import Parts, parts_of
-from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
+from planner.plan import Plan
+from planner.prediction import Candidates, Objective, SearchRecord, Status
 from planner.reprice import reprice
 from planner.request import SearchOptions
 

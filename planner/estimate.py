@@ -22,7 +22,8 @@ from planner.homes import Homes, illegal_chunks
 from planner.infeasible import limit_bytes
 from planner.kept_options import ALL, named_operators, with_kept_on_host
 from planner.levels import illegal_full_recompute
-from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
+from planner.plan import Plan
+from planner.prediction import Candidates, Objective, SearchRecord, Status
 from planner.request import Constraints, SearchOptions
 from planner.space import illegal_frame, illegal_tensor_parallel
 from profiles.errors import ConfigError, InfeasibleError

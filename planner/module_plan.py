@@ -12,7 +12,9 @@ from typing import Any
 
 from costmodels.mesh import Mesh
 from planner import plan as described
-from planner.plan import Pipeline, Plan, Prediction, SearchRecord
+from planner.pipeline import Pipeline
+from planner.plan import Plan
+from planner.prediction import Prediction, SearchRecord
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.module import ModuleSource

@@ -23,7 +23,8 @@ from costmodels.strategy import Frame
 from planner.band import margin_text, memory_margin
 from planner.forbid import parse_bans
 from planner.modules import load_module, narrowed
-from planner.plan import Objective, Plan
+from planner.plan import Plan
+from planner.prediction import Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
 from profiles.applied import applied, cluster_of, precision_of, stack_of

@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.infeasible import infeasible_error, least_peak_bytes, limit_bytes
-from planner.plan import FrontPoint, Objective, Plan
+from planner.plan import Plan
+from planner.prediction import FrontPoint, Objective
 from planner.request import Constraints, OnProgress, SearchOptions
 from planner.search import Found, Prices, Solved, require_on_device, search
 from profiles.errors import ConfigError, SolverError

@@ -1,14 +1,9 @@
-"""The Plan, the only thing that leaves the planner, and its YAML: self-contained, versioned, deterministic.
-
-Quantities here are in the units a person reads (GiB, seconds); the cost models keep bytes. Every predicted number
-says whether it was measured, interpolated or computed.
-"""
+"""The Plan, the only thing that leaves the planner, and its YAML: self-contained, versioned, deterministic."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +12,9 @@ import yaml
 from costmodels.chunks.home import Eviction, Home
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
-from costmodels.schedules import Schedule
-from costmodels.strategy import TP_OVERLAP_LEVELS, Frame
+from costmodels.strategy import Frame
+from planner.pipeline import Pipeline
+from planner.prediction import Prediction, SearchRecord
 from profiles.catalog import cluster_document, cluster_from_document
 from profiles.errors import ConfigError, unknown_name_error
 from profiles.files import write_text
@@ -31,45 +27,6 @@ from profiles.spec import ModelSpec, TrainingSpec
 
 PLAN_VERSION = 1
 _FORBID = {"extra": "forbid"}
-
-
-class Objective(StrEnum):
-    THROUGHPUT = "throughput"
-    MEMORY = "memory"
-
-
-class Status(StrEnum):
-    """`optimal`: proven within the stated gap. `feasible`: the best found when the time ran out or Ctrl-C came.
-    `estimate`: priced by hand, nothing was searched."""
-
-    OPTIMAL = "optimal"
-    FEASIBLE = "feasible"
-    ESTIMATE = "estimate"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved or zbv).
-
-    actions: of a custom schedule, and only of that, what each pipeline rank runs, as a line of torch's compute-only CSV
-    tp_overlap: level of sub-pipelined tensor parallelism in the blocks: all-reduces of one half of a micro-batch under the compute of the
-        other. 0 none, 1 inside each linear, 2 inside a block, 3 across the blocks of a stage
-    """
-
-    __pydantic_config__ = _FORBID
-
-    schedule: Schedule
-    virtual_stages: int
-    micro_batch_size: int
-    num_micro_batches: int
-    actions: tuple[str, ...] = ()
-    tp_overlap: int = 0
-
-    def __post_init__(self) -> None:
-        if self.tp_overlap not in TP_OVERLAP_LEVELS:
-            raise ConfigError(f"pipeline: tp_overlap is {self.tp_overlap}, it must be 0, 1, 2 or 3")
-        if bool(self.actions) != (self.schedule is Schedule.CUSTOM):
-            raise ConfigError(f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; custom, and only it, has some")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,209 +137,6 @@ class Chunks:
     eviction: Eviction
     groups: tuple[ChunkGroup, ...]
     ranks: tuple[ChunkRank, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantity:
-    """A predicted number and where it comes from."""
-
-    __pydantic_config__ = _FORBID
-
-    value: float
-    kind: Kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breakdown:
-    """Where the step time goes, on the pipeline rank that takes longest; the parts add up to the step time.
-
-    host_comm_s: copies between device and host that compute does not hide, and what the host adds up
-    """
-
-    __pydantic_config__ = _FORBID
-
-    compute_s: Quantity
-    recompute_s: Quantity
-    tp_comm_s: Quantity
-    dp_comm_s: Quantity
-    pp_comm_s: Quantity
-    pp_bubble_s: Quantity
-    optimizer_s: Quantity
-    host_comm_s: Quantity = Quantity(value=0.0, kind=Kind.ANALYTIC)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
-    """Peak GiB per device of one pipeline rank by class; `capacity` is what the device has, `host` what its host holds for it."""
-
-    __pydantic_config__ = _FORBID
-
-    stage: int
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    temporaries: float
-    reserve: float
-    total: float
-    capacity: float
-    host: float = 0.0
-    kind: Kind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedundantGib:
-    """GiB of one device beyond its share of one copy (EQUATIONS R); temporaries are a largest moment, the rest adds up."""
-
-    __pydantic_config__ = _FORBID
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    temporaries: float
-    total: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRedundancy:
-    """One layer of a layer plan on a device of pipeline rank `stage`, the first that runs it, and its operators."""
-
-    __pydantic_config__ = _FORBID
-
-    stage: int
-    layer: RedundantGib
-    operators: Mapping[str, RedundantGib]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Redundancy:
-    """GiB held beyond one copy of everything, summed over the cluster (EQUATIONS R).
-
-    stages: of one device of every pipeline rank; layers: by layer plan, of one device and its micro-batches in flight
-    """
-
-    __pydantic_config__ = _FORBID
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    temporaries: float
-    total: float
-    kind: Kind
-    stages: tuple[RedundantGib, ...] = ()
-    layers: Mapping[str, LayerRedundancy] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """Eight in ten of `rows` measurements, which the fit of the prices had not seen, were within +- `share` of their prediction.
-
-    stack: whose measurements, `all` for those of every stack
-    """
-
-    __pydantic_config__ = _FORBID
-
-    share: float
-    rows: int
-    stack: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorBand:
-    """`time`: of the step and of what is derived from it (tokens per second, MFU). `memory`: of every stage's total."""
-
-    __pydantic_config__ = _FORBID
-
-    time: Band
-    memory: Band
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What a plan should cost. `error_band` is None where nothing was measured on the device."""
-
-    __pydantic_config__ = _FORBID
-
-    step_time_s: Quantity
-    tokens_per_s_per_gpu: Quantity
-    mfu: Quantity
-    error_band: ErrorBand | None = None
-    breakdown: Breakdown
-    memory_gib: tuple[StageMemory, ...]
-    redundancy_gib: Redundancy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerUp:
-    """Another candidate that was solved: the best plan of that mesh, schedule and micro-batch.
-
-    inside_error_band: its step time is within the band of the plan's, so that the prices cannot say which is faster
-    """
-
-    __pydantic_config__ = _FORBID
-
-    mesh: Mesh
-    pipeline: Pipeline
-    sequence_parallel: bool
-    step_time_s: Quantity
-    peak_memory_gib: float
-    redundancy_gib: float
-    inside_error_band: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """`pruned` are illegal, do not fit, or are above the best by their bound; `left` were not solved when the search ended."""
-
-    __pydantic_config__ = _FORBID
-
-    considered: int
-    pruned: int
-    solved: int
-    left: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrontPoint:
-    """The place of a plan on a front of step time, peak memory and redundant memory, and the limit its search was given.
-
-    number: from 1, fastest first, of `points`; complete: whether the front was walked to its end
-    memory_limit_gib: of the throughput objective, None for the fastest of all
-    max_slowdown: of the memory objective, None for the least redundant of all
-    """
-
-    __pydantic_config__ = _FORBID
-
-    number: int
-    points: int
-    complete: bool
-    memory_limit_gib: float | None = None
-    max_slowdown: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchRecord:
-    """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower `bound`, their `gap`.
-
-    `fastest_step_time_s` is the closed form of the fastest plan, which the memory objective's slowdown is measured by.
-    front: where the plan is on a front (planner/pareto.py), None for the plan of a single search
-    solver_failure: on how many candidates the solver failed, and how; None when it did not
-    """
-
-    __pydantic_config__ = _FORBID
-
-    objective: Objective
-    status: Status
-    value: float
-    bound: float
-    gap: float
-    fastest_step_time_s: float
-    candidates: Candidates
-    front: FrontPoint | None = None
-    solver_failure: str | None = None
-    runners_up: tuple[RunnerUp, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,8 @@ from costmodels.recompute import Recompute, recompute_operators
 from planner.band import residuals_of
 from planner.forbid import Ban, Value
 from planner.infeasible import limit_bytes, smallest_cluster
-from planner.plan import Plan, Status
+from planner.plan import Plan
+from planner.prediction import Status
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import cluster_names, load_cluster

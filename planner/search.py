@@ -32,7 +32,8 @@ from planner.columns import Column, MixTable, RankColumns, block_counts, tied_en
 from planner.faults import can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.levels import illegal_full_recompute, paying
-from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
+from planner.plan import Plan
+from planner.prediction import Candidates, Objective, SearchRecord, Status
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.solver import Unsolved
 from planner.space import Pruned, Space, describe, enumerate_space, no_frame_error

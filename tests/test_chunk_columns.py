@@ -26,7 +26,7 @@ from planner.homes import Homes
 from planner.infeasible import enough_host_bytes
 from planner.options import offload_assumed
 from planner.pareto import find_front
-from planner.plan import Objective
+from planner.prediction import Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from planner.search import find_plan
 from planner.space import enumerate_space

@@ -19,7 +19,8 @@ from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule, csv_rows
 from planner.band import margin_text
-from planner.plan import Objective, Status, read
+from planner.plan import read
+from planner.prediction import Objective, Status
 from planner.report.text import band_text
 from planner.request import SolverName
 from planner.stage_ilp import Master

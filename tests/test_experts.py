@@ -19,7 +19,8 @@ from planner.bounds import redundancy_bound_bytes, time_bound
 from planner.columns import MixTable
 from planner.estimate import estimate_plan
 from planner.forbid import Ban
-from planner.plan import Objective, read, to_yaml
+from planner.plan import read, to_yaml
+from planner.prediction import Objective
 from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from cli import main
 from planner.columns import Column
 from planner.faults import MOST_FAILURES, can_place
-from planner.plan import Status, read, to_yaml
+from planner.plan import read, to_yaml
+from planner.prediction import Status
 from planner.request import SearchOptions, SolverName
 from planner.search import find_plan
 from planner.solver import Unsolved

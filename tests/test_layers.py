@@ -17,8 +17,10 @@ LAYERS = (
     "profiles", "costmodels", "planner", "cli_style", "executor", "cli_options", "cli_output", "cli_profile", "cli_module", "cli_run",
     "cli",
 )
-# of the planner: the plan, its chunks, and the account of a run
-EXECUTOR_USES = ("planner.plan.", "planner.module_plan.", "planner.chunks.", "planner.runs.", "planner.account.", "planner.report.")
+# of the planner: the plan and its pipeline, its chunks, and the account of a run
+EXECUTOR_USES = (
+    "planner.plan.", "planner.pipeline.", "planner.module_plan.", "planner.chunks.", "planner.runs.", "planner.account.", "planner.report.",
+)
 ALLOWED = {  # package -> where it may be named: a file, or a folder with its slash
     "torch": (
         "executor/", "cli_module.py", "cli_profile.py", "cli_run.py", "profiles/tracing/", "profiles/profile_comm.py",

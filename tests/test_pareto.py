@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from planner.pareto import SLOWDOWNS, Front, Point, find_front, plan_paths, undominated
-from planner.plan import Objective, Plan, Status, read, to_yaml, write
+from planner.plan import Plan, read, to_yaml, write
+from planner.prediction import Objective, Status
 from planner.request import SearchOptions
 from planner.search import Prices, find_plan, search
 from planner.stage_ilp import Master

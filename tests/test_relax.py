@@ -11,7 +11,7 @@ from costmodels.schedules import Schedule
 from planner.band import residuals_of
 from planner.forbid import Ban, parse_bans
 from planner.infeasible import limit_bytes, shortfall
-from planner.plan import Status
+from planner.prediction import Status
 from planner.relax import Relaxations, Request, relaxations
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan

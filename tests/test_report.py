@@ -16,7 +16,8 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.estimate import estimate_plan
 from planner.options import Asked, parse_size, question, require_writable
-from planner.plan import Band, ErrorBand, Objective, Plan, Quantity, RunnerUp, Status
+from planner.plan import Plan
+from planner.prediction import Band, ErrorBand, Objective, Quantity, RunnerUp, Status
 from planner.report.catalogue import print_stacks, stack_rows
 from planner.report.documents import plan_document, plan_schema
 from planner.report.explain import grouped

@@ -9,7 +9,8 @@ import pytest
 from planner.bounds import redundancy_bound_bytes, time_bound
 from planner.branch import WORTH_REPLAYING
 from planner.columns import MixTable
-from planner.plan import Objective, Status, to_yaml
+from planner.plan import to_yaml
+from planner.prediction import Objective, Status
 from planner.request import Constraints, SearchOptions, SolverName
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus

@@ -14,7 +14,8 @@ from dataclasses import replace
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule, rank_of
 from planner.chunks import rechunked
-from planner.plan import LayerPlan, LayerRun, Pipeline, Plan, StagePlan
+from planner.pipeline import Pipeline
+from planner.plan import LayerPlan, LayerRun, Plan, StagePlan
 from profiles.errors import ConfigError
 from profiles.spec import ModelSpec, Precision
 

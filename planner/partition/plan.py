@@ -15,7 +15,8 @@ from planner.partition.price import ShardStrategy
 from planner.partition.search import ModuleSearch, ShardSolved
 from planner.partition.shards import Sharded, shard
 from planner.partition.stages import StageRule
-from planner.plan import PLAN_VERSION, Candidates, Objective, Prediction, Quantity, SearchRecord, Status
+from planner.plan import PLAN_VERSION
+from planner.prediction import Candidates, Objective, Prediction, Quantity, SearchRecord, Status
 from planner.request import Constraints, OnProgress, SearchOptions
 from profiles.errors import ConfigError, SolverError
 from profiles.hardware import CPU, Cluster

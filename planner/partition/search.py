@@ -29,7 +29,7 @@ from planner.partition.shards import Sharded
 from planner.partition.space import enumerate_modules, require_known
 from planner.partition.stages import StageRule, ranges
 from planner.partition.tables import Tables
-from planner.plan import Objective
+from planner.prediction import Objective
 from planner.request import ZERO_STAGES, Constraints, OnProgress, SearchOptions
 from planner.solver import Unsolved
 from planner.space import Space, no_frame_error

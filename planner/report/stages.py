@@ -8,7 +8,8 @@ from itertools import groupby
 from rich.console import Console
 
 from planner.module_plan import ModulePlan
-from planner.plan import Plan, StageMemory
+from planner.plan import Plan
+from planner.prediction import StageMemory
 from planner.report.text import aligned, gib_text, say
 from profiles.model import LayerKind
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from costmodels.mesh import Mesh
 from planner.missing import Coverage
 from planner.module_plan import ModulePlan
-from planner.plan import Objective, Plan, RunnerUp, Status
+from planner.plan import Plan
+from planner.prediction import Objective, RunnerUp, Status
 from planner.report.chunks import chunks_fact
 from planner.report.coverage import coverage_notes, coverage_text, found_coverage
 from planner.report.names import (
