@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # each may import itself and those before it
 LAYERS = (
-    "profiles", "costmodels", "planner", "cli_style", "executor", "cli_options", "cli_output", "cli_profile", "cli_module", "cli_run",
-    "cli",
+    "profiles", "costmodels", "planner", "cli_style", "executor", "cli_options", "cli_output", "cli_largest", "cli_profile", "cli_module",
+    "cli_run", "cli_show", "cli",
 )
 # of the planner: the plan and its pipeline, its chunks, and the account of a run
 EXECUTOR_USES = (
@@ -26,8 +26,8 @@ ALLOWED = {  # package -> where it may be named: a file, or a folder with its sl
         "executor/", "cli_module.py", "cli_profile.py", "cli_run.py", "profiles/tracing/", "profiles/profile_comm.py",
         "profiles/profiler/"),
     "click": (
-        "cli.py", "cli_module.py", "cli_options.py", "cli_output.py", "cli_profile.py", "cli_run.py", "cli_style.py",
-        "executor/__main__.py", "profiles/profile_comm.py"),
+        "cli.py", "cli_largest.py", "cli_module.py", "cli_options.py", "cli_output.py", "cli_profile.py", "cli_run.py", "cli_show.py",
+        "cli_style.py", "executor/__main__.py", "profiles/profile_comm.py"),
     "yaml": (
         "profiles/catalog.py", "profiles/measured.py", "profiles/own.py", "profiles/terms.py", "profiles/calibrate.py",
         "profiles/profiler/", "planner/plan.py", "planner/validation/fit.py"),

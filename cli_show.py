@@ -1,0 +1,75 @@
+"""plan show: what a plan file holds. All but click is imported where it is used."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from cli_options import as_json
+from cli_output import print_plan, print_plan_json
+from cli_style import Command, option, print_json
+
+_CHUNKS = "Chunks"
+
+
+@click.command("show", cls=Command, epilog=(
+    "  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s\n"
+    "  plan show plan.yaml --chunks --plot moments.png"))
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@option(_CHUNKS, "--chunks", is_flag=True, help="Instead the fullest moments of a GPU whose plan has chunks.")
+@option(_CHUNKS, "--rank", type=click.IntRange(0), metavar="N", help="Of this pipeline rank. [default: the one that moves most]")
+@option(_CHUNKS, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw every moment: .png, .svg or .pdf.")
+@as_json
+def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_json: bool) -> None:
+    """Print the summary of a plan file, its layer plans, its chunks, the placement of every operator, and what is redundant."""
+    from planner.module_plan import ModulePlan, read
+    from planner.report.chunks import print_chunks
+    from planner.report.layers import print_layers
+    from planner.report.redundancy import print_redundancy
+    from planner.report.summary import Context
+    from planner.report.text import console
+
+    if chunks:
+        _show_chunks(plan_file, rank, plot, as_json=as_json)
+        return
+    if rank is not None or plot is not None:
+        raise click.UsageError(f"{'--plot' if rank is None else '--rank'} is for --chunks")
+    plan = read(plan_file)
+    if as_json:
+        print_plan_json(plan)
+        return
+    out = console(sys.stdout)
+    print_plan(plan, out, Context(whole=True, plan_file=str(plan_file)))
+    if isinstance(plan, ModulePlan):
+        return
+    print_layers(plan, out)
+    print_chunks(plan, out)
+    print_redundancy(plan, out)
+
+
+def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_json: bool) -> None:
+    from planner.chunk_levels import levels
+    from planner.chunks import busiest_rank, rank_chunks_of
+    from planner.plan import read
+    from planner.report.chunk_plot import draw_levels
+    from planner.report.chunks import levels_document, print_levels
+    from planner.report.scatter import require_plot
+    from planner.report.text import console
+    from planner.reread import book_of
+
+    if plot:
+        require_plot(plot)
+    plan = read(plan_file)
+    rank = busiest_rank(plan) if rank is None else rank
+    found = rank_chunks_of(plan, rank)
+    moments = levels(found, book_of(plan))
+    if plot:
+        draw_levels(moments, plan, rank, found.device_bytes, plot)
+    if as_json:
+        print_json(levels_document(moments, rank, found.device_bytes))
+    else:
+        print_levels(moments, rank, found.device_bytes, console(sys.stdout))
+    if plot:
+        click.echo(f"wrote {plot}", err=as_json)
