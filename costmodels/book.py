@@ -1,33 +1,21 @@
-"""The price book: every layer of one model on one machine, priced once per way of running it."""
+"""The price book: every layer of one described model on one machine, priced once per way of running it."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import replace
 
 from costmodels.chunks.home import Home
 from costmodels.chunks.price import BlockCost, Chunking, block_cost
-from costmodels.collectives import Collective, collective_time, point_to_point_time
+from costmodels.collectives import Collective, collective_time
 from costmodels.halved import HalvedOperators, halved_workspace_bytes, price_halves
-from costmodels.layer import (
-    ENDLESS,
-    DataParallelTime,
-    LayerOperators,
-    LayerTime,
-    data_parallel_time,
-    has_tied_head,
-    price_operators,
-    tied_reduction,
-)
+from costmodels.layer import DataParallelTime, LayerOperators, has_tied_head, tied_reduction
+from costmodels.layer_book import LayerBook, LayerStates
 from costmodels.lookup import Lookup, lookup_of, without_table
-from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, step_copy_bytes, zero_buffer_bytes
+from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis, Mesh, place
-from costmodels.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
-from costmodels.pace import layouts_of
-from costmodels.recompute import Again, Recompute, ideal_saved_bytes, recompute_operators, saved_bytes, workspace_bytes
+from costmodels.offload import Offload
+from costmodels.recompute import Again, recompute_operators
 from costmodels.sharding import Sharding
 from costmodels.sub_pipeline import HALVES
 from profiles.hardware import CPU
@@ -36,193 +24,6 @@ from profiles.model import LayerClass, LayerKind, ModelGraph
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import ModelSpec, Precision, TrainingSpec
 from profiles.transformer import build_graph
-
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationBytes:
-    """Bytes of one layer and one micro-batch on one rank: kept for the backward pass, ideally kept, temporary, kept by the host."""
-
-    saved: int
-    ideal_saved: float
-    workspace: int
-    host: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerStates:
-    """Bytes of the states of one layer on one rank, without redundancy, ZeRO's buffers, and fp32 copies for the optimizer's step.
-
-    host: what the host keeps of them for this rank; `states`, and `ideal`, are the device's then
-    """
-
-    states: StateBytes
-    ideal: tuple[float, float, float]
-    zero_buffer: int
-    step_copies: int
-    host: int = 0
-
-
-class LayerBook(ABC, Generic[K]):
-    """Prices of layers of the kinds `K`, trained as `training` on `machine`, each made once.
-
-    zero_ranks: neighbours that hold one copy of sharded states together, on meshes whose dp it divides; None for all of dp
-    offload: what the host keeps of the states of every layer
-    """
-
-    def __init__(
-        self, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
-    ) -> None:
-        self.training = training
-        self.machine = machine
-        self.zero_ranks = zero_ranks
-        self.offload = offload
-        self._known: dict[Hashable, Any] = {}
-
-    @abstractmethod
-    def layer(self, kind: K, micro_batch_size: int) -> LayerClass:
-        """The operators of a layer of `kind`."""
-
-    def kept_layer(self, kind: K, micro_batch_size: int) -> LayerClass:
-        """The same with what the operators keep on this device."""
-        return self.layer(kind, micro_batch_size)
-
-    @abstractmethod
-    def recompute_operators(self, kind: K, level: Again) -> tuple[str, ...]:
-        """The operators that `level` recomputes in a layer of `kind`."""
-
-    def counts_tied(self, mesh: Mesh) -> bool:
-        """Whether copies of parameters that other layers hold are counted: where stages are apart."""
-        return mesh.pp > 1
-
-    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self._known:
-            self._known[key] = make()
-        found: T = self._known[key]
-        return found
-
-    def shards(self, mesh: Mesh) -> int:
-        """How many data-parallel ranks hold one copy of sharded states together."""
-        return self.zero_ranks if self.zero_ranks and mesh.dp % self.zero_ranks == 0 and mesh.ep == 1 else mesh.dp
-
-    def split_s(self, kind: K) -> float:
-        """Seconds that the host takes more for the backward pass of a layer in two parts, where that was measured."""
-        added = layouts_of(self.machine, self.training.stack)
-        return 0.0 if added is None else added.split_s * self.layer(kind, 1).gradient_launches
-
-    @property
-    def offloads_states(self) -> bool:
-        return Offload.STATES in self.offload
-
-    def _operators(self, kind: K, micro_batch_size: int, sharding: Sharding) -> LayerOperators | HalvedOperators:
-        def make() -> LayerOperators | HalvedOperators:
-            return price_operators(self.layer(kind, micro_batch_size), sharding, self.machine, self.training)
-
-        return self._once(("operators", kind, micro_batch_size, sharding), make)
-
-    def layer_time(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> LayerTime:
-        """One micro-batch through one layer of `kind`, without data-parallel communication."""
-        return self._once(
-            ("time", kind, micro_batch_size, sharding, level),
-            lambda: self._operators(kind, micro_batch_size, sharding).time(self.recompute_operators(kind, level)))
-
-    def weight_s(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
-        """Of the backward pass of one layer of `kind`, the seconds of the gradients of its weights."""
-        return self._once(
-            ("weight", kind, micro_batch_size, sharding), lambda: self._operators(kind, micro_batch_size, sharding).weight_s)
-
-    def waiting_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding) -> float:
-        """What one layer of `kind` holds of a micro-batch between the gradients of its input and of its weights, besides the stash:
-        the gradients of the outputs of operators with weights, as torch.distributed.pipelining keeps them."""
-
-        def make() -> float:
-            weighty = (op for op in self.layer(kind, micro_batch_size).operators if op.parameters)
-            return float(sum(sharding.local_bytes(out, sharding.place_inside(op, out)) for op in weighty for out in op.outputs))
-
-        return self._once(("waiting", kind, micro_batch_size, sharding), make)
-
-    def _workspace_bytes(self, kind: K, layer: LayerClass, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]) -> int:
-        return workspace_bytes(layer, sharding, again, self.training.stack)
-
-    def activations(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE, on_host: tuple[str, ...] = (),
-    ) -> ActivationBytes:
-        """Saved and temporary bytes of one layer of `kind` for one micro-batch, of which the host keeps those of the operators `on_host`.
-
-        They are back on the device while the layer runs backward.
-        """
-
-        def make() -> ActivationBytes:
-            layer, again, stack = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level), self.training.stack
-            saved = saved_bytes(layer, sharding, again, stack, on_host)
-            host = saved_bytes(layer, sharding, again, stack) - saved if on_host else 0
-            workspace = self._workspace_bytes(kind, layer, micro_batch_size, sharding, again)
-            return ActivationBytes(
-                saved=saved, ideal_saved=ideal_saved_bytes(layer, sharding.tp, again, on_host), workspace=workspace + host, host=host)
-
-        return self._once(("activations", kind, micro_batch_size, sharding, level, on_host), make)
-
-    def remade_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> int:
-        """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch: what it would keep without, less that."""
-        whole, kept = (self.activations(kind, micro_batch_size, sharding, again) for again in (Recompute.NONE, level))
-        return max(0, whole.saved - kept.saved)
-
-    def data_parallel(self, kind: K, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
-        """Gradient reduction, gathers and the optimizer step of one layer of `kind` at ZeRO stage `zero`."""
-
-        def make() -> DataParallelTime:
-            return data_parallel_time(
-                self.layer(kind, micro_batch_size), self.layer_time(kind, micro_batch_size, sharding),
-                mesh=mesh, sharding=sharding, zero=zero, machine=self.machine, training=self.training, with_tied=self.counts_tied(mesh),
-                shards=self.shards(mesh), offloaded=self.offloads_states)
-
-        return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
-
-    def host_copy(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again, on_host: tuple[str, ...], *, to_host: bool,
-    ) -> Seconds:
-        """What the activations of one layer and micro-batch that the host keeps take to get there, or to come back."""
-        host = self.activations(kind, micro_batch_size, sharding, level, on_host).host
-        return copy_time(host, self.machine.cluster, to_host=to_host) if host else ZERO
-
-    def hidden_data_parallel(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
-        """The same under endless compute, which hides all that the stack can hide: no layer of `kind` pays less."""
-
-        def make() -> DataParallelTime:
-            return data_parallel_time(
-                self.layer(kind, 1), ENDLESS, mesh=mesh, sharding=sharding, zero=zero, machine=self.machine,
-                training=self.training, with_tied=self.counts_tied(mesh), shards=self.shards(mesh), offloaded=self.offloads_states)
-
-        return self._once(("hidden dp", kind, mesh, sharding, zero), make)
-
-    def states(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
-        """State bytes of one layer of `kind`; a tied head holds its own copy only when stages are apart."""
-
-        def make() -> LayerStates:
-            layer, with_tied, shards = self.layer(kind, 1), self.counts_tied(mesh), self.shards(mesh)
-            offloaded = self.offloads_states
-            owned = owned_parameters(layer, sharding, shards if zero else 1, with_tied=with_tied)
-            local = owned_parameters(layer, sharding, with_tied=with_tied, of_experts=False)
-            of_experts = owned_parameters(layer, sharding, of_experts=True)
-            buffer = zero_buffer_bytes(local, zero, max(mesh.dp, 1 + offloaded), self.training) + COPIED_BYTES * owned * offloaded
-            if of_experts:
-                buffer += zero_buffer_bytes(of_experts, zero, mesh.expert_dp, self.training)
-            whole = owned_parameters(layer, Sharding(), with_tied=False)
-            return LayerStates(
-                states=layer_states(layer, sharding, zero, shards, self.training, with_tied=with_tied, offloaded=offloaded),
-                ideal=(0.0, 0.0, 0.0) if offloaded else ideal_states(whole, mesh.ranks_per_stage, self.training),
-                zero_buffer=buffer,
-                step_copies=step_copy_bytes(layer, sharding, zero, shards, self.training, with_tied=with_tied),
-                host=HOST_STATE_BYTES * owned * offloaded)
-
-        return self._once(("states", kind, mesh, sharding, zero), make)
-
-    def message(self, num_bytes: int, *, crosses_nodes: bool, sharing: int) -> Seconds:
-        """One message between two pipeline ranks; `sharing` of them leave a node at once."""
-        as_slow_bytes = round(num_bytes / self.training.stack.transfer_share)  # as many take as long on the whole link
-        return point_to_point_time(as_slow_bytes, crosses_nodes=crosses_nodes, sharing=sharing, machine=self.machine)
 
 
 class PriceBook(LayerBook[LayerKind]):

@@ -8,8 +8,9 @@ from itertools import accumulate
 from typing import Any
 
 from costmodels.actions import Work, parse_row
-from costmodels.book import ActivationBytes, LayerBook, LayerStates, PriceBook
+from costmodels.book import PriceBook
 from costmodels.fullest import Held, Throughout, fullest_bytes
+from costmodels.layer_book import ActivationBytes, LayerBook, LayerStates
 from costmodels.memory import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
 from costmodels.mesh import Axis, Mesh
 from costmodels.moments import moments

@@ -18,12 +18,13 @@ from functools import lru_cache
 from typing import Any
 
 from costmodels.actions import Work
-from costmodels.book import LayerBook, PriceBook
+from costmodels.book import PriceBook
 from costmodels.chunks.memory import device_memory, prices_of
 from costmodels.chunks.time import chunk_time
 from costmodels.collectives import Collective, collective_time
 from costmodels.copies import exposed_copies
 from costmodels.layer import DataParallelTime, contention, summed_inside
+from costmodels.layer_book import LayerBook
 from costmodels.mesh import Axis, place_axis
 from costmodels.occupancy import RankMemory, rank_layers
 from costmodels.pace import layouts_of

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from costmodels.book import ActivationBytes, PriceBook
+from costmodels.book import PriceBook
 from costmodels.chunks.accesses import Pass
+from costmodels.layer_book import ActivationBytes
 from costmodels.memory import StateBytes, owned_parameters
 from costmodels.occupancy import rank_activations, rank_layers
 from costmodels.strategy import LayerChoice, Strategy

@@ -1,11 +1,11 @@
-"""Prices of the shards of a traced model: those of layers (costmodels/book.py), and what stages of shards have besides."""
+"""Prices of the shards of a traced model: those of layers (costmodels/layer_book.py), and what stages of shards have besides."""
 
 from __future__ import annotations
 
-from costmodels.book import LayerBook
 from costmodels.collectives import Collective, collective_time
 from costmodels.compute import operator_time
 from costmodels.layer import contention
+from costmodels.layer_book import LayerBook
 from costmodels.mesh import Axis, Mesh, place
 from costmodels.pace import launch_s
 from costmodels.recompute import Again, Recompute, recompute_operators

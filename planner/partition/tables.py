@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from costmodels.book import LayerStates
 from costmodels.layer import DataParallelTime
+from costmodels.layer_book import LayerStates
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from planner.partition.book import ONE, ShardBook
