@@ -8,8 +8,8 @@ chunks of HOST blocks, which are evicted by policy: the host has the same, so th
     D > 1    a block uses groups of D chunks, gathered beside the own chunk, which is only needed for that
 
 A group that the next moment uses too stays gathered. Gradients of a group are there from behind the first block of a stage's backward
-pass that makes some to the last; behind it they are reduced (D > 1), and those of HOST blocks sent. Where gradients are written over parameters,
-the group stays from the first to the last of them, and is void then.
+pass that makes some to the last; behind it they are reduced (D > 1), and those of HOST blocks sent. Where gradients are written over
+parameters, the group stays from the first to the last of them, and is void then.
 
 Across the end of a step nothing of HOST blocks is valid on the device: the host updates it.
 """
