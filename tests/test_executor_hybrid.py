@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
+import sys
 from datetime import timedelta
 from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor
 
 from costmodels.chunks.home import Eviction, Home
 from costmodels.mesh import Mesh
+from executor.__main__ import run
+from executor.check import parity
 from executor.check.shrink import shrunk
 from executor.checkpoint.checkpoints import Checkpoints
 from executor.checkpoint.resume import CheckpointOptions
@@ -22,12 +28,17 @@ from executor.rules.all import nearest_legal, refusals, validate
 from executor.tensors import local
 from executor.train import Trainer, build_trainer
 from planner.estimate import ChunkRequest
-from planner.plan import Plan, frame_of
+from planner.plan import Plan, frame_of, write
+from planner.report.parity import Parity, print_parity
+from planner.runs import Beside, ChunkMoved
+from planner.runs import read as read_run
 from profiles.errors import ConfigError
 from profiles.spec import Precision
 from tests.chunked_runs import chunked_plan, smallest
 from tests.executor_plans import GPT, LLAMA
 from tests.executor_world import (
+    BF16_GRADIENT_TOLERANCE,
+    BF16_LOSS_TOLERANCE,
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     NORM_TOLERANCE,
@@ -157,6 +168,57 @@ def test_a_run_goes_on_bit_by_bit_with_chunks_without_and_with_other_homes(alone
     assert [loss for part in parts for loss in part] == whole
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_across_meshes_with_chunks_and_without(tmp_path):
+    """Every plan makes one step from the checkpoint that the one before left."""
+    chain = [
+        tight(MIXED, dp=2, num_micro_batches=2), chunked_plan(None, SMALL, dp=2), tight(HOST, tp=2),
+        tight(MIXED, pp=2, num_micro_batches=2), chunked_plan(None, SMALL, tp=2, sp=True), tight(HOST, dp=2)]
+
+    def one_step(plan: Plan) -> list[float]:
+        return _train(plan, 1 + next(index for index, each in enumerate(chain) if each is plan), directory=tmp_path)
+
+    parts = parity.run_ranks(chain, one_step)
+    ((whole,),) = parity.run_ranks([chunked_plan(None, SMALL)], lambda plan: _train(plan, len(chain)))
+
+    assert [len(losses) for ranks in parts for losses in ranks] == [1] * 2 * len(chain)
+    assert [ranks[0][0] for ranks in parts] == pytest.approx(whole, rel=2 * LOSS_TOLERANCE)
+
+
+def _first_overflows_on_one_rank(plan: Plan) -> list[object]:
+    trained = trainer(plan)
+    trained.gradients(0)
+    if dist.get_rank() == 1:
+        next(iter(trained.adam.gradients().values())).fill_(torch.inf)
+    before = states(trained)
+    norm, same = trained.update(0).item(), equal(before, states(trained))
+    return [norm, same, trained.scale.value, trained.gradients(1).item(), trained.update(1).item()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [{}, {"gradients": FP16}])
+def test_chunks_of_one_rank_that_overflow_stop_the_update_of_all(choices):
+    ((first, second),) = parity.run_ranks([tight(HOST, dp=2, precision=FP16, **choices)], _first_overflows_on_one_rank)
+
+    assert first[:3] == second[:3] == [torch.inf, True, 2.0**15]
+    assert first[3:] == second[3:]
+    assert first[4] < torch.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2, "num_micro_batches": 2}])
+def test_16_bits_on_two_ranks_train_like_one_process(mesh):
+    plans = [tight(MIXED, precision=BF16, gradients=BF16, **mesh), tight(HOST, precision=BF16, **mesh)]
+    expected = run_reference(chunked_plan(None, SMALL))
+
+    for plan, found in zip(plans, run_plans(plans), strict=True):
+        validate(plan)
+        assert worst_gradient(found, expected)[0] <= BF16_GRADIENT_TOLERANCE
+        assert found.losses == pytest.approx(expected.losses, rel=BF16_LOSS_TOLERANCE)
+        assert all(rank.as_predicted for rank in found.moved.values())
+        assert all(predicted == measured for predicted, measured in found.states.values())
+
+
 TWO_RANKS = {
     "dp2": (MIXED, GPT, {"dp": 2, "num_micro_batches": 2}),
     "tp2-sp": (HOST, GPT, {"tp": 2, "sp": True}),
@@ -187,6 +249,44 @@ def test_ranks_train_like_one_process_and_move_and_hold_what_is_predicted(name):
     assert len(found.moved) == 2
     assert all(rank.as_predicted and rank.in_bytes.measured for rank in found.moved.values())
     assert all(predicted == measured for predicted, measured in found.states.values())
+
+
+def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_budget(tmp_path, monkeypatch, capsys):
+    plan = tight(MIXED, num_micro_batches=2)
+    write(plan, tmp_path / "plan.yaml")
+    monkeypatch.setattr(sys, "argv", ["executor", str(tmp_path / "plan.yaml"), "--steps", "3"])
+
+    assert run() == 0
+
+    (rank,) = read_run(tmp_path / "run.json").ranks
+    assert rank.chunks.as_predicted
+    assert rank.chunks.in_bytes.measured == plan.chunks.ranks[0].in_bytes > 0
+    assert rank.chunks.out_bytes.measured == plan.chunks.ranks[0].out_bytes > 0
+    assert rank.chunks.device_bytes.measured < rank.peak_allocated_bytes.measured <= plan.chunks.ranks[0].device_bytes
+    out = capsys.readouterr().out
+    assert re.search(r"\n +chunks to the device +(\S+ \S+) +\1 +\+0 %\n +chunks to the host +(\S+ \S+) +\2 ", out)
+    assert "equal" in out
+
+
+def test_counted_transfers_are_printed_beside_predicted_ones():
+    def moved(counted: int) -> ChunkMoved:
+        same = Beside(predicted=7, measured=7)
+        return ChunkMoved(
+            in_bytes=Beside(predicted=5000, measured=counted), out_bytes=same, gathered_bytes=same, reduced_bytes=same, device_bytes=same)
+
+    def said(*ranks: ChunkMoved) -> str:
+        parity = Parity(
+            plan=DP2, small=DP2, losses=((1.0, 1.0),), gradients={"head.norm.weight": 0.0}, agree=True, as_predicted=True,
+            loss_tolerance=1e-6, gradient_tolerance=1e-5, moved=ranks)
+        out = Console(width=200, record=True, file=io.StringIO())
+        print_parity(parity, out)
+        return out.export_text()
+
+    assert "10,000 bytes to the device as predicted, 14 bytes to the host as predicted" in said(moved(5000), moved(5000))
+    assert "NOT" not in said(moved(5000))
+    wrong = said(moved(4000), moved(5000))
+    assert "9,000 bytes to the device NOT as predicted, 10,000" in wrong
+    assert "what chunks moved is NOT as predicted" in wrong
 
 
 def test_a_stage_whose_parameters_are_all_in_chunks_has_an_optimizer_of_nothing():

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from costmodels.book import PriceBook
+from costmodels.book import ActivationBytes, PriceBook
 from costmodels.chunks.accesses import Pass
 from costmodels.memory import StateBytes, owned_parameters
-from costmodels.occupancy import layer_activations, rank_layers
+from costmodels.occupancy import rank_activations, rank_layers
 from costmodels.strategy import LayerChoice, Strategy
 from profiles.hardware import CPU
 from profiles.model import LayerKind, OperatorKind
@@ -68,7 +68,7 @@ class _Layer:
 
 def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: PriceBook) -> Room:
     """What is on a device of pipeline rank `rank` besides the chunks of its blocks."""
-    layers = {choice: _layer(choice, strategy, book) for choice in dict.fromkeys(rank_layers(strategy, rank))}
+    layers = {choice: _layer(choice, size, strategy, book) for choice, size in rank_activations(strategy, rank, book).items()}
     sent = book.sent_bytes(strategy.frame.micro_batch_size, strategy.frame.sharding)
     handed = _handed_bytes(strategy, book)
     moments, gaps, rests, made, begun = list[int](), list[int](), list[int](), list[int](), set[LayerChoice]()
@@ -112,8 +112,8 @@ def _handed_bytes(strategy: Strategy, book: PriceBook) -> int:
     return sharding.local_bytes(boundary, sharding.boundary)
 
 
-def _layer(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
-    size, frame, training = layer_activations(choice, strategy.frame, book), strategy.frame, book.training
+def _layer(choice: LayerChoice, size: ActivationBytes, strategy: Strategy, book: PriceBook) -> _Layer:
+    frame, training = strategy.frame, book.training
     tokens = frame.micro_batch_size * training.seq_length
     norms = {operator.name for operator in book.layer(choice.kind, 1).operators if operator.kind is OperatorKind.NORM}
     kept = NORM_BYTES * tokens * len(norms.difference(book.recompute_operators(choice.kind, choice.recompute)))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from costmodels.chunks.home import Home
@@ -97,10 +98,10 @@ class ChunkAdam:
         states = [each for _, owned in self._owned for each in owned]
         optimizer: dict[str, Tensor] = {}
         for each in states:
-            first, second = (each.place.whole(moment) for moment in each.moments)
+            first, second = (_named(each.place, moment) for moment in each.moments)
             found = {"step": each.step, "exp_avg": first, "exp_avg_sq": second}
             optimizer |= {f"{each.place.name}.{key}": value for key, value in found.items()}
-        return {"model": {each.place.name: each.place.whole(each.master) for each in states}, "optimizer": optimizer}
+        return {"model": {each.place.name: _named(each.place, each.master) for each in states}, "optimizer": optimizer}
 
     def settle(self) -> None:
         """After a load: parameters follow their masters."""
@@ -118,6 +119,15 @@ def _owned(chunk: Chunk) -> Iterator[_Tensor]:
             master, *moments = (
                 flat.narrow(0, place.own_offset, place.shape.numel()).view(place.shape) for flat in (chunk.master, *chunk.moments))
             yield _Tensor(place, master, tuple(moments), step)
+
+
+def _named(place: Place, part: Tensor) -> Tensor:
+    """`part`, this rank's, as the parameter is placed. torch's stager of checkpoints takes a DTensor with an offset for a plain tensor."""
+    whole = place.whole(part.as_strided(part.shape, part.stride(), 0))
+    if not isinstance(whole, DTensor):
+        return part
+    whole._local_tensor = part
+    return whole
 
 
 def _decays(place: Place) -> bool:
