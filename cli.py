@@ -79,6 +79,7 @@ def _search(options: dict[str, Any]) -> int:
     from planner.options import (
         all_assumed,
         constraints,
+        offload_assumed,
         question_of,
         require_no_front,
         require_possible,
@@ -100,8 +101,8 @@ def _search(options: dict[str, Any]) -> int:
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
     context = Context(
-        assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
-        **_files(options))
+        assumed=(*all_assumed(question, options, how), *offload_assumed(pins, plan)), elapsed_s=time.monotonic() - started_s,
+        interrupted=bool(interrupts), **_files(options))
     deliver(plan, context, output, as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
 
@@ -277,7 +278,7 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     """
     from planner.baselines.systems import baseline_names
     from planner.compare import compare
-    from planner.options import all_assumed, constraints, question_of, require_possible, search_options
+    from planner.options import all_assumed, constraints, offload_assumed, question_of, require_possible, search_options
     from planner.plan import read
     from planner.report.compare import comparison_document, print_comparison
     from planner.report.text import console
@@ -292,8 +293,8 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     else:
         question = question_of(options)
         require_possible(question, pins)
-        assumed = all_assumed(question, options, how)
         plan, interrupts = _find(question, pins, how, options["objective"])
+        assumed = (*all_assumed(question, options, how), *offload_assumed(pins, plan))
     found = compare(plan, names, how)
     if options["as_json"]:
         print_json(comparison_document(found))

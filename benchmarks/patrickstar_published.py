@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from costmodels.chunks.closed import state_bytes
-from costmodels.chunks.layout import Sized, block_tensors, pack
+from costmodels.chunks.layout import Sized, block_tensors, first_tensors, whole_groups
 from costmodels.sharding import Sharding
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.transformer import build_graph
-from profiles.units import GIB
+from profiles.units import GIB, MIB
 
 MEMBERS = {  # of configs/families/gpt.yaml by the size that the figures say
     "1B": "gpt-1b", "2B": "gpt-2b", "4B": "gpt-4b", "6B": "gpt-6b", "8B": "gpt-8b", "10B": "gpt-10b", "12B": "gpt-12b", "15B": "gpt-15b",
@@ -77,7 +77,8 @@ class Rules:
 
 
 EMBEDDING_BYTES = 16  # of a parameter: fp32 table, gradient and two moments
-STEP_ELEMENTS = 32 << 20  # between the chunk sizes that its search tries
+TRIED = (*range(88, 313, 32), 256, 288, 384)  # Mi elements: CS_SEARCH of examples/run_transformers.sh, its A100 scripts
+STEP_ELEMENTS, LARGE_ELEMENTS = 32 * MIB, 256 * MIB
 
 
 def num_parameters(model: ModelSpec) -> int:
@@ -100,16 +101,19 @@ def tensors_of(model: ModelSpec) -> tuple[Sized, ...]:
 
 def packed(model: ModelSpec, chunk_elements: int, ranks: int) -> float:
     """Utilisation of the chunks of all blocks (EQUATIONS O1), those included that fill the last communication group up."""
-    block = tensors_of(model)
-    every = [Sized(f"{number}.{tensor.name}", tensor.elements) for number in range(model.num_layers) for tensor in block]
-    return pack(every, chunk_elements, ranks).utilisation
+    block = tuple(tensor.elements for tensor in tensors_of(model))
+    chunks = whole_groups(len(first_tensors(block, model.num_layers, chunk_elements)), ranks)
+    return model.num_layers * sum(block) / (chunks * chunk_elements)
 
 
 def searched_size(model: ModelSpec, ranks: int) -> tuple[int, float]:
-    """PatrickStar's way to a chunk size: of multiples of 32 Mi elements up to twice the largest tensor that with most utilisation."""
+    """PatrickStar's way to a chunk size: of those that its search and its scripts try, the one with most utilisation.
+
+    For tensors that are too large for those: of multiples of 32 Mi elements up to twice the largest.
+    """
     largest = max(tensor.elements for tensor in tensors_of(model))
-    first = -(-largest // STEP_ELEMENTS)
-    sizes = [step * STEP_ELEMENTS for step in range(first, 2 * first + 1)]
+    sizes = [size * MIB for size in TRIED if size * MIB >= largest]
+    sizes += range(-(-largest // STEP_ELEMENTS) * STEP_ELEMENTS, 2 * largest, STEP_ELEMENTS) if largest > LARGE_ELEMENTS else ()
     return max(((size, packed(model, size, ranks)) for size in sizes), key=lambda found: (found[1], -found[0]))
 
 
@@ -132,3 +136,17 @@ def states_fit(model: ModelSpec, cluster: Cluster, rules: Rules, batch: int, uti
     states = state_bytes(in_parameters=True) * (num_parameters(model) - tables) / utilisation
     return room > 0 and states <= cluster.num_gpus * room + cluster.nodes * host
 
+
+ESTIMATORS_BUFFERS = 1.5  # additional_buffer_factor
+
+
+def deepspeed_fits(model: ModelSpec, cluster: Cluster, zero: int) -> bool:
+    """By DeepSpeed's own estimators of model states with everything on the host (v0.5: deepspeed/runtime/zero/stage2.py, stage3.py).
+
+        ZeRO 2    host 1.5 max(4 G, 16) Phi                  device 2 Phi         G GPUs of a node: fp32 gradients of every one
+        ZeRO 3    host 1.5 18 Phi                            device 4 bytes of the largest layer
+    """
+    parameters = num_parameters(model)
+    host = max(4 * cluster.num_gpus, 16) if zero == 2 else 18
+    device = 2 * parameters if zero == 2 else 4 * model.padded_vocab_size * model.hidden_size
+    return ESTIMATORS_BUFFERS * host * parameters <= cluster.host_memory_bytes and device <= cluster.device.memory_bytes

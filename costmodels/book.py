@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -179,10 +180,12 @@ class LayerBook(ABC, Generic[K]):
 
         return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
 
-    def host_copy(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again, on_host: tuple[str, ...]) -> Seconds:
-        """What the activations of one layer and micro-batch that the host keeps take to get there, and as long to come back."""
+    def host_copy(
+        self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again, on_host: tuple[str, ...], *, to_host: bool,
+    ) -> Seconds:
+        """What the activations of one layer and micro-batch that the host keeps take to get there, or to come back."""
         host = self.activations(kind, micro_batch_size, sharding, level, on_host).host
-        return copy_time(host, self.machine.cluster) if host else ZERO
+        return copy_time(host, self.machine.cluster, to_host=to_host) if host else ZERO
 
     def hidden_data_parallel(self, kind: K, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
         """The same under endless compute, which hides all that the stack can hide: no layer of `kind` pays less."""
@@ -235,6 +238,12 @@ class PriceBook(LayerBook[LayerKind]):
         super().__init__(training, machine, zero_ranks=zero_ranks, offload=offload)
         self.model = model
         self.chunking = chunking or Chunking()
+
+    def within(self, chunking: Chunking) -> PriceBook:
+        """The same prices for devices that hold chunks in another way."""
+        found = copy(self)  # what is known of layers is shared
+        found.chunking = chunking
+        return found
 
     def graph(self, micro_batch_size: int) -> ModelGraph:
         return self._once(("graph", micro_batch_size), lambda: build_graph(self.model, self.training, micro_batch_size))

@@ -1,14 +1,15 @@
 """What operators keep for the backward pass, on the host: copies under compute, and what is left of them to wait for.
 
 An operator that is named in `LayerChoice.on_host` sends what it keeps to the host as soon as it is made, on a stream for that
-direction; a block's copies have ended when the block behind it has run forward, so that the device holds what two blocks send.
-When a block's backward pass begins, the copies of the block before it start to come back. For a block that copies in C seconds,
-runs forward in F and backward in B (recompute included), the compute waits
+direction; a block's copies have ended when the block behind it has run forward, so that the device holds what two blocks send
+at most (`occupancy.rank_activations`). When a block's backward pass begins, the copies of the block before it start to come
+back. For a block that copies in C seconds, runs forward in F and backward in B (recompute included), the compute waits
 
     out   max(0, C - F)                  back   max(0, C - B)
 
 and the last block of a stage that has copies, which nothing comes back before, C instead of the latter. Both directions of PCIe
-at once take no longer than one. All is analytic: no step with copies was measured. Rhu et al. 2016 (vDNN), arXiv 1602.08124.
+at once take no longer than one. Where the device is the host nothing is hidden. All is analytic: no step with copies was
+measured. Rhu et al. 2016 (vDNN), arXiv 1602.08124.
 """
 
 from __future__ import annotations
@@ -16,14 +17,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodels.book import PriceBook
-from costmodels.strategy import Frame, LayerChoice
+from costmodels.layer import LayerTime
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from profiles.hardware import CPU
 from profiles.provenance import ZERO, Kind, Seconds
 
 
-def copy_s(choice: LayerChoice, frame: Frame, book: PriceBook) -> float:
-    """Seconds of the copies of one layer and micro-batch in one direction."""
-    return book.host_copy(
-        choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).value_s if choice.on_host else 0.0
+def copies_s(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[float, float]:
+    """Seconds of the copies of one layer and micro-batch, to the host and back."""
+    b, sharding = frame.micro_batch_size, frame.sharding_of(choice)
+    out, back = (
+        book.host_copy(choice.kind, b, sharding, choice.recompute, choice.on_host, to_host=to_host) for to_host in (True, False))
+    return out.value_s, back.value_s
+
+
+def hidden_s(time: LayerTime, book: PriceBook) -> tuple[float, float]:
+    """Seconds of copies out and back that the passes of a layer hide."""
+    apart = book.machine.cluster.device.name != CPU
+    return time.forward_s * apart, (time.backward_s + time.recompute_s) * apart
 
 
 def exposed_copies(chunk: Sequence[LayerChoice], frame: Frame, book: PriceBook) -> tuple[Seconds, Seconds]:
@@ -32,15 +43,17 @@ def exposed_copies(chunk: Sequence[LayerChoice], frame: Frame, book: PriceBook) 
     if not moving:
         return ZERO, ZERO
     out_s = back_s = 0.0
-    for index, choice in enumerate(moving):
+    for choice in moving:
         time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
-        taken_s, first = copy_s(choice, frame, book), index == len(moving) - 1
-        out_s += max(0.0, taken_s - time.forward_s)
-        back_s += taken_s if first else max(0.0, taken_s - time.backward_s - time.recompute_s)
+        copied, hidden = copies_s(choice, frame, book), hidden_s(time, book)
+        out_s, back_s = out_s + max(0.0, copied[0] - hidden[0]), back_s + max(0.0, copied[1] - hidden[1])
+    back_s += min(copied[1], hidden[1])  # of the last of them, whose copies nothing hides
     return Seconds(out_s, Kind.ANALYTIC), Seconds(back_s, Kind.ANALYTIC)
 
 
-def window_bytes(sent: Sequence[int]) -> int:
-    """What a device holds of the copies of another block than the one that runs; `sent`: to the host, by layer of a rank."""
-    moving = sorted(sent)[-2:]
-    return moving[0] if len(moving) == 2 and moving[0] else 0
+def copied_bytes(strategy: Strategy, rank: int, book: PriceBook) -> int:
+    """Bytes that go from one device of a pipeline rank to its host in a step; as many come back."""
+    frame = strategy.frame
+    return frame.num_micro_batches * sum(
+        book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).host
+        for chunk in strategy.chunks(rank) for choice in chunk if choice.on_host)

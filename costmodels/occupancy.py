@@ -9,7 +9,6 @@ from typing import Any
 
 from costmodels.actions import Work, parse_row
 from costmodels.book import ActivationBytes, LayerBook, LayerStates, PriceBook
-from costmodels.copies import window_bytes
 from costmodels.fullest import Held, Throughout, fullest_bytes
 from costmodels.memory import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
 from costmodels.mesh import Axis, Mesh
@@ -143,14 +142,13 @@ def sent_bytes(rank: int, frame: Frame, book: PriceBook) -> float:
 def rank_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
     frame, layers = strategy.frame, rank_layers(strategy, rank)
-    kept = {choice: layer_activations(choice, frame, book) for choice in layers}
+    kept = rank_activations(strategy, rank, book)
     table = book.shared_table_bytes(frame.mesh, frame.sharding)
     held = [book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in layers]
     states = sum((layer.states for layer in held), StateBytes())
     between, running = _held_and_running(strategy, rank, kept, book)
     activations = sent_bytes(rank, frame, book) + between
-    buffers = max(layer.zero_buffer for layer in held) + window_bytes([kept[choice].host for choice in layers])
-    temporaries = table + running + _waiting_bytes(strategy, rank, kept, book) + buffers
+    temporaries = table + running + _waiting_bytes(strategy, rank, kept, book) + max(layer.zero_buffer for layer in held)
     apart = _apart_bytes(strategy, rank, kept, book, states.gradients + activations + temporaries)
     spare = book.training.stack.allocator_share * (states.total + activations + temporaries - apart)
     return RankMemory(
@@ -177,6 +175,17 @@ def _held_and_running(
         for moment in moments(rank, frame)]
     between = max(level for level, _ in levels)
     return between, max(map(sum, levels)) - between
+
+
+def rank_activations(strategy: Strategy, rank: int, book: PriceBook) -> dict[LayerChoice, ActivationBytes]:
+    """Those of every layer of a rank, with what another layer's copies to and from the host may hold while it runs as temporary."""
+    layers = rank_layers(strategy, rank)
+    kept = {choice: layer_activations(choice, strategy.frame, book) for choice in layers}
+    largest = sorted(kept[choice].host for choice in layers)[-2:]
+    if not largest[-1]:
+        return kept
+    return {
+        choice: replace(size, workspace=size.workspace + largest[0 if size.host == largest[-1] else -1]) for choice, size in kept.items()}
 
 
 def layer_activations(choice: LayerChoice, frame: Frame, book: PriceBook, *, ahead: bool = False) -> ActivationBytes:

@@ -85,7 +85,7 @@ def rank_tally(strategy: Strategy, rank: int, book: PriceBook) -> Tally:
     ends = {frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)}
     if book.tied and len(ends) > 1 and rank in ends:
         tables = (p for op in book.graph(1).embedding.operators for p in op.parameters if op.parallel_dim == "vocab")
-        own = sum(parameter.num_elements for parameter in tables) // frame.mesh.tp
+        own = sum(p.num_elements for p in tables) // frame.mesh.tp
         tally.add(Axis.PP, Collective.ALL_REDUCE, _gradient_bytes(own, prices_of(frame, book)))
     return tally
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodels.chunks.memory import prices_of
 from costmodels.occupancy import stashes, usable_bytes
 from costmodels.passes import hidden_passes
 from costmodels.recompute import Recompute
 from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
-from planner.chunk_costs import block_costs, host_share_bytes, once_s
 from planner.columns import MixTable, block_counts, end_kinds, fixed_price
 from profiles.model import LayerKind
 
@@ -40,11 +40,11 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
     blocks of the fullest rank cost once a step. Embedding, head, transfers and the ends of rows of halves are in the sum.
     """
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
-    stages, share = table.zero_stages(frame), bubble_share(frame, book)
+    stages, share, outside = table.zero_stages(frame), bubble_share(frame, book), prices_of(frame, book)
     block_s, block_tail_s = _least_block(frame, table)
     ends_s = sum(
         book.layer_time(kind, b, sharding).total_s
-        + min(book.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in stages)
+        + min(outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in stages)
         for kind in ENDS)
     transfers_s = sum(rank_receives(rank, frame, book).value_s for rank in range(mesh.pp))
     edges_s = mesh.pp * rank_edges(frame, book).value_s
@@ -77,15 +77,13 @@ def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
 
 
 def _least_chunked_block(frame: Frame, table: MixTable) -> tuple[float, float]:
-    """The same of a block in chunks: its compute, and collectives where they have one window; copies count as hidden."""
-    book, b, catalogue = table.book, frame.micro_batch_size, table.catalogue
-    per_micro_batch_s, per_step_s = [], []
-    for layout, fastest_s in catalogue.fastest_s(b, frame.sharding).items():
-        costs = block_costs(frame, catalogue.with_layout(layout, frame.sharding), table.offload, book).values()
+    """The same of a block in chunks: its compute, and collectives where they have one window; copies and updates count as hidden."""
+    catalogue, per_micro_batch_s = table.catalogue, list[float]()
+    for layout, fastest_s in catalogue.fastest_s(frame.micro_batch_size, frame.sharding).items():
+        costs = table.block_costs(frame, catalogue.with_layout(layout, frame.sharding)).values()
         gathered_s = 0.0 if catalogue.divides(frame.sharding) else min(cost.forward_s + cost.backward_s for cost in costs)
         per_micro_batch_s.append(fastest_s + gathered_s)
-        per_step_s += [once_s(cost) for cost in costs]
-    return min(per_micro_batch_s), min(per_step_s)
+    return min(per_micro_batch_s), 0.0
 
 
 def _always_recomputed_s(frame: Frame, table: MixTable) -> float:
@@ -128,10 +126,10 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
     usable, pp, v = usable_bytes(limit_bytes, frame.mesh, table.book), frame.mesh.pp, frame.virtual_stages
     kept = least_kept_bytes(frame, table)
     states = {zero: _block_bytes(frame, zero, table) for zero in table.zero_stages(frame)}
-    share, most = host_share_bytes(table.book.machine.cluster) if frame.chunked else 0.0, 0
+    share, most = table.host_share_bytes if frame.chunked else 0.0, 0
     for rank in range(pp):
         held = stashes(LayerKind.BLOCK, rank, frame) * kept / v
-        rooms = {zero: usable - _ends_bytes(rank, frame, zero, table) for zero in states}
+        rooms = {zero: usable - ends_bytes(rank, frame, zero, table) for zero in states}
         here = max(
             int(min(room / (device + held), (room + share) / (both + held))) if room > 0 else 0
             for (device, both), room in ((states[zero], room) for zero, room in rooms.items()))
@@ -148,11 +146,11 @@ def _block_bytes(frame: Frame, zero: int, table: MixTable) -> tuple[float, float
         return own, own
     costs = [
         cost for layout in table.catalogue.fastest_s(frame.micro_batch_size, frame.sharding)
-        for cost in block_costs(frame, table.catalogue.with_layout(layout, frame.sharding), table.offload, table.book).values()]
+        for cost in table.block_costs(frame, table.catalogue.with_layout(layout, frame.sharding)).values()]
     return min(float(cost.device.total) for cost in costs), min(float(cost.device.total + cost.host.total) for cost in costs)
 
 
-def _ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
+def ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
     """What embedding and head of a rank hold at least at the peak."""
     if not end_kinds(rank, frame):
         return 0.0

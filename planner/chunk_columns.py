@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
+from costmodels.chunks.room import SHARD_GRADIENT_BYTES
 from costmodels.memory import owned_parameters
 from costmodels.occupancy import occupied_bytes, usable_bytes
 from costmodels.strategy import Frame
-from planner.chunk_costs import HomeCosts, Tensors, host_share_bytes
+from planner.chunk_costs import HomeCosts, Tensors
 from planner.chunk_mixes import ChunkMixes
 from planner.columns import Column, MixTable, Priced, RankColumns, end_kinds
 from planner.fronts import Array, Ints, front
@@ -30,7 +32,7 @@ class ChunkColumns:
     def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
         self.rank, self.frame, self.table, self.compute = rank, frame, table, RankColumns(rank, frame, table)
         (self.zero,) = table.zero_stages(frame)
-        self.fixed, self.host_share_bytes = self.compute.fixed[self.zero], host_share_bytes(table.book.machine.cluster)
+        self.fixed, self.host_share_bytes = self.compute.fixed[self.zero], table.host_share_bytes
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The mixes and homes within both limits that no other beats in time and in tail."""
@@ -62,7 +64,7 @@ class ChunkColumns:
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         begins, compute_s = self._intervals(num_blocks)
         for costs, _ in self._homes(num_blocks):
-            mixes = ChunkMixes(self.frame, costs, compute_s, begins, np.full(len(begins), -np.inf))
+            mixes = ChunkMixes(self.frame, costs, compute_s, begins, np.full(len(begins), -np.inf), -np.inf)
             _, home, time_s = mixes.best(usable, self.host_share_bytes)
             found += [self._bound(num_blocks, costs, int(home[i]), float(time_s[i])) for i in front(time_s, costs.once_s[home])]
         return _unbeaten(found)
@@ -81,7 +83,7 @@ class ChunkColumns:
 
         Of options with at most some workspace, the lower convex hull of kept bytes and seconds.
         """
-        always = self.fixed.states + self.fixed.held + self._lasting_bytes() - self.fixed.used_up
+        always = self._outside_bytes + self._lasting_bytes((LayerKind.HEAD,)) - self.fixed.used_up
         in_flight = self.compute.stashes * num_blocks / self.frame.virtual_stages
         found: Array = np.full(len(allocated), np.inf)
         for workspace, kept, time_s in self.table.hulls(self.frame, self.rank):
@@ -106,21 +108,38 @@ class ChunkColumns:
             rows = rows[front(priced.time_s[rows], allocated[rows])]
             rows = rows[priced.allocated[rows] <= np.minimum.accumulate(priced.allocated[rows])] if len(rows) else rows
             if len(rows):
-                yield ChunkMixes(self.frame, costs, priced.time_s[rows], allocated[rows], priced.allocated[rows]), priced, rows
+                yield ChunkMixes(
+                    self.frame, costs, priced.time_s[rows], allocated[rows],
+                    priced.allocated[rows] + self._gathered_bytes + self._lasting_bytes((LayerKind.HEAD,)),
+                    self._outside_bytes + self._lasting_bytes((LayerKind.EMBEDDING, LayerKind.HEAD))), priced, rows
 
     def _in_blocks(self, priced: Priced) -> Array:
         """What the fullest pass of a block allocates without chunks (costmodels/chunks/room.py); `priced` also has what the ends need."""
         temporaries = self.compute.running(priced.mixes, self.zero) + self.fixed.zero_buffer
-        found: Array = priced.allocated - temporaries + priced.mixes.workspace_bytes - self.fixed.used_up + self._lasting_bytes()
+        beyond = self._lasting_bytes((LayerKind.HEAD,)) + self._gathered_bytes - self.fixed.used_up
+        found: Array = priced.allocated - temporaries + priced.mixes.workspace_bytes + beyond
         return found
 
-    def _lasting_bytes(self) -> float:
-        """Of the head in passes of blocks: its gradient until it is reduced, behind the stage's backward pass."""
-        book, sharding = self.table.book, self.frame.sharding
-        if LayerKind.HEAD not in end_kinds(self.rank, self.frame) or not self.zero:
-            return 0.0
-        own = owned_parameters(book.layer(LayerKind.HEAD, 1), sharding, with_tied=book.counts_tied(self.frame.mesh))
-        return float(book.training.gradient_precision.num_bytes * own)
+    @property
+    def _outside_bytes(self) -> float:
+        """Of embedding and head in passes of blocks: states, and what they keep."""
+        return self.fixed.states + self.fixed.held + self._gathered_bytes
+
+    @cached_property
+    def _gathered_bytes(self) -> float:
+        """What stays gathered of an embedding and a head that are one unit."""
+        book = self.table.book
+        joined = self.zero == 3 and book.tied and self.frame.mesh.pp == 1
+        return float(book.training.precision.num_bytes * sum(map(self._parameters, end_kinds(self.rank, self.frame))) * joined)
+
+    def _lasting_bytes(self, kinds: Sequence[LayerKind]) -> float:
+        """Gradients of embedding or head that are reduced, until the stage's backward pass is over; the head's in passes of blocks."""
+        there = [kind for kind in end_kinds(self.rank, self.frame) if kind in kinds and self.zero == 3]
+        return float(SHARD_GRADIENT_BYTES * sum(map(self._parameters, there)))
+
+    def _parameters(self, kind: LayerKind) -> int:
+        book = self.table.book
+        return owned_parameters(book.layer(kind, 1), self.frame.sharding, with_tied=book.counts_tied(self.frame.mesh))
 
     def _column(self, mixes: ChunkMixes, priced: Priced, rows: Ints, cell: tuple[int, int], time_s: float) -> Column:
         row, home = cell

@@ -6,7 +6,7 @@ Chunks of one home are packed from a beginning of their own, so that their bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from costmodels.book import PriceBook
 from costmodels.chunks.held import UPDATE_BYTES
 from costmodels.chunks.home import Home
 from costmodels.chunks.layout import block_tensors, chunks_after
-from costmodels.chunks.price import BlockCost, writes_over_parameters
+from costmodels.chunks.price import STAGED_CHUNKS, BlockCost, writes_over_parameters
 from costmodels.chunks.size import chunk_size_of, widest_groups
 from costmodels.offload import Offload
 from costmodels.sharding import Sharding
@@ -33,18 +33,20 @@ class HomeCosts:
     """By way to give the blocks of a rank homes, `host` and `optimizer` blocks; bytes and seconds of one device.
 
     always_bytes, working_bytes   states that stay, and what the block that runs needs beside them
+    update_bytes                  what the device needs to update a chunk
     host_bytes                    what the host keeps for the device
     block_bytes                   parameters of one HOST block that could stay on the device
     gathered_s                    collectives of a micro-batch, what compute does not hide
     fetch_s, send_s               copies of all HOST blocks' parameters in one pass, and of their gradients
     added_s                       the host adds the gradients of a micro-batch to those before
-    once_s                        after the last backward pass: copies of OPTIMIZER blocks, both updates
+    once_s                        after the last backward pass: what both updates and copies of OPTIMIZER blocks take
     """
 
     host: Ints
     optimizer: Ints
     always_bytes: Array
     working_bytes: Array
+    update_bytes: Array
     host_bytes: Array
     block_bytes: float
     gathered_s: Array
@@ -75,30 +77,51 @@ def block_costs(frame: Frame, sharding: Sharding, offload: Collection[Offload], 
         for home in homes_allowed(offload)}
 
 
-def once_s(cost: BlockCost) -> float:
-    """Seconds after the last backward pass: copies of the block's gradients and parameters, and its update."""
-    return cost.leave_s + cost.return_s + cost.host_adam_s + cost.device_adam_s
+def once_s(counts: Mapping[Home, Array], costs: Mapping[Home, BlockCost], backward_s: float | None = None) -> Array:
+    """Seconds after the last backward pass, of `counts` blocks by home: the updates of host and device, which run at once.
+
+    Parameters return as the host goes on. Gradients leave under the last backward pass, of `backward_s` a block, and behind it: None
+    for all under it.
+    """
+
+    def summed(name: str) -> Array:
+        found: Array = np.sum([counts[home] * float(getattr(cost, name)) for home, cost in costs.items()], axis=0)
+        return found
+
+    updated_s = np.maximum(np.maximum(summed("host_adam_s"), summed("device_adam_s")), summed("return_s"))
+    if backward_s is None:
+        return updated_s
+    found: Array = updated_s + np.maximum(0.0, summed("leave_s") - backward_s * sum(counts.values()))
+    return found
 
 
-def home_costs(sharding: Sharding, num_blocks: int, frame: Frame, offload: Collection[Offload], book: PriceBook) -> HomeCosts:
-    """The costs of all homes that `offload` allows the `num_blocks` blocks of a rank, divided as `sharding` does."""
-    tensors, ranks = tensors_of(sharding, book), frame.mesh.dp
+def home_costs(tensors: Tensors, num_blocks: int, frame: Frame, costs: dict[Home, BlockCost], book: PriceBook) -> HomeCosts:
+    """The costs of all ways to give the `num_blocks` blocks of a rank homes that have `costs` for one block."""
+    backward_s = book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding).backward_s
+    ranks = frame.mesh.dp
     size = chunk_size_of(tensors, num_blocks, ranks, book.machine.cluster, book.training.precision.num_bytes)
     padded = np.array(chunks_after(tensors, num_blocks, size, ranks), dtype=np.float64) * (size / sum(tensors))  # in blocks
-    host, optimizer = counts_of_homes(num_blocks, offload)
+    host, optimizer = counts_of_homes(num_blocks, costs)
     counts = {Home.HOST: host, Home.OPTIMIZER: optimizer, Home.DEVICE: num_blocks - host - optimizer}
-    costs = block_costs(frame, sharding, offload, book)
 
     def summed(value: Callable[[BlockCost], float]) -> Array:
         found: Array = np.sum([padded[counts[home]] * value(cost) for home, cost in costs.items()], axis=0)
         return found
 
     return HomeCosts(
-        host=host, optimizer=optimizer, working_bytes=_working_bytes(tensors, num_blocks, size, counts, frame, book),
-        always_bytes=summed(lambda cost: cost.device.total), host_bytes=summed(lambda cost: cost.host.total),
+        host=host, optimizer=optimizer, update_bytes=UPDATE_BYTES * size * (counts[Home.DEVICE] > 0).astype(np.float64),
+        working_bytes=_working_bytes(tensors, num_blocks, size, counts, frame, book),
+        always_bytes=summed(lambda cost: cost.device.total),
+        host_bytes=summed(lambda cost: cost.host.total) + _staging_bytes(size, book) * (host > 0),
         block_bytes=book.training.precision.num_bytes * padded[-1] / num_blocks * sum(tensors) / ranks,
         gathered_s=summed(lambda cost: cost.forward_s + cost.backward_s), fetch_s=summed(lambda cost: cost.fetch_s),
-        send_s=summed(lambda cost: cost.send_s), added_s=summed(lambda cost: cost.added_s), once_s=summed(once_s))
+        send_s=summed(lambda cost: cost.send_s), added_s=summed(lambda cost: cost.added_s),
+        once_s=once_s({home: padded[count] for home, count in counts.items()}, costs, backward_s))
+
+
+def _staging_bytes(chunk_elements: int, book: PriceBook) -> int:
+    """On the host, where gradients land that are added to those before (costmodels/chunks/memory.py)."""
+    return STAGED_CHUNKS * book.training.gradient_precision.num_bytes * chunk_elements
 
 
 def _working_bytes(
@@ -107,13 +130,11 @@ def _working_bytes(
     """What the widest block needs at most beside the states that stay and its activations (costmodels/chunks/slots.py).
 
     Its gradients as autograd makes them. Of several ranks its gathered groups of parameters and of gradients, and of a HOST block the own
-    chunks that are gathered; of one rank, of HOST blocks alone, its chunks in place. At least what the device needs to update a chunk.
+    chunks that are gathered; of one rank, of HOST blocks alone, its chunks in place.
     """
     ranks, width = frame.mesh.dp, book.training.precision.num_bytes
     in_parameters = writes_over_parameters(book.training, frame.num_micro_batches)
     gradient = 0 if in_parameters else book.training.gradient_precision.num_bytes
     own = widest_groups(tensors, num_blocks, chunk_elements, ranks) * chunk_elements
-    used = own * (ranks * (width + gradient) + width * (counts[Home.HOST] > 0)) if ranks > 1 else own * (width + gradient) * (
-        counts[Home.HOST] > 0)
-    found: Array = np.maximum(width * sum(tensors) + used, UPDATE_BYTES * chunk_elements * (counts[Home.DEVICE] > 0)).astype(np.float64)
-    return found
+    away = (counts[Home.HOST] > 0).astype(np.float64)
+    return width * sum(tensors) + own * (ranks * (width + gradient) + width * away if ranks > 1 else (width + gradient) * away)

@@ -25,7 +25,7 @@ class ChunkMixes:
     """Mixes, fastest first, each with less memory than those before it; rows and homes are indices.
 
     compute_s    of a micro-batch
-    allocated    without chunks, in the fullest pass of a block; at_ends: in one of embedding or head
+    allocated    without chunks, in the fullest pass of a block; at_ends: in one of embedding or head; in_update: in the update
     """
 
     frame: Frame
@@ -33,11 +33,13 @@ class ChunkMixes:
     compute_s: Array
     allocated: Array
     at_ends: Array
+    in_update: float
 
     def needed(self, row: Ints, home: Ints) -> Array:
         """Bytes of the device at its fullest."""
         states, working = self.costs.always_bytes[home], self.costs.working_bytes[home]
-        found: Array = states + np.maximum(self.allocated[row] + working, self.at_ends[row])
+        in_passes = np.maximum(self.allocated[row] + working, self.at_ends[row])
+        found: Array = states + np.maximum(in_passes, self.in_update + self.costs.update_bytes[home])
         return found
 
     def best(self, usable: float, host_share_bytes: float) -> tuple[Ints, Ints, Array]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import chunks_of_rank
+from costmodels.chunks.price import Chunking
 from costmodels.chunks.schedule import RankChunks
 from costmodels.strategy import Strategy
 from planner.plan import ChunkGroup, ChunkRank, Chunks, Plan
@@ -53,18 +54,11 @@ def busiest_rank(plan: Plan) -> int:
 
 def rechunked(plan: Plan) -> Plan:
     """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the smallest budget. Raises ConfigError."""
-    ample = _in_budget(plan, _AMPLE)
-    return replace(plan, chunks=_in_budget(plan, max(rank.smallest_bytes for rank in ample.ranks)))
-
-
-def _in_budget(plan: Plan, device_bytes: int) -> Chunks:
-    """The chunks of a plan's layers where tensors may fill `device_bytes` of a device."""
-    chunks = plan.chunks
-    assert chunks is not None, "it has chunks"
-    book = book_of(replace(plan, chunks=replace(chunks, ranks=tuple(replace(rank, device_bytes=device_bytes) for rank in chunks.ranks))))
-    found = chunks_of(layers_of(plan, book), book)
-    assert found is not None, "it has chunks"
-    return found
+    assert plan.chunks is not None, "it has chunks"
+    book = book_of(plan)
+    strategy, ample = layers_of(plan, book), book.within(Chunking(eviction=plan.chunks.eviction, device_bytes=_AMPLE))
+    smallest = max(chunks_of_rank(strategy, rank, ample).smallest_bytes for rank in range(plan.mesh.pp))
+    return replace(plan, chunks=chunks_of(strategy, ample.within(replace(ample.chunking, device_bytes=smallest))))
 
 
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:

@@ -14,6 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from costmodels.book import PriceBook
+from costmodels.chunks.home import Home
+from costmodels.chunks.memory import prices_of
+from costmodels.chunks.price import BlockCost
 from costmodels.mesh import Mesh
 from costmodels.moments import Moment, moments
 from costmodels.occupancy import occupied_bytes, peaks, sent_bytes, stashes, usable_bytes
@@ -23,7 +26,7 @@ from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.chunk_costs import HomeCosts, Tensors, home_costs, tensors_of
+from planner.chunk_costs import HomeCosts, Tensors, block_costs, home_costs, host_share_bytes, tensors_of
 from planner.fronts import Ints, front
 from planner.homes import NOTHING, Homes, in_homes
 from planner.layer_plans import LayerOption, catalogue_of
@@ -66,10 +69,12 @@ class MixTable:
     def __init__(self, book: PriceBook, pins: Constraints) -> None:
         self.book = book
         self.catalogue = catalogue_of(book, pins)
-        self.offload = pins.offload or ()
+        self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self._known: dict[tuple[int, Sharding, bool, int, int], Mixes] = {}
         self._hulls: dict[tuple[int, Sharding, bool], tuple[Hull, ...]] = {}
+        self._block_costs: dict[tuple[Mesh, int, int, Sharding], dict[Home, BlockCost]] = {}
+        self._divisions: dict[tuple[int, Sharding, bool], dict[Tensors, Sharding]] = {}
         self._tensors: dict[Sharding, Tensors] = {}
         self._homes: dict[tuple[Mesh, int, int, Sharding, int], HomeCosts] = {}
         self._pairs: dict[tuple[int, Sharding, bool], Pairs] = {}
@@ -121,8 +126,15 @@ class MixTable:
         """What it costs to give the blocks of a rank homes, of a frame in chunks."""
         key = frame.mesh, frame.micro_batch_size, frame.num_micro_batches, sharding, num_blocks
         if key not in self._homes:
-            self._homes[key] = home_costs(sharding, num_blocks, frame, self.offload, self.book)
+            self._homes[key] = home_costs(self.tensors(sharding), num_blocks, frame, self.block_costs(frame, sharding), self.book)
         return self._homes[key]
+
+    def block_costs(self, frame: Frame, sharding: Sharding) -> dict[Home, BlockCost]:
+        """What one block costs by home, of a frame in chunks, without padding."""
+        key = frame.mesh, frame.micro_batch_size, frame.num_micro_batches, sharding
+        if key not in self._block_costs:
+            self._block_costs[key] = block_costs(frame, sharding, self.offload, self.book)
+        return self._block_costs[key]
 
     def tensors(self, sharding: Sharding) -> Tensors:
         """The sizes of a block's tensors, divided as `sharding` does."""
@@ -139,7 +151,10 @@ class MixTable:
 
     def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:
         """The ways to divide the weights that the options have, and one option's sharding for each."""
-        return {self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)}
+        key = frame.micro_batch_size, frame.sharding, frame.keeps_all(rank)
+        if key not in self._divisions:
+            self._divisions[key] = {self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)}
+        return self._divisions[key]
 
     def get(self, frame: Frame, rank: int, num_blocks: int) -> Mixes:
         """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
@@ -205,16 +220,17 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     """What `rank` pays for embedding, head and transfers."""
     b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
     time_s = rank_receives(rank, frame, book).value_s + rank_edges(frame, book).value_s
-    tail_s = book.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
+    outside = prices_of(frame, book)
+    tail_s = outside.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
     table = book.shared_table_bytes(mesh, sharding)
     states = ideal = ideal_held = saved = used_up = waiting = 0.0
     held_bytes = sent_bytes(rank, frame, book) + table
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
     for kind in end_kinds(rank, frame):
-        data = book.data_parallel(kind, b, mesh, sharding, zero)
+        data = outside.data_parallel(kind, b, mesh, sharding, zero)
         kept = book.activations(kind, b, sharding)
-        held = book.states(kind, mesh, sharding, zero)
+        held = outside.states(kind, mesh, sharding, zero)
         time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
         states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies

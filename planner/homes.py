@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -46,12 +47,16 @@ def homes_allowed(offload: Collection[Offload]) -> tuple[Home, ...]:
     return tuple(home for home in Home if home not in _NEEDS or _NEEDS[home] in offload)
 
 
-def counts_of_homes(num_blocks: int, offload: Collection[Offload]) -> tuple[Ints, Ints]:
-    """Every way to give the blocks of a rank homes, of those that `offload` allows: the counts of HOST and of OPTIMIZER blocks."""
-    allowed = homes_allowed(offload)
+@lru_cache(maxsize=256)
+def _counts(num_blocks: int, allowed: tuple[Home, ...]) -> tuple[Ints, Ints]:
     host, optimizer = np.indices([num_blocks * (home in allowed) + 1 for home in (Home.HOST, Home.OPTIMIZER)]).reshape(2, -1)
     within = host + optimizer <= num_blocks
     return host[within], optimizer[within]
+
+
+def counts_of_homes(num_blocks: int, allowed: Collection[Home]) -> tuple[Ints, Ints]:
+    """Every way to give the blocks of a rank homes that are `allowed`: the counts of HOST and of OPTIMIZER blocks."""
+    return _counts(num_blocks, tuple(home for home in Home if home in allowed))
 
 
 def illegal_chunks(frame: Frame, zero: Collection[int] | None = None, zero_ranks: int | None = None) -> str | None:

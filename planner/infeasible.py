@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from costmodels.book import PriceBook
+from costmodels.chunks.memory import device_memory
+from costmodels.chunks.price import Chunking
 from costmodels.memory import ideal_states
 from costmodels.recompute import Recompute
-from costmodels.step import price_step
 from costmodels.strategy import Frame
 from planner.band import memory_margin
 from planner.bounds import may_fit
 from planner.chunk_columns import rank_columns
 from planner.columns import Column, MixTable, block_counts, to_strategy
+from planner.homes import has_chunks
 from planner.request import Constraints, SearchOptions
 from planner.space import enumerate_space
 from profiles.errors import InfeasibleError
@@ -24,8 +26,9 @@ from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.stack import Stack
-from profiles.units import MIB, gib
+from profiles.units import GIB, MIB, gib
 
+STATE_BYTES = 24  # of a parameter on the host, padding included: more than any home needs
 MOST_TIMES_LARGER = 64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
 
 
@@ -51,11 +54,15 @@ class _Leanest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """The leanest plan of a request that does not fit: what its fullest stage needs and what a plan may fill, and both in words."""
+    """The leanest plan of a request that does not fit: what its fullest stage needs and what a plan may fill, and both in words.
+
+    host_bytes: of a node with which something fits the devices as they are, None where no host's memory is enough or asked for
+    """
 
     need_bytes: float
     limit_bytes: float
     text: str
+    host_bytes: int | None = None
 
 
 class _Ranks:
@@ -162,16 +169,58 @@ def shortfall(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: 
     assert lean is not None, "there are legal frames"
     need, book = lean.column.memory_bytes, PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
     margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
-    return Shortfall(need_bytes=need, limit_bytes=limit, text=(
+    host = enough_host_bytes(model, cluster, training, pins, limit)
+    return Shortfall(need_bytes=need, limit_bytes=limit, host_bytes=host, text=(
         f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.frame.mesh}, "
-        f"zero {lean.column.zero}, {_recompute_of(lean.column, book)} recompute, micro-batch {lean.frame.micro_batch_size}) "
+        f"zero {lean.column.zero}, {_recompute_of(lean.column, book)} recompute, micro-batch {lean.frame.micro_batch_size}{_homes(lean)}) "
         f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short; "
-        f"the largest part is {_largest_part(lean, book)}"))
+        f"the largest part is {_largest_part(lean, book)}{_host_text(host, cluster, pins)}"))
+
+
+def _homes(lean: _Leanest) -> str:
+    """Of the fullest stage, how many blocks leave the device."""
+    homes, count = lean.column.homes, lean.column.num_blocks
+    return f", {homes.host} of {count} blocks on the host and the optimizer of {homes.optimizer}" if lean.frame.chunked else ""
+
+
+def _host_text(enough: int | None, cluster: Cluster, pins: Constraints) -> str:
+    """Which of device and host is missing, where the host may keep something."""
+    if not has_chunks(pins.offload):
+        return ""
+    if enough is None:
+        return "; no larger host helps"
+    return f"; it would fit with {gib(enough):,.0f} GiB of host memory a node, there are {gib(cluster.host_memory_bytes):,.0f}"
+
+
+def enough_host_bytes(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float,
+) -> int | None:
+    """How much memory of a node's host is enough for its devices as they are, to 1 GiB, by bisection; None where none is."""
+    if not has_chunks(pins.offload):
+        return None
+    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved())
+    most = -(-STATE_BYTES * table.book.graph(1).num_parameters // GIB)
+    frames = [frame for frame in _least_memory_frames(model, cluster, training, pins) if frame.chunked]
+
+    def fitting(host_gib: int) -> list[Frame]:
+        table.host_share_bytes = host_gib * GIB / cluster.gpus_per_node
+        return [frame for frame in frames if _fits(frame, table, limit)]
+
+    frames = fitting(most)
+    if not frames:
+        return None
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = fitting(middle)
+        low, high, frames = (low, middle, found) if found else (middle, high, frames)
+    return high * GIB
 
 
 def _largest_part(lean: _Leanest, book: PriceBook) -> str:
     """What most of the memory of the fullest stage is."""
-    memory = price_step(to_strategy(lean.frame, lean.columns), book).memory[lean.rank]
+    as_large = Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.frame.chunked else Chunking()
+    memory = device_memory(to_strategy(lean.frame, lean.columns), lean.rank, book.within(as_large))
     parts = {
         "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
         "temporaries": memory.temporaries, "reserve (context, communicators, allocator)": memory.reserve}

@@ -2,7 +2,7 @@
 
 Sizes are ascending: the members of a family, or numbers of blocks of one width. Each is asked for by a search. That a smaller model
 fits where a larger one does is likely, not certain: rules of legality depend on the shape. So after the bisection the sizes above are
-tried as well, and the bisection goes on from one that fits all the same.
+tried as well, and the bisection goes on from one that fits all the same. Only of the largest the fastest plan is looked for.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from profiles.transformer import build_graph
 from profiles.units import gib
 
 ALSO_TRIED = 2  # sizes above the bisection's answer
+FIRST_PLAN_S = 1e-6  # a search that is out of time from the beginning ends with the first plan that it finds
 LEAST_STATE_BYTES = 14  # of a parameter in 16 bits (EQUATIONS O2): parameter or gradient, master, two moments
 LEVELS: tuple[tuple[Offload, ...], ...] = ((), (Offload.OPTIMIZER,), SEARCHED_OFFLOAD)
 
@@ -94,37 +95,39 @@ def _require_room(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ..
 
 
 class _Probes:
-    """The searches of one choice of what the host may keep, each done once."""
+    """The searches of one choice of what the host may keep: whether a size fits is asked once, and ends with the first plan."""
 
     def __init__(self, sizes: Sizes, asking: Asking, offload: tuple[Offload, ...], interrupted: Callable[[], bool]) -> None:
         self._sizes, self._asking, self._interrupted = sizes, asking, interrupted
         self._pins = replace(asking.pins, offload=offload)
         self.plans: dict[int, Plan] = {}
         self.errors: dict[int, PlannerError] = {}
+        self.num_searches = 0
 
     def fits(self, index: int) -> bool:
         """Whether the size has a plan, which is kept. Raises KeyboardInterrupt."""
         if index not in self.plans and index not in self.errors:
             try:
-                self.plans[index] = self._plan(self._sizes.of(index).spec)
+                self.plans[index] = self._plan(index, replace(self._asking.options, time_limit_s=FIRST_PLAN_S))
             except (InfeasibleError, ConfigError) as error:
                 self.errors[index] = error
         return index in self.plans
 
-    def _plan(self, model: ModelSpec) -> Plan:
-        asking = self._asking
+    def fastest(self, index: int) -> Plan:
+        """The fastest plan of a size that fits."""
+        return self._plan(index, self._asking.options)
+
+    def _plan(self, index: int, options: SearchOptions) -> Plan:
+        model, asking = self._sizes.of(index).spec, self._asking
         if self._interrupted():
             raise KeyboardInterrupt
         if asking.on_search:
-            asking.on_search(model.name, len(self.plans) + len(self.errors), self._planned)
+            asking.on_search(model.name, self.num_searches, self._sizes.count.bit_length() + ALSO_TRIED)
+        self.num_searches += 1
         _require_room(model, asking.cluster, self._pins.offload or ())
         return find_plan(
-            model, asking.cluster, asking.training, constraints=self._pins, options=asking.options, on_progress=asking.on_progress,
+            model, asking.cluster, asking.training, constraints=self._pins, options=options, on_progress=asking.on_progress,
             explain=_unexplained)
-
-    @property
-    def _planned(self) -> int:
-        return self._sizes.count.bit_length() + ALSO_TRIED
 
     def legal_at_most(self, high: int, low: int) -> int | None:
         """The largest size in low .. high that has candidates at all."""
@@ -198,11 +201,13 @@ def _largest(probes: _Probes, offload: tuple[Offload, ...], known: int, count: i
     """The row of one level, and the index to begin the next with: what fits with less on the host fits with more."""
     proven, next_name, next_error = True, None, None
     try:
-        last_that_fits(probes.fits, probes.legal_at_most, known, count)
-        next_name, next_error = probes.next_above(max(probes.plans, default=None))
+        best: int | None = last_that_fits(probes.fits, probes.legal_at_most, known, count)
+        best = best if best in probes.plans else None
+        if best is not None:
+            probes.plans[best] = probes.fastest(best)
+        next_name, next_error = probes.next_above(best)
     except KeyboardInterrupt:
-        proven = False
-    best = max(probes.plans, default=None)
+        best, proven = max(probes.plans, default=None), False
     return Largest(
         offload=offload, plan=None if best is None else probes.plans[best], next_name=next_name, next_error=next_error,
-        num_searches=len(probes.plans) + len(probes.errors), proven=proven), best or 0
+        num_searches=probes.num_searches, proven=proven), best or 0

@@ -68,7 +68,8 @@ def catalogue_of(book: PriceBook, pins: Constraints) -> Catalogue:
     A block does not know how many nodes there are and how much memory they have: requests that differ in those share one.
     """
     cluster = book.machine.cluster
-    machine = replace(book.machine, cluster=replace(cluster, nodes=1, device=replace(cluster.device, memory_bytes=1)))
+    device = replace(cluster.device, memory_bytes=1)
+    machine = replace(book.machine, cluster=replace(cluster, nodes=1, device=device, host_memory_bytes=1))
     key = _OneNode(f"{machine.cluster} {machine.profile}", machine)
     return _catalogue(book.model, book.training, key, pins.recompute, pins.megatron_sharding)
 

@@ -1,7 +1,7 @@
 """Which sizes of a plan its machine's own profile has measured, which lie between those, and which are missing.
 
 The sizes are those of every operator of the plan as it is divided, of the optimizer, and of collectives and messages by group shape.
-Left out: what the host does for offloaded states, the exchanges of experts, and the reduction of a tied embedding.
+Left out: what the host does for offloaded states, updates of chunks, the exchanges of experts, and the reduction of a tied embedding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from costmodels.compute import kernel_time
 from costmodels.kernels import Kernel, StreamKernel
 from costmodels.memory import owned_parameters
 from costmodels.mesh import Axis, Placement, place_axis
-from costmodels.strategy import Frame, LayerChoice, Strategy
+from costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
 from costmodels.sub_pipeline import HALVES
 from costmodels.traffic import Sent, rank_tally
 from planner.operator_cases import kernels_by_case, kernels_of_update, update_cases
@@ -103,7 +103,8 @@ def _of_updates(strategy: Strategy, book: PriceBook) -> dict[Case, Kind]:
     all updates to decide their kind (a head's norm)."""
     if book.offloads_states:
         return {}
-    counts = Counter(_owned(choice, strategy.frame, book) for stage in strategy.stages for choice in stage)
+    counts = Counter(
+        _owned(choice, strategy.frame, book) for stage in strategy.stages for choice in stage if not in_chunks(choice, strategy.frame))
     prices = {
         case: kernel_time(kernel, book.machine, book.training) for owned in counts if owned
         for case in update_cases(owned, book.training) for kernel in kernels_of_update(case, book.training)}

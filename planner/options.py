@@ -23,7 +23,7 @@ from costmodels.strategy import Frame
 from planner.band import margin_text, memory_margin
 from planner.forbid import parse_bans
 from planner.modules import load_module, narrowed
-from planner.plan import Objective
+from planner.plan import Objective, Plan
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions, SolverName
 from planner.space import illegal_tensor_parallel
 from profiles.applied import applied, cluster_of, precision_of, stack_of
@@ -208,6 +208,13 @@ def _offload(options: Options) -> tuple[Offload, ...] | None:
     if NO_OFFLOAD in named and len(named) > 1:
         raise ConfigError(f"--offload {','.join(named)}: none and others exclude each other", hint=f"leave out {NO_OFFLOAD}")
     return tuple(Offload(name) for name in named if name != NO_OFFLOAD)
+
+
+def offload_assumed(pins: Constraints, plan: Plan) -> tuple[str, ...]:
+    """That a plan uses the host's memory though nobody asked for it."""
+    if pins.offload is not None or plan.chunks is None:
+        return ()
+    return (f"--offload {','.join(SEARCHED_OFFLOAD)} (nothing fits the devices alone)",)
 
 
 def search_options(options: Options) -> SearchOptions:

@@ -26,7 +26,7 @@ from pathlib import Path
 from planner.infeasible import infeasible_error, least_peak_bytes, limit_bytes
 from planner.plan import FrontPoint, Objective, Plan
 from planner.request import Constraints, OnProgress, SearchOptions
-from planner.search import Found, Prices, Solved, search
+from planner.search import Found, Prices, Solved, require_on_device, search
 from profiles.errors import ConfigError, SolverError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
@@ -197,6 +197,7 @@ def find_front(
     if num_points < LEAST_POINTS:
         raise ConfigError(f"--points is {num_points}, it must be at least {LEAST_POINTS}", hint="a front has three ends")
     pins, options = constraints or Constraints(), options or SearchOptions()
+    require_on_device(pins)
     slowdowns = _spread(SLOWDOWNS, max(1, num_points * len(SLOWDOWNS) // DEFAULT_POINTS))
     walk, stopped = _Walk(Prices(model, cluster, training, pins), options, num_points + 1, on_progress, on_search), None
     try:

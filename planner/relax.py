@@ -107,8 +107,11 @@ def _unexplained(*_: object) -> InfeasibleError:
     return InfeasibleError("nothing fits")
 
 
-def relaxations(request: Request, need_bytes: float, budget_s: float = BUDGET_S) -> Relaxations:
-    """Every change that makes a request fit whose leanest plan needs `need_bytes` on its fullest device."""
+def relaxations(request: Request, need_bytes: float, budget_s: float = BUDGET_S, host_bytes: int | None = None) -> Relaxations:
+    """Every change that makes a request fit whose leanest plan needs `need_bytes` on its fullest device.
+
+    host_bytes: of a node's host with which its devices are enough, None where none is
+    """
     enough = smallest_cluster(
         request.model, request.cluster, request.training, request.pins,
         limit_bytes(request.cluster, request.training.stack, request.options))
@@ -123,6 +126,7 @@ def relaxations(request: Request, need_bytes: float, budget_s: float = BUDGET_S)
         return [found] if found else []
 
     unlimited = _plan_or_none(searches, _with_unlimited_memory(request))
+    hosts = within("--host-memory", lambda: _more_host(request, host_bytes, searches)) if host_bytes else []
     larger = within("--gpus", lambda: _more_gpus(request, enough, searches)) if enough else []
     found = within("less free memory", lambda: _less_free(request, need_bytes, searches))
     dropped = [
@@ -131,7 +135,7 @@ def relaxations(request: Request, need_bytes: float, budget_s: float = BUDGET_S)
     everything = _items(request.pins)
     if not dropped and len(everything) > 1:
         dropped = within(_named(everything), lambda: _fewest_changes(request, everything, searches))
-    ranked = sorted([*found, *dropped], key=lambda relaxed: (relaxed.step_s or math.inf, relaxed.flags))
+    ranked = sorted([*found, *dropped, *hosts], key=lambda relaxed: (relaxed.step_s or math.inf, relaxed.flags))
     return Relaxations(
         found=(*ranked, *larger), unlimited_s=unlimited.predicted.step_time_s.value if unlimited else None, untried=tuple(untried))
 
@@ -262,6 +266,20 @@ def _memory_options(options: SearchOptions, need_bytes: float, capacity: int) ->
         margin = round((math.floor((1 - need_bytes / capacity) / MARGIN_STEP) - step) * MARGIN_STEP, 6)
         if margin >= 0:
             yield f"--memory-margin {margin:g}", replace(options, memory_margin=margin)
+
+
+# The host
+
+
+def _more_host(request: Request, host_bytes: int, searches: _Searches) -> Relaxation | None:
+    """Hosts with as much memory as the devices need, and a little more where the exact schedules of chunks need that."""
+    for step in range(MOST_STEPS):
+        size_gib = math.ceil(host_bytes / GIB) + step
+        asked = replace(request, cluster=replace(request.cluster, host_memory_bytes=size_gib * GIB))
+        plan = searches.plan(asked)
+        if plan:
+            return _relaxation([f"--host-memory {size_gib}GiB"], asked, plan)
+    return None
 
 
 # GPUs

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
+from costmodels.chunks.home import Home
+from costmodels.chunks.price import Chunking
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, bubble_share, price_step
@@ -24,17 +27,18 @@ from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_b
 from planner.branch import Outcome, best_of, branch, worth_replaying
 from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import Columns, rank_columns
-from planner.columns import Column, MixTable, block_counts, tied_ends, to_strategy
+from planner.chunk_costs import host_share_bytes
+from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
 from planner.faults import can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.levels import illegal_full_recompute, paying
 from planner.plan import Candidates, Objective, Plan, SearchRecord, Status
-from planner.request import Constraints, OnProgress, SearchOptions
+from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.solver import Unsolved
 from planner.space import Pruned, Space, describe, enumerate_space, no_frame_error
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from profiles.errors import InfeasibleError, SolverError
+from profiles.errors import ConfigError, InfeasibleError, SolverError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
@@ -45,6 +49,8 @@ MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap sa
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
 ROUNDING = 1e-9  # relative: sums of the same terms in another order
 INFINITY = float("inf")
+WORTH_CHUNKS = 0.01  # how much faster chunks must be where nothing leaves the device
+SLACK = 0.02  # of the memory limit
 Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions], InfeasibleError]
 
 
@@ -121,6 +127,7 @@ class Prices:
 
     def lean_columns(self, rank: Columns, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The columns of the memory objective, which do not depend on its slowdown, made once."""
+        assert isinstance(rank, RankColumns), "the memory objective has no chunks"
         key = (rank.frame, rank.rank, num_blocks, limit_bytes)
         if key not in self._lean:
             self._lean[key] = rank.leanest(num_blocks, limit_bytes)
@@ -128,12 +135,16 @@ class Prices:
 
 
 class Session:
-    """What the steps of one search share: prices, options, the memory limit and the clock."""
+    """What the steps of one search share: prices, options, the memory limit and the clock.
 
-    def __init__(self, prices: Prices, options: SearchOptions, on_progress: OnProgress | None) -> None:
-        self.prices, self.options, self.on_progress = prices, options, on_progress
-        self.book, self.table, self.time_bound = prices.book, prices.table, prices.time_bound
-        self.limit_bytes = limit_bytes(self.book.machine.cluster, self.book.training.stack, options)
+    slack: share of the limit that the columns leave free, where the schedules of chunks need more than they say
+    """
+
+    def __init__(self, prices: Prices, options: SearchOptions, on_progress: OnProgress | None, slack: float = 0.0) -> None:
+        self.prices, self.options, self.on_progress, self.slack = prices, options, on_progress, slack
+        self.table, self.time_bound = prices.table, prices.time_bound
+        limit = limit_bytes(prices.book.machine.cluster, prices.book.training.stack, options)
+        self.book, self.limit_bytes = prices.book.within(Chunking(limit_bytes=limit)), limit * (1 - slack)
         self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
 
     def left_s(self) -> float | None:
@@ -300,7 +311,7 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
 def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
     """Merak's one knob of recompute on equal stages, the least that fits, where the frame has such: no plan is slower than the rule."""
     frame, book, num_layers = solved.frame, session.book, session.book.model.num_layers
-    if frame.mesh.pp == 1 or frame.virtual_stages > 1:
+    if frame.mesh.pp == 1 or frame.virtual_stages > 1 or frame.chunked:
         return
     allowed = session.prices.recompute or tuple(Recompute)
     if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(frame.tp_overlap, book.model):
@@ -313,6 +324,23 @@ def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
                 yield stage_aware(frame, blocks, counts, zero)
 
 
+def _idle_chunks(strategy: Strategy) -> bool:
+    """Whether a strategy holds blocks in chunks of which none leaves the device: the same without chunks is simpler."""
+    return strategy.frame.chunked and all(choice.home is Home.DEVICE for stage in strategy.stages for choice in stage)
+
+
+def _price(strategy: Strategy, session: Session) -> StepPrice | None:
+    """What a strategy takes, or None where the exact schedule of its chunks needs more than there is."""
+    if not strategy.frame.chunked:
+        return price_step(strategy, session.book)
+    try:
+        price = price_step(strategy, session.book)
+    except InfeasibleError:
+        return None
+    host = max(memory.host for memory in price.memory)
+    return price if host <= host_share_bytes(session.book.machine.cluster) * (1 + ROUNDING) else None
+
+
 def _replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> list[tuple[Solved, Strategy, StepPrice]]:
     """The best solved frames priced in full, in the order of the search; an interrupt keeps what is replayed."""
     replayed: list[tuple[Solved, Strategy, StepPrice]] = []
@@ -321,8 +349,8 @@ def _replay(outcome: Outcome[Solved], objective: Objective, session: Session) ->
             tried = [to_strategy(solved.frame, solved.choice.columns)]
             if objective is Objective.THROUGHPUT:
                 tried += [*_equal_stages(solved, session), *_by_the_rule(solved, session)]
-            priced = [(solved, strategy, price_step(strategy, session.book)) for strategy in dict.fromkeys(tried)]
-            replayed.append(min(priced, key=lambda found: found[2].step_s))
+            priced = [(solved, strategy, price) for strategy in dict.fromkeys(tried) if (price := _price(strategy, session))]
+            replayed += [min(priced, key=lambda found: found[2].step_s)] if priced else []
     except KeyboardInterrupt:
         if not replayed:
             raise
@@ -331,13 +359,15 @@ def _replay(outcome: Outcome[Solved], objective: Objective, session: Session) ->
 
 def search(
     prices: Prices, objective: Objective, options: SearchOptions, on_progress: OnProgress | None = None, fastest: Solved | None = None,
+    slack: float = 0.0,
 ) -> Found | None:
     """One search over `prices`, or None when nothing fits its memory limit.
 
     fastest: what an earlier search found under the same memory limit; the memory objective need not look for it again
+    slack: share of the memory limit that columns leave free
     Raises SolverError, and KeyboardInterrupt before the first plan.
     """
-    space, session = prices.space, Session(prices, options, on_progress)
+    space, session = prices.space, Session(prices, options, on_progress, slack)
     outcome = _search_fastest(space.frames, session) if fastest is None else Outcome((fastest,), fastest.bound, finished=True)
     if not outcome.solved and not outcome.finished:
         raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
@@ -347,12 +377,14 @@ def search(
     if objective is Objective.MEMORY:
         outcome = _then_leanest(outcome, space.frames, session)
     replayed = _replay(outcome, objective, session)
+    if not replayed:  # the exact schedules of the chunks need more than their closed form says
+        return search(prices, objective, options, on_progress, slack=slack + SLACK)
     if objective is Objective.THROUGHPUT:
-        replayed.sort(key=lambda found: found[2].step_s)
+        replayed.sort(key=lambda found: found[2].step_s * (1 + WORTH_CHUNKS * _idle_chunks(found[1])))
     (best, strategy, price), *others = replayed
     record = _record(objective, best, fastest, outcome, space)
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
-    return Found(assemble(strategy, price, replace(record, runners_up=runners_up), prices.book), fastest, outcome.interrupted)
+    return Found(assemble(strategy, price, replace(record, runners_up=runners_up), session.book), fastest, outcome.interrupted)
 
 
 def find_plan(
@@ -366,10 +398,27 @@ def find_plan(
     says what is missing; `planner.report.relaxations.explained_error` also says what would fit), SolverError.
     """
     objective, pins, options = Objective(objective), constraints or Constraints(), options or SearchOptions()
-    found = search(Prices(model, cluster, training, pins), objective, options, on_progress)
-    if found is None:
-        raise explain(model, cluster, training, pins, options)
-    return found.plan
+    for allowed in _offloads(objective, pins):
+        pins = replace(pins, offload=allowed)
+        found = search(Prices(model, cluster, training, pins), objective, options, on_progress)
+        if found is not None:
+            return found.plan
+    raise explain(model, cluster, training, pins, options)
+
+
+def _offloads(objective: Objective, pins: Constraints) -> tuple[tuple[Offload, ...], ...]:
+    """What the host may keep, in the order in which it is tried. Raises ConfigError for an objective without it."""
+    if objective is Objective.MEMORY:
+        require_on_device(pins)
+        return ((),)
+    return ((), SEARCHED_OFFLOAD) if pins.offload is None else (pins.offload,)
+
+
+def require_on_device(pins: Constraints) -> None:
+    """Raises ConfigError where the host may keep something: what is redundant there is not compared with what is on devices."""
+    if pins.offload:
+        raise ConfigError(
+            "redundancy is counted on devices: what the host keeps would look like none", hint="add --offload none, or minimise step time")
 
 
 def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcome[Solved], space: Space) -> SearchRecord:

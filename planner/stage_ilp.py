@@ -132,23 +132,23 @@ def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers:
         return None
     share = 1 / frame.virtual_stages if share is None else share
     tail_s = max(min(column.tail_s for column in columns) for columns in options)
-    together_s = _least_with_tails_s(frame, options, share) if frame.chunked else 0.0
+    repeats = frame.num_micro_batches - share
+
+    def whole_s(column: Column) -> float:
+        """Of one rank with its own tail: in chunks, what shortens the pace makes the tail longer."""
+        return repeats * column.time_s + column.tail_s * frame.chunked
+
     if frame.equal_ranks or frame.mesh.pp == 1:  # no schedule with recompute ahead
         fastest = [min(column.time_s for column in columns) for columns in options]
-        return max(together_s, (frame.num_micro_batches - share) * max(fastest) + share * sum(fastest) + tail_s)
+        slowest_s = max(min(map(whole_s, columns)) for columns in options)
+        return max(slowest_s, (frame.num_micro_batches - share) * max(fastest) + tail_s) + share * sum(fastest)
     hidden, pace_s = hidden_passes(frame.schedule), _smallest_pace_s(options, num_layers, lambda column: column.time_s)
     if pace_s is None:
         return None
     plain_s = (hidden and _smallest_pace_s(options, num_layers, lambda column: column.plain_s)) or 0.0
     at_least = max(_sum_bound(options, lambda column: column.ramp_s, num_layers), 0.0 if frame.recomputes_ahead else pace_s)
-    return max(together_s, (frame.num_micro_batches - share - hidden) * pace_s + hidden * plain_s + share * at_least + tail_s)
-
-
-def _least_with_tails_s(frame: Frame, options: Sequence[Sequence[Column]], share: float) -> float:
-    """The same from the rank whose pace and tail together are longest: in chunks, what shortens one makes the other longer."""
-    ramps_s = share * sum(min(column.time_s for column in columns) for columns in options)
-    repeats = frame.num_micro_batches - share
-    return ramps_s + max(min(repeats * column.time_s + column.tail_s for column in columns) for columns in options)
+    slowest_s = (frame.chunked and _smallest_pace_s(options, num_layers, whole_s)) or 0.0
+    return max(slowest_s, (frame.num_micro_batches - share - hidden) * pace_s + hidden * plain_s + tail_s) + share * at_least
 
 
 def _smallest_pace_s(

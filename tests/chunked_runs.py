@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from costmodels.chunks.schedule import Does
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
@@ -37,6 +38,7 @@ def chunked_plan(
     request: ChunkRequest | None, model: ModelSpec = GPT, *, pp: int = 1, dp: int = 1, tp: int = 1, sp: bool = False,
     num_micro_batches: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B, virtual_stages: int = 1, batch: int = 8,
     recompute: Recompute = Recompute.NONE, precision: Precision = Precision.FP32, gradients: Precision = Precision.FP32,
+    offload: tuple[Offload, ...] = (),
 ) -> Plan:
     """A plan of a tiny model; without a request the same plan without chunks."""
     frame = Frame(
@@ -47,7 +49,7 @@ def chunked_plan(
         stack=load_stack("parplan"))
     name = "v100-32gb" if precision is Precision.FP16 else "cpu"  # a CPU computes in fp16, but has no peak in the catalog
     cluster = with_gpus(load_cluster(name), pp * dp * tp, pp * dp * tp)
-    return estimate_plan(model, cluster, training, frame, recompute=recompute, chunks=request)
+    return estimate_plan(model, cluster, training, frame, recompute=recompute, offload=offload, chunks=request)
 
 
 def smallest(request: ChunkRequest, **choices: Any) -> int:

@@ -63,9 +63,15 @@ def test_a_limit_that_is_too_small_says_the_smallest():
 def test_show_has_the_groups_and_what_they_move(plan_file):
     text = succeed("show", str(plan_file)).stdout
 
-    assert "2 of 4 blocks on the host" in text
+    assert "2 of 4 blocks on the host the optimizer of 2 more," in " ".join(text.split())
     assert [line.split()[1] for line in text.splitlines() if line.startswith("      0  ") and line.endswith("%")] == ["optimizer", "host"]
     assert "evicting by opt" in text
+
+
+@pytest.mark.parametrize(("options", "expected"), [
+    (("optimizer",), "the optimizer of 4 of 4 blocks on the host"), (("optimizer", "--host-optimizer", "0"), "0 of 4 blocks on the host")])
+def test_the_summary_says_whose_states_leave_the_device(options, expected):
+    assert expected in succeed("estimate", *ASKED, "--offload", *options).stdout
 
 
 def test_show_has_the_fullest_moments_for_people_and_all_for_programs(plan_file):

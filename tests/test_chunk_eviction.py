@@ -50,7 +50,7 @@ def one_by_one(needs, room, policy, key):
 
 
 @given(sequences())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_opt_fetches_as_little_as_any_choice_can_whatever_the_room(case):
     needs, room = case
 
@@ -58,7 +58,7 @@ def test_opt_fetches_as_little_as_any_choice_can_whatever_the_room(case):
 
 
 @given(sequences(chunks=12, slots=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_opt_never_fetches_more_than_lru_or_fifo(case):
     needs, room = case
     found = {policy: len(stays(needs, room, policy)) for policy in Eviction}
@@ -67,7 +67,7 @@ def test_opt_never_fetches_more_than_lru_or_fifo(case):
 
 
 @given(sequences(chunks=8, slots=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_lru_gives_up_what_was_used_longest_ago_and_fifo_what_came_first(case):
     needs, room = case
     keys = {
@@ -79,7 +79,7 @@ def test_lru_gives_up_what_was_used_longest_ago_and_fifo_what_came_first(case):
 
 
 @given(sequences(chunks=8, slots=20), st.sampled_from(Eviction), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_what_is_needed_is_there_once_and_never_more_than_there_is_room_for(case, policy, forgets):
     needs, room = case
     there = [Counter() for _ in needs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from costmodels.chunks.layout import Layout, Sized, block_tensors, chunks_after, pack
@@ -24,7 +24,7 @@ from profiles.errors import ConfigError
 from profiles.spec import TrainingSpec
 from profiles.transformer import build_graph
 
-BLOCKS = st.lists(st.integers(1, 40), min_size=1, max_size=7).map(tuple)
+BLOCKS = st.lists(st.integers(1, 20), min_size=1, max_size=6).map(tuple)
 RANKS = st.integers(1, 4)
 
 
@@ -40,10 +40,11 @@ def gpt_block(hidden: int) -> tuple[int, ...]:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    block, num_blocks, ranks = draw(BLOCKS), draw(st.integers(1, 6)), draw(RANKS)
+    block, num_blocks, ranks = draw(BLOCKS), draw(st.integers(1, 4)), draw(RANKS)
     return pack(sized(block, num_blocks), draw(st.integers(max(block), 2 * sum(block) + 1)), ranks)
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_tensors_lie_whole_in_one_chunk_in_order_and_do_not_overlap(layout):
     ends = (-1, 0)
@@ -54,6 +55,7 @@ def test_tensors_lie_whole_in_one_chunk_in_order_and_do_not_overlap(layout):
     assert layout.chunk_of[0] == 0
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_a_chunk_is_begun_only_where_the_tensor_does_not_fit_what_is_left(layout):
     for index, tensor in enumerate(layout.tensors[1:], 1):
@@ -61,12 +63,14 @@ def test_a_chunk_is_begun_only_where_the_tensor_does_not_fit_what_is_left(layout
         assert (layout.chunk_of[index] == layout.chunk_of[index - 1]) == (tensor.elements <= left)
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_the_last_group_is_filled_up_and_only_that_one(layout):
     assert layout.num_chunks % layout.ranks == 0
     assert 0 <= layout.num_chunks - 1 - layout.chunk_of[-1] < layout.ranks
 
 
+@settings(max_examples=50)
 @given(layouts())
 def test_utilisation_is_the_share_of_places_that_a_tensor_is_at(layout):
     places = {
@@ -90,6 +94,7 @@ def test_nothing_cannot_be_packed():
         pack([], 20)
 
 
+@settings(max_examples=50)
 @given(BLOCKS, st.integers(1, 8), st.integers(0, 100), RANKS)
 def test_chunks_after_x_blocks_are_those_of_x_blocks_packed(block, num_blocks, more, ranks):
     size = max(block) + more
@@ -98,6 +103,7 @@ def test_chunks_after_x_blocks_are_those_of_x_blocks_packed(block, num_blocks, m
     assert chunks_after(block, num_blocks, size, ranks) == (0, *packed)
 
 
+@settings(max_examples=50)
 @given(BLOCKS, st.integers(1, 6), st.integers(0, 100), RANKS)
 def test_the_widest_pass_needs_the_groups_that_its_tensors_are_in(block, num_blocks, more, ranks):
     layout = pack(sized(block, num_blocks), max(block) + more, ranks)
@@ -107,6 +113,7 @@ def test_the_widest_pass_needs_the_groups_that_its_tensors_are_in(block, num_blo
     assert widest_groups(block, num_blocks, layout.chunk_elements, ranks) == max(needed)
 
 
+@settings(max_examples=50)
 @given(BLOCKS, st.integers(1, 5), RANKS, st.integers(1, 3))
 def test_no_size_up_to_a_block_scores_less_than_the_best_candidate(block, num_blocks, ranks, scale):
     block = tuple(scale * ALIGNED_ELEMENTS * ranks * size for size in block)  # all sums are aligned
@@ -116,6 +123,7 @@ def test_no_size_up_to_a_block_scores_less_than_the_best_candidate(block, num_bl
     assert best <= min(score_bytes(block, num_blocks, size, ranks) for size in sizes)
 
 
+@settings(max_examples=50)
 @given(BLOCKS, st.integers(1, 4), RANKS, st.integers(0, 60))
 def test_the_score_is_what_lies_empty_on_a_rank_and_what_a_pass_gathers(block, num_blocks, ranks, more):
     layout = pack(sized(block, num_blocks), max(block) + more, ranks)

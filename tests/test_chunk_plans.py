@@ -21,7 +21,9 @@ from planner.estimate import ChunkRequest, estimate_plan
 from planner.plan import from_document, read, to_document, write
 from planner.report.chunks import fullest_levels, home_blocks, spans_text
 from planner.reprice import reprice
+from planner.request import Constraints, SearchOptions
 from planner.reread import book_of
+from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.spec import Precision, TrainingSpec
@@ -273,3 +275,14 @@ def test_the_fullest_moments_are_of_different_passes_in_the_order_of_the_step():
 @pytest.mark.parametrize(("blocks", "expected"), [([3], "3"), ([0, 1, 2, 5, 6, 9], "0-2, 5-6, 9")])
 def test_blocks_in_a_row_are_named_by_their_ends(blocks, expected):
     assert spans_text(blocks) == expected
+
+
+def test_a_plan_that_was_searched_has_the_budget_of_the_limit_and_is_priced_again_the_same():
+    limit = round(0.42 * GIB)
+    pins = Constraints(micro_batch_size=(1,), recompute=(Recompute.NONE,), offload=(Offload.OPTIMIZER, Offload.PARAMETERS))
+    cluster = with_gpus(load_cluster("v100-32gb"), 1)
+    plan = find_plan(TINY, cluster, HALF, constraints=pins, options=SearchOptions(memory_limit_bytes=limit))
+
+    assert plan.chunks.ranks[0].device_bytes < limit
+    assert plan.predicted.memory_gib[0].total <= limit / GIB
+    assert reprice(plan).plan == plan

@@ -250,8 +250,27 @@ def test_gradients_of_embedding_and_head_are_of_fp32_shards_whatever_those_of_ch
     half, mixed = (
         {sent.kind: sent.num_bytes for sent in rank_traffic(strategy, 0, book_of(training))}["reduce_scatter"]
         for training in (HALF, MIXED))
-    reduced = sum(
-        op.num_bytes for moment in chunks_of_rank(strategy, 0, book_of(MIXED)).moments for op in moment.after if op.does.value == "reduce")
+    moments = chunks_of_rank(strategy, 0, book_of(MIXED)).moments
+    reduced = sum(op.num_bytes for moment in moments for op in moment.after if op.does.value == "reduce")
 
     assert mixed - half == reduced // 2
     assert book_of(MIXED).outside.training == MIXED
+
+
+def test_activations_and_chunks_come_to_the_device_one_after_the_other():
+    """Each hides under compute that is as long as it; both together do not."""
+    book, m = book_of(gpus=1), 2
+    plain = chunked(ON_HOST, m=m)
+    names = tuple(operator.name for operator in book.layer(LayerKind.BLOCK, 1).operators)
+    both = Strategy(frame=plain.frame, stages=tuple(
+        tuple(replace(choice, on_host=names) if choice.kind is LayerKind.BLOCK else choice for choice in stage) for stage in plain.stages))
+    least = chunks_of_rank(both, 0, book).smallest_bytes
+    slow = book_of(gpus=1, cluster=replace(V100, pcie_bytes_per_s=1e7, host_bytes_per_s=ENDLESS), device_bytes=least + 10**5)
+    fetched = sum(
+        op.num_bytes for moment in chunks_of_rank(both, 0, slow).moments for op in moment.before
+        if op.does.value == "fetch" and moment.work is Work.BACKWARD)
+    kept = 8 * book.activations(LayerKind.BLOCK, 1, Sharding(), on_host=names).host
+
+    backward_s = price_step(both, slow).simulated.ranks[0].busy_s
+
+    assert backward_s >= (fetched + m * kept) / 1e7

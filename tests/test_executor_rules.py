@@ -135,6 +135,9 @@ BROKEN = {
     "operators-on-the-host-that-are-not-there": Broken(
         "kept on host", with_layer_plan(GPT1, "block-0", keep_on_host=("fc1", "fc3")), "keep_on_host: it names fc3, the layer has norm1,",
         r"set keep_on_host to \['fc1'\]", "no effect"),
+    "a-tied-table-on-the-host": Broken(
+        "lookup", with_layer_plan(GPT1, "embedding-0", offload=(Offload.LOOKUP,)), "offload has lookup: the token table is tied to",
+        r"set offload to \[\]", "other gradients"),
     "half-of-a-foreign-block-again": Broken(
         "modules", family_plan("llama", recompute=("norm1",)), "recompute names norm1, it is all operators of a block or none",
         r"set recompute to \[\] on layer plan block-0", "no effect"),

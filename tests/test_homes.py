@@ -10,7 +10,7 @@ from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from planner.homes import Homes, counts_of_homes, has_chunks, illegal_chunks
+from planner.homes import Homes, counts_of_homes, has_chunks, homes_allowed, illegal_chunks
 from planner.options import Asked, question
 from planner.request import SEARCHED_OFFLOAD, Constraints
 from planner.space import Pruned, describe, enumerate_space
@@ -29,7 +29,7 @@ def test_the_last_blocks_are_at_the_host_and_those_before_them_have_their_optimi
     ((Offload.OPTIMIZER, Offload.PARAMETERS), set(Home)), ((Offload.OPTIMIZER,), {Home.DEVICE, Home.OPTIMIZER}),
     ((Offload.PARAMETERS,), {Home.DEVICE, Home.HOST}), ((Offload.ACTIVATIONS,), {Home.DEVICE}), ((), {Home.DEVICE})])
 def test_the_homes_of_a_rank_are_all_that_what_may_be_offloaded_allows(offload: tuple[Offload, ...], homes: set[Home]) -> None:
-    found = list(itertools.starmap(Homes, zip(*counts_of_homes(3, offload), strict=True)))
+    found = list(itertools.starmap(Homes, zip(*counts_of_homes(3, homes_allowed(offload)), strict=True)))
     runs = {tuple(sorted(given, key=list(Home).index)) for given in itertools.product(homes, repeat=3)}
     assert len(found) == len(set(found))
     assert {one.of(3) for one in found} == runs

@@ -16,7 +16,7 @@ from planner.stage_ilp import Master
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
 
-BASE = ("--model", "llama3-8b", "--gpus", "8", "--global-batch-size", "16", "--seq-length", "4096")
+BASE = ("--model", "llama3-8b", "--gpus", "8", "--global-batch-size", "16", "--seq-length", "4096", "--offload", "none")
 CLUSTER = with_gpus(load_cluster("a100-80gb"), 8)
 ASKED = Request(
     model=load_model("gpt-tiny").spec, cluster=CLUSTER, training=TrainingSpec(global_batch_size=8, seq_length=128), pins=Constraints(),

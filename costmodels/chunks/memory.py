@@ -14,7 +14,7 @@ from functools import lru_cache
 from costmodels.book import PriceBook
 from costmodels.chunks.held import rank_chunks
 from costmodels.chunks.home import Home
-from costmodels.chunks.price import STAGED_CHUNKS, state_widths, times
+from costmodels.chunks.price import STAGED_CHUNKS, Chunking, state_widths, times
 from costmodels.chunks.schedule import RankChunks
 from costmodels.memory import StateBytes
 from costmodels.mesh import Mesh
@@ -22,7 +22,7 @@ from costmodels.occupancy import (
     RankMemory,
     communicator_bytes,
     held_bytes,
-    layer_activations,
+    rank_activations,
     rank_layers,
     rank_memory,
     sent_bytes,
@@ -46,11 +46,14 @@ def prices_of(frame: Frame, book: PriceBook) -> PriceBook:
     return book.outside if frame.chunked else book
 
 
-@lru_cache(maxsize=64)
 def chunks_of_rank(strategy: Strategy, rank: int, book: PriceBook) -> RankChunks:
     """The chunk schedule of a device under the book's eviction and budget. Raises InfeasibleError with the smallest budget."""
-    budget = budget_bytes(strategy.frame.mesh, book)
-    return rank_chunks(strategy, rank, book, eviction=book.chunking.eviction, device_bytes=budget)
+    return _chunks_of_rank(strategy, rank, book, book.chunking)
+
+
+@lru_cache(maxsize=64)
+def _chunks_of_rank(strategy: Strategy, rank: int, book: PriceBook, chunking: Chunking) -> RankChunks:
+    return rank_chunks(strategy, rank, book, eviction=chunking.eviction, device_bytes=budget_bytes(strategy.frame.mesh, book))
 
 
 def chunk_states(chunks: RankChunks, book: PriceBook) -> tuple[StateBytes, StateBytes]:
@@ -77,7 +80,7 @@ def device_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
 def chunked_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
     """The same of a strategy whose blocks are in chunks. Raises InfeasibleError where the budget is too small."""
     frame, layers, chunks = strategy.frame, rank_layers(strategy, rank), chunks_of_rank(strategy, rank, book)
-    kept = {choice: layer_activations(choice, frame, book) for choice in layers}
+    kept = rank_activations(strategy, rank, book)
     outside = [
         book.outside.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero)
         for choice in layers if choice.kind is not LayerKind.BLOCK]

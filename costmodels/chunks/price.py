@@ -173,15 +173,3 @@ def host_update_time(num_parameters: float, machine: Machine, training: Training
 def added_time(num_parameters: float, machine: Machine, training: TrainingSpec) -> Seconds:
     """Seconds in which the host adds gradients of so many parameters to others: two are read and one written."""
     return host_time(ADDED_WIDTHS * training.gradient_precision.num_bytes * num_parameters, machine.cluster)
-
-
-def fetches(num_blocks: int, held: float, num_micro_batches: int) -> float:
-    """Passes of HOST blocks that find none of their chunks on the device, in a step, of `num_blocks` while there is room for `held`.
-
-        n + (2 M - 1) (n - c)        n blocks, room for c of them, M micro-batches
-
-    The device has none at the beginning of a step. Every sweep over the blocks, forward or backward, then finds c: under 1F1B the
-    sweeps turn around at their ends, with Belady's choice the c that are used next are there. [derived] Exact schedules:
-    costmodels/chunks/held.py.
-    """
-    return num_blocks + (2 * num_micro_batches - 1) * max(0.0, num_blocks - held)

@@ -6,7 +6,9 @@ The classes are those of `costmodels.occupancy.rank_memory`, each when it is the
     what FSDP2 gathers and reduces      of embedding and head, in their passes; a unit that begins and ends the passes stays gathered
     activations of a micro-batch        of each layer from its forward pass to its backward pass
     workspace of a layer                in its passes, in the backward pass with what it recomputes
-    gradients of a block                as autograd makes them, in the precision of compute, in its backward pass
+    gradients of a block                as autograd makes them, in the precision of compute, in its backward pass, until chunks have them
+    ids and targets                     of all micro-batches, always; norms and the loss keep a few numbers of every token besides
+    between two layers                  what the first hands to the second
     what a stage sent                   to the end of the step, where the stack keeps it
     gradient of a shared token table    from the head's backward pass to the embedding's
 """
@@ -16,14 +18,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from costmodels.book import PriceBook
+from costmodels.book import ActivationBytes, PriceBook
 from costmodels.chunks.accesses import Pass
 from costmodels.memory import StateBytes, owned_parameters
-from costmodels.occupancy import layer_activations, rank_layers
+from costmodels.occupancy import rank_activations, rank_layers
 from costmodels.strategy import LayerChoice, Strategy
-from profiles.model import LayerKind
+from profiles.hardware import CPU
+from profiles.model import LayerKind, OperatorKind
 
 SHARD_GRADIENT_BYTES = 4  # FSDP2 keeps the gradients of fp32 shards in fp32, and reduces them so: gradients of 16 bits are of chunks
+IDS_BYTES = 16  # of a token: its id and its target, as int64
+RANDOM_STATE_BYTES = 5056  # of torch.get_rng_state, a CPU tensor that torch's checkpoint keeps for every pass
+NORM_BYTES = 8  # of a token: mean and deviation in fp32
+LOSS_KEPT_BYTES, LOSS_MADE_BYTES = 16, 24  # of a token: where its target is; its largest logit, its sum (executor/modules/loss.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +38,14 @@ class Room:
     """Bytes on a device besides chunks.
 
     moments: during each; gaps: before each and behind the last, at their fullest, with the passes of embedding and head
-    rests: behind each moment, when its temporaries are gone; end: behind all passes
+    rests: behind each moment, when its temporaries are gone; made: the gradients that are there then, until chunks have them
+    end: behind all passes
     """
 
     moments: tuple[int, ...]
     gaps: tuple[int, ...]
     rests: tuple[int, ...]
+    made: tuple[int, ...]
     end: int
 
 
@@ -44,35 +53,37 @@ class Room:
 class _Layer:
     """Bytes of one layer.
 
-    saved: kept of a micro-batch; forward, backward: temporary in its passes
+    saved: kept of a micro-batch; forward, backward: temporary in its passes; made: gradients at the end of a block's backward pass
     lasting: from its backward pass to the end of the stage's; gradients: from its first backward pass on
     """
 
     saved: int
     forward: int
     backward: int
+    made: int = 0
     lasting: int = 0
     gradients: int = 0
 
 
 def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: PriceBook) -> Room:
     """What is on a device of pipeline rank `rank` besides the chunks of its blocks."""
-    layers = {choice: _layer(choice, strategy, book) for choice in dict.fromkeys(rank_layers(strategy, rank))}
+    layers = {choice: _layer(choice, size, strategy, book) for choice, size in rank_activations(strategy, rank, book).items()}
     sent = book.sent_bytes(strategy.frame.micro_batch_size, strategy.frame.sharding)
-    moments, gaps, rests, made = list[int](), list[int](), list[int](), set[LayerChoice]()
+    handed = _handed_bytes(strategy, book)
+    moments, gaps, rests, made, begun = list[int](), list[int](), list[int](), list[int](), set[LayerChoice]()
     level = fullest = _always(strategy, rank, book) - sum(layer.gradients for layer in layers.values())
     lasting, before = 0, None
     for one in passes:
         own = layers[one.layer]
         if before is not None and not one.same_action(before):
             level += sent * _sends(before, strategy) - lasting
-            lasting, fullest = 0, max(fullest, level)
+            lasting, fullest = 0, max(fullest, level + handed)
         before = one
         if one.backward:
             during = level + own.backward
-            level += own.lasting - own.saved + (0 if one.layer in made else own.gradients)
+            level += own.lasting - own.saved + (0 if one.layer in begun else own.gradients)
             lasting += own.lasting
-            made.add(one.layer)
+            begun.add(one.layer)
         else:
             level += own.saved
             during = level + own.forward
@@ -80,10 +91,12 @@ def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: 
             fullest = max(fullest, during)
             continue
         moments.append(during)
+        made.append(own.made if one.backward else 0)
         gaps.append(fullest)
-        rests.append(level)
-        fullest = level
-    return Room(moments=tuple(moments), gaps=(*gaps, max(fullest, level)), rests=tuple(rests), end=level)
+        fullest = level + handed
+        rests.append(fullest)
+    return Room(
+        moments=tuple(moments), gaps=(*gaps, max(fullest, level)), rests=tuple(rests), made=tuple(made), end=level)
 
 
 def _sends(one: Pass, strategy: Strategy) -> bool:
@@ -91,17 +104,38 @@ def _sends(one: Pass, strategy: Strategy) -> bool:
     return one.stage > 0 if one.backward else one.stage < strategy.frame.num_virtual_stages - 1
 
 
-def _layer(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
-    size, frame = layer_activations(choice, strategy.frame, book), strategy.frame
+def _handed_bytes(strategy: Strategy, book: PriceBook) -> int:
+    """The activation between two layers, or its gradient."""
+    boundary, sharding = book.graph(strategy.frame.micro_batch_size).block.input, strategy.frame.sharding
+    assert boundary is not None, "a block reads what the layer before it made"
+    return sharding.local_bytes(boundary, sharding.boundary)
+
+
+def _layer(choice: LayerChoice, size: ActivationBytes, strategy: Strategy, book: PriceBook) -> _Layer:
+    frame, training = strategy.frame, book.training
+    tokens = frame.micro_batch_size * training.seq_length
+    norms = {operator.name for operator in book.layer(choice.kind, 1).operators if operator.kind is OperatorKind.NORM}
+    kept = NORM_BYTES * tokens * len(norms.difference(book.recompute_operators(choice.kind, choice.recompute)))
+    made = size.workspace + NORM_BYTES * tokens * len(norms)
     if choice.kind is LayerKind.BLOCK:
-        return _Layer(saved=size.saved, forward=size.workspace, backward=size.workspace + _parameter_bytes(choice, strategy, book))
-    shared = book.shared_table_bytes(frame.mesh, frame.sharding) if choice.kind is LayerKind.HEAD else 0
-    made = _states(choice, strategy, book).gradients if book.training.stack.frees_gradients and not book.offloads_states else 0
-    plain = _Layer(saved=size.saved, forward=size.workspace, backward=size.workspace, lasting=shared, gradients=made)
+        gradients = _parameter_bytes(choice, strategy, book)  # the workspace has those of one operator again: more than there is
+        return _Layer(saved=size.saved + kept + _random_bytes(choice, book), forward=made, backward=made + gradients, made=gradients)
+    shared, of_loss = book.shared_table_bytes(frame.mesh, frame.sharding), tokens * (choice.kind is LayerKind.HEAD)
+    freed = training.stack.frees_gradients and not book.offloads_states
+    made += LOSS_MADE_BYTES * of_loss
+    plain = _Layer(
+        saved=size.saved + kept + LOSS_KEPT_BYTES * of_loss, forward=made, backward=made, lasting=shared if of_loss else 0,
+        gradients=_states(choice, strategy, book).gradients if freed else 0)
     if book.offloads_states:
         buffer = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).zero_buffer
-        return replace(plain, forward=size.workspace + buffer, backward=size.workspace + buffer)
+        return replace(plain, forward=plain.forward + buffer, backward=plain.backward + buffer)
     return _sharded(plain, choice, strategy, book) if choice.zero == 3 else plain
+
+
+def _random_bytes(choice: LayerChoice, book: PriceBook) -> int:
+    """The state of the random numbers that a block is recomputed with, which on GPUs the host keeps."""
+    on_host = book.machine.cluster.device.name == CPU
+    return RANDOM_STATE_BYTES * (on_host and bool(book.recompute_operators(choice.kind, choice.recompute)))
 
 
 def _sharded(plain: _Layer, choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
@@ -133,10 +167,12 @@ def _parameter_bytes(choice: LayerChoice, strategy: Strategy, book: PriceBook) -
 
 
 def _always(strategy: Strategy, rank: int, book: PriceBook) -> int:
-    """States of embedding and head, and what stays gathered of them."""
+    """States of embedding and head, what stays gathered of them, and the batch."""
+    frame = strategy.frame
+    batch = IDS_BYTES * book.training.seq_length * frame.micro_batch_size * frame.num_micro_batches
     outside = [choice for choice in rank_layers(strategy, rank) if choice.kind is not LayerKind.BLOCK]
     held = [_states(choice, strategy, book) for choice in outside]
-    return sum(states.total for states in held) + sum(
+    return batch + sum(states.total for states in held) + sum(
         _parameter_bytes(choice, strategy, book) for choice in outside if _joined(choice, strategy, book))
 
 

@@ -40,6 +40,7 @@ LEGAL: Mapping[State, frozenset[State]] = {
 }
 # a gradient in the parameter's place is no parameter: nothing computes with it until the update
 LEGAL_IN_PARAMETERS = {**LEGAL, State.HOLD_AFTER_BWD: frozenset({State.FREE, State.HOLD})}
+_COMING = {state: frozenset({State.HOLD} if state is State.FREE else ()) for state in State}  # HOLD otherwise is what an update leaves
 
 Key = tuple[int, int]  # which of the groups, and the communication group's number in it
 
@@ -81,49 +82,52 @@ class ChunkStates:
     def begin(self, block: int) -> None:
         """A pass of a block begins."""
         for key in self._of_block[block]:
-            self._to(key, (block,), State.COMPUTE)
+            self._to(key, (block,), State.COMPUTE, self._legal)
 
     def end(self, block: int, work: Work) -> None:
         """A pass of a block is over."""
         for key in self._of_block[block]:
-            self._to(key, (block,), State.HOLD_AFTER_BWD if work is Work.BACKWARD else State.HOLD_AFTER_FWD)
+            self._to(key, (block,), State.HOLD_AFTER_BWD if work is Work.BACKWARD else State.HOLD_AFTER_FWD, self._legal)
 
     def do(self, op: Op) -> None:
         """What an op of the schedule does to the states; copies of gradients do nothing."""
         key = op.group, op.number
         if op.does is Does.FETCH:
-            self._own_to(key, State.HOLD)
+            self._own_to(key, State.HOLD, _COMING)
         elif op.does is Does.DROP:
-            self._own_to(key, State.FREE)
+            self._own_to(key, State.FREE, self._legal)
         elif op.does is Does.GATHER:
-            self._own_to(key, State.COMPUTE)
-            self._own_to(key, State.HOLD_AFTER_FWD)
-            self._to(key, self._tensors[key], State.HOLD)
+            self._own_to(key, State.COMPUTE, LEGAL)
+            self._own_to(key, State.HOLD_AFTER_FWD, LEGAL)
+            self._to(key, self._tensors[key], State.HOLD, _COMING)
         elif op.does is Does.RELEASE:
-            self._to(key, self._tensors[key], State.FREE)
+            self._to(key, self._tensors[key], State.FREE, self._legal)
 
     def update(self) -> None:
         """The step is over: what stays on the device holds updated parameters."""
         for key, tensors in self._tensors.items():
             if self._gathers and self._own[key] is not State.FREE:
                 self._own[key] = State.HOLD
-            self._to(key, [block for block, state in tensors.items() if state not in (State.FREE, State.HOLD)], State.HOLD)
+            self._to(key, [block for block, state in tensors.items() if state not in (State.FREE, State.HOLD)], State.HOLD, self._legal)
 
-    def _own_to(self, key: Key, state: State) -> None:
-        if self._gathers:
-            self._own[key] = self._legal_to(self._own[key], state, f"own chunk {key[1]} of group {key[0]}")
-        else:
-            self._to(key, self._tensors[key], state)
+    def _own_to(self, key: Key, state: State, legal: Mapping[State, frozenset[State]]) -> None:
+        if not self._gathers:
+            self._to(key, self._tensors[key], state, legal)
+            return
+        if state not in legal[self._own[key]]:
+            raise _illegal(f"own chunk {key[1]} of group {key[0]}: it is", self._own[key], state)
+        self._own[key] = state
 
-    def _to(self, key: Key, blocks: Iterable[int], state: State) -> None:
+    def _to(self, key: Key, blocks: Iterable[int], state: State, legal: Mapping[State, frozenset[State]]) -> None:
         tensors = self._tensors[key]
         for block in blocks:
-            tensors[block] = self._legal_to(tensors[block], state, f"chunk {key[1]} of group {key[0]}, parameters of block {block}")
+            if state not in legal[tensors[block]]:
+                raise _illegal(f"chunk {key[1]} of group {key[0]}, parameters of block {block}: they are", tensors[block], state)
+            tensors[block] = state
 
-    def _legal_to(self, old: State, new: State, what: str) -> State:
-        if new not in self._legal[old]:
-            raise TransitionError(f"{what}: they are {old} and cannot become {new}", hint="report this: the chunks' schedule is wrong")
-        return new
+
+def _illegal(what: str, old: State, new: State) -> TransitionError:
+    return TransitionError(f"{what} {old} and cannot become {new}", hint="report this: the chunks' schedule is wrong")
 
 
 def check_states(chunks: RankChunks) -> None:

@@ -4,12 +4,14 @@ The waits are those of the chunk schedule on streams (costmodels/chunks/streams.
 micro-batches, of which the first fetches more. Where the device is the host nothing runs beside compute: every copy is waited for.
 A second of a collective that is not waited for costs the pass that it runs under what it does elsewhere (costmodels/layer.py,
 `contention`); copies cost it nothing (costmodels/chunks/price.py). While the host adds gradients up nothing is launched.
+Activations that come back from the host (costmodels/copies.py) share a direction of PCIe with chunks: a backward pass takes no less
+than both copies together.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -18,10 +20,11 @@ from costmodels.book import PriceBook
 from costmodels.chunks.accesses import numbered_layers
 from costmodels.chunks.home import Home
 from costmodels.chunks.memory import chunks_of_rank
-from costmodels.chunks.price import added_time, group_collectives, host_update_time
+from costmodels.chunks.price import Chunking, added_time, group_collectives, host_update_time
 from costmodels.chunks.schedule import Does, Moment, Op, RankChunks
 from costmodels.chunks.streams import StreamCosts, exposed
 from costmodels.compute import optimizer_time
+from costmodels.copies import copies_s, exposed_copies
 from costmodels.layer import contention
 from costmodels.offload import copy_time
 from costmodels.strategy import Strategy
@@ -63,9 +66,13 @@ class _Waits:
     tail_s: float
 
 
-@lru_cache(maxsize=64)
 def chunk_time(strategy: Strategy, rank: int, book: PriceBook) -> ChunkTime:
     """What the chunks of pipeline rank `rank` add to its time. Raises InfeasibleError where the budget is too small."""
+    return _chunk_time(strategy, rank, book, book.chunking)
+
+
+@lru_cache(maxsize=64)
+def _chunk_time(strategy: Strategy, rank: int, book: PriceBook, _: Chunking) -> ChunkTime:
     chunks, m = chunks_of_rank(strategy, rank, book), strategy.frame.num_micro_batches
     mesh, elements = strategy.frame.mesh, strategy.frame.mesh.dp * chunk_elements(chunks)
     gather, reduce = group_collectives(elements, mesh, book.machine, book.training, in_parameters=chunks.in_parameters)
@@ -74,9 +81,10 @@ def chunk_time(strategy: Strategy, rank: int, book: PriceBook) -> ChunkTime:
     with_sent = replace(costs, gather_s=gather.value_s, reduce_s=reduce.value_s)
     both = _waits(chunks, with_sent, book) if gather.value_s and book.training.overlap_grad_reduce else copies
     waited = {key: max(0.0, both.by_pass[key] - copies.by_pass[key]) for key in copies.by_pass}
-    sent, added, kind, sent_kind = _sent(chunks, with_sent), _added(chunks, book), _kind(book), (gather + reduce).kind
+    crowded = _crowded(strategy, rank, chunks, costs, copies.by_pass, book)
+    sent, added, kind, sent_kind = _spent(chunks, with_sent, COLLECTIVES), _added(chunks, book), _kind(book), (gather + reduce).kind
     return ChunkTime(
-        host={key: Seconds((copies.by_pass[key] + added[key]) / m, kind) for key in copies.by_pass},
+        host={key: Seconds((copies.by_pass[key] + added[key] + crowded[key]) / m, kind) for key in copies.by_pass},
         collectives={key: Seconds(_paid_s(waited[key], sent[key], book) / m, sent_kind) for key in copies.by_pass},
         step=Seconds(_longer_s(both.tail_s, copies.tail_s), sent_kind),
         host_step=Seconds(_longer_s(copies.tail_s, updated.value_s), kind), optimizer=updated)
@@ -153,12 +161,28 @@ def _ops(chunks: RankChunks) -> Iterator[tuple[Moment, Op]]:
         yield from ((moment, op) for op in (*moment.before, *moment.after) if op.does in (*COLLECTIVES, *COPIES))
 
 
-def _sent(chunks: RankChunks, costs: StreamCosts) -> defaultdict[PassKey, float]:
-    """Seconds of a step in collectives, by pass."""
+def _spent(chunks: RankChunks, costs: StreamCosts, kinds: Sequence[Does]) -> defaultdict[PassKey, float]:
+    """Seconds of a step that ops of these kinds take on their streams, by pass."""
     found = defaultdict[PassKey, float](float)
     for moment, op in _ops(chunks):
-        if op.does in COLLECTIVES:
+        if op.does in kinds:
             found[moment.work, moment.stage] += costs.op_s(op)
+    return found
+
+
+def _crowded(
+    strategy: Strategy, rank: int, chunks: RankChunks, costs: StreamCosts, waited: Mapping[PassKey, float], book: PriceBook,
+) -> defaultdict[PassKey, float]:
+    """Seconds of a step that backward passes wait beside `waited` because activations come to the device as chunks do."""
+    frame, fetched, found = strategy.frame, _spent(chunks, costs, (Does.FETCH,)), defaultdict[PassKey, float](float)
+    for stage in frame.stages_of(rank):
+        layers, key = strategy.stages[stage], (Work.BACKWARD, stage)
+        back_s = sum(copies_s(choice, frame, book)[1] for choice in layers)
+        if back_s and key in waited:
+            times = [
+                book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute) for choice in layers]
+            passes_s = sum(time.backward_s + time.recompute_s for time in times) + exposed_copies(layers, frame, book)[1].value_s
+            found[key] = max(0.0, frame.num_micro_batches * (back_s - passes_s) + fetched[key] - waited[key])
     return found
 
 

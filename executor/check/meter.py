@@ -64,6 +64,9 @@ def _in_chunks(plan: Plan, pipeline_rank: int) -> StateBytes:
 def _parameter_states(plan: Plan, layer: PlacedLayer, operator: str, parameter: Parameter, dp_rank: int) -> StateBytes:
     if parameter.of_experts:
         return _expert_states(plan, layer, operator, parameter, dp_rank)
+    if Offload.LOOKUP in layer.plan.offload and operator == "tokens":  # columns, in fp32 at any precision
+        own = math.prod(parameter.shape) // plan.mesh.dp
+        return states_of(own, own, 3, plan.training)
     shards, zero = zero_ranks(layer, plan.mesh), effective_zero(layer, plan.mesh)
     entries = layer.plan.operators[operator].parameters.get(parameter.name, ()) if plan.mesh.tp > 1 else ()
     shape = local_shape(parameter.shape, entries, plan.mesh.tp)

@@ -201,8 +201,8 @@ class Chunk:
         with self._setting.copies.aside() as aside:
             self.own.wait()
             work = _GATHER(self.used.flat, self.own.flat, group=self._setting.group, async_op=aside)
-        if work is not None:
-            self.used.is_over(work.wait)
+        for each in (self.own, self.used) if work is not None else ():
+            each.is_over(work.wait)
         counts.gathered_bytes += self.used.num_bytes
         counts.gathers += 1
 
@@ -273,7 +273,7 @@ class Chunk:
         self._to_send = self._reduces and self._kept is not None
         if self._to_send:
             return
-        self._setting.copies.send(self._kept or self._leaving, self.gradient, add=self._has_sent)
+        self._setting.copies.send(self._kept or self._leaving, self.gradient, add=self._has_sent, dropped=self._leaving is self.own)
         self._has_sent = True
 
     def sent(self) -> None:

@@ -7,6 +7,7 @@ written against torch's documentation and have not been run.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +17,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from profiles.errors import PlannerError
+from profiles.errors import ConfigError, PlannerError
 from profiles.units import format_bytes
 
+PORTABLE = 1  # cudaHostRegisterPortable
 STAGINGS = 2  # sends to be added up that may be under way at once
 
 
@@ -126,8 +128,22 @@ class Buffer:
 
 
 def host_tensor(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [elements] of the host, pinned where `device` is a GPU."""
-    return torch.zeros(elements, dtype=dtype, pin_memory=device.type == "cuda")
+    """Zeros [elements] of the host, pinned where `device` is a GPU. Raises ConfigError where the host does not let so much be pinned."""
+    tensor = torch.zeros(elements, dtype=dtype)
+    if device.type == "cuda" and tensor.nbytes:
+        _pin(tensor)
+    return tensor
+
+
+def _pin(tensor: Tensor) -> None:
+    """Not by torch's allocator of pinned memory, which takes the next power of two: up to twice what a plan says of the host."""
+    address, runtime = tensor.data_ptr(), torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(address, tensor.nbytes, PORTABLE))
+    if error:
+        raise ConfigError(
+            f"the host does not pin {format_bytes(tensor.nbytes)} for chunks (error {error} of CUDA)",
+            hint="raise the limit of locked memory (ulimit -l), or keep less on the host")
+    weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
 
 
 @dataclass(slots=True)
@@ -176,12 +192,17 @@ class Copies:
         self.counts.in_calls += 1
         self._copy(buffer.flat, host, buffer, self._in)
 
-    def send(self, buffer: Buffer, host: Tensor, *, add: bool) -> None:
-        """Gradients in `buffer` to the host, written there or added to what is there; there after `settle`."""
+    def send(self, buffer: Buffer, host: Tensor, *, add: bool, dropped: bool = False) -> None:
+        """Gradients in `buffer` to the host, written there or added to what is there; there after `settle`.
+
+        dropped: `buffer` is freed at once, and compute does not wait: its memory is not given to anything else before that
+        """
         self.counts.out_bytes += buffer.num_bytes
         self.counts.out_calls += 1
+        if dropped and self._out is not None:
+            buffer.flat.record_stream(self._out)
         if not add:
-            self._copy(host, buffer.flat, buffer, self._out)
+            self._copy(host, buffer.flat, buffer, self._out, dropped=dropped)
             return
         if not self._stagings:
             self._add_first()
@@ -189,7 +210,9 @@ class Copies:
         event = self._copy(staging[: host.numel()], buffer.flat, buffer, self._out)
         self._staged.append(_Staged(staging, host, event))
 
-    def _copy(self, to: Tensor, source: Tensor, buffer: Buffer, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    def _copy(
+        self, to: Tensor, source: Tensor, buffer: Buffer, stream: torch.cuda.Stream | None, *, dropped: bool = False,
+    ) -> torch.cuda.Event | None:
         """`buffer`: the one on the device, whose memory is the copy's until it is over."""
         if stream is None:
             to.copy_(source)
@@ -199,7 +222,8 @@ class Copies:
             buffer.wait()
             to.copy_(source, non_blocking=True)
             event = stream.record_event()
-        buffer.is_over(lambda: torch.cuda.current_stream().wait_event(event))
+        if not dropped:
+            buffer.is_over(lambda: torch.cuda.current_stream().wait_event(event))
         return event
 
     def _add_first(self) -> None:

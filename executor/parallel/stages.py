@@ -19,6 +19,7 @@ from executor.foreign.cut import ForeignBody
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
 from executor.memory.host import HostCopies, OnHost
 from executor.memory.kept import Recipes
+from executor.memory.lookup import HostTable
 from executor.memory.recompute import recomputed
 from executor.modules.models import Block, build_layer
 from executor.modules.moe import experts_of
@@ -155,6 +156,7 @@ def _build_stage(
         return Stage(*build_foreign(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends)
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
+    tables: list[HostTable] = []
     last_choice = LastChoice()
     for group in _unit_layers(plan, placed):
         recipes = {layer.name: _recipes(plan, layer, ranks, host) for layer in group}
@@ -162,6 +164,7 @@ def _build_stage(
         _overlap(plan, ranks, built, recipes, placed, last_choice)
         if len(built) > 1:
             built["head"].lm_head.weight = built["embedding"].tokens.weight
+        tables += _looked_up(plan, ranks, built, group[0])
         in_chunks = chunks is not None and group[0].kind is LayerKind.BLOCK
         if in_chunks:
             chunks.take(group[0].block, built[group[0].name])
@@ -169,19 +172,30 @@ def _build_stage(
         if in_chunks:
             chunks.watch(group[0].block, whole[group[0].name])
         else:
-            units += _units(plan, ranks, group[0], tuple(whole.values()))
+            units += _units(plan, ranks, group[0], tuple(whole.values()), tuple(tables))
         layers |= whole
     body = Body({layer.name: layers[layer.name] for layer in placed})
-    shard_root(body, units, ranks.dp_mesh, chunks.parameters if chunks is not None else ())
+    shard_root(body, units, ranks.dp_mesh, (*(chunks.parameters if chunks is not None else ()), *(table.weight for table in tables)))
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
 
 
-def _units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
-    """The sharded unit of `layers`, and one for the experts where not every data-parallel rank holds them."""
+def _looked_up(plan: Plan, ranks: Ranks, built: dict[str, nn.Module], placed: PlacedLayer) -> tuple[HostTable, ...]:
+    """The token table on the host in place of the embedding's, where the plan says so: no unit has it."""
+    if Offload.LOOKUP not in placed.plan.offload:
+        return ()
+    embedding = built[placed.name]
+    embedding.tokens = HostTable(embedding.tokens.weight, ranks.dp_mesh, compute_dtype(plan.training.precision))
+    return (embedding.tokens,)
+
+
+def _units(
+    plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...], tables: tuple[HostTable, ...],
+) -> tuple[Unit, ...]:
+    """The sharded unit of `layers` without `tables`, and one for the experts where not every data-parallel rank holds them."""
     experts = _expert_units(plan, ranks, placed, layers)
     for each in experts:
         shard_unit(each, plan.training.precision)
-    return ranks.unit(plan, placed, layers, apart=tuple(each.layers[0] for each in experts)), *experts
+    return ranks.unit(plan, placed, layers, apart=(*tables, *(each.layers[0] for each in experts))), *experts
 
 
 def _expert_units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from costmodels.lookup import illegal_lookup
 from costmodels.mesh import Mesh, illegal_expert_parallel
 from costmodels.offload import Offload
 from executor.foreign.rules import module_problems
@@ -113,6 +114,22 @@ def kept_on_host(plan: Plan) -> Iterator[Refusal]:
                 action=f"set keep_on_host to {list(left)}", nearest=with_layer_plan(plan, name, keep_on_host=left))
 
 
+@rule(why="the host looks whole rows up in a table of its own", action="leave lookup out")
+def lookup(plan: Plan) -> Iterator[Refusal]:
+    for name, layer_plan in plan.layer_plans.items():
+        if Offload.LOOKUP in layer_plan.offload:
+            reason = illegal_lookup(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings)
+            if layer_plan.layer is not LayerKind.EMBEDDING:
+                reason = f"the {layer_plan.layer} has no token table"
+            elif plan.module is not None:
+                reason = "the module looks tokens up itself"
+            if reason:
+                left = tuple(what for what in layer_plan.offload if what is not Offload.LOOKUP)
+                yield Refusal(
+                    found=f"layer_plans.{name}: offload has lookup: {reason}", action=f"set offload to {list(map(str, left))}",
+                    nearest=with_layer_plan(plan, name, offload=left))
+
+
 DRAWS_MASK = ("positions", "residual1", "residual2")  # attention does too, and restores the generator when it runs again
 
 
@@ -146,4 +163,5 @@ def modules(plan: Plan) -> Iterator[Refusal]:
 
 
 LAYERS = (
-    placements, divisible, zero_ranks, tied, recompute_names, recomputed_dropout, kept_on_host, expert_parallel, mixture, modules)
+    placements, divisible, zero_ranks, tied, recompute_names, recomputed_dropout, kept_on_host, lookup, expert_parallel,
+    mixture, modules)

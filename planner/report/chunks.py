@@ -39,9 +39,11 @@ def chunks_fact(plan: Plan, chunks: Chunks) -> tuple[str, str, str]:
     for (_, home), blocks in home_blocks(plan).items():
         counts[home] += len(blocks)
     busiest = max(chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes)
-    more = f"the optimizer of {counts[Home.OPTIMIZER]} {'more' if counts[Home.HOST] else 'blocks'}, " if counts[Home.OPTIMIZER] else ""
-    moved = f"{format_bytes(busiest.in_bytes)} in and {format_bytes(busiest.out_bytes)} out a step and GPU"
-    return "chunks", f"{counts[Home.HOST]} of {plan.model.num_layers} blocks on the host", more + moved
+    host, optimizer = counts[Home.HOST], counts[Home.OPTIMIZER]
+    whose, more = f"{host} of {plan.model.num_layers} blocks on the host", f"the optimizer of {optimizer} more, " if optimizer else ""
+    if optimizer and not host:
+        whose, more = f"the optimizer of {optimizer} of {plan.model.num_layers} blocks on the host", ""
+    return "chunks", whose, f"{more}{format_bytes(busiest.in_bytes)} in and {format_bytes(busiest.out_bytes)} out a step and GPU"
 
 
 def print_chunks(plan: Plan, out: Console) -> None:

@@ -24,7 +24,7 @@ def explained_error(
     short = shortfall(model, cluster, training, pins, options)
     request = Request(model=model, cluster=cluster, training=training, pins=pins, options=options)
     try:
-        hint = hint_text(relaxations(request, short.need_bytes), cluster)
+        hint = hint_text(relaxations(request, short.need_bytes, host_bytes=short.host_bytes), cluster)
     except KeyboardInterrupt:
         hint = "ask for more GPUs or pin less; what would fit was not searched to the end (Ctrl-C)"
     return InfeasibleError(short.text, hint=hint)

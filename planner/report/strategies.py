@@ -21,7 +21,9 @@ def print_strategies(found: Iterable[OperatorStrategies], out: Console, mesh: st
     for operator in found:
         say(out)
         note = "keep or recompute" if operator.recomputable else "keep only"
-        say(out, f"{operator.layer}.{operator.operator.name}: {len(operator.legal)} legal ({note}), {len(operator.rejected)} rejected")
+        host = f"; {operator.kept_bytes / MIB:,.1f} MiB to the host in {operator.copy_s * US_PER_S:,.0f} us" if operator.kept_bytes else ""
+        counts = f"{len(operator.legal)} legal ({note}), {len(operator.rejected)} rejected"
+        say(out, f"{operator.layer}.{operator.operator.name}: {counts}{host}")
         rows = sorted(operator.legal, key=lambda s: s.price.forward_s + s.price.backward_s)
         print_table(out, HEADING, [_cells(strategy.splits, _numbers(strategy)) for strategy in rows], left=("split by",))
         for rejected in operator.rejected:
@@ -50,6 +52,7 @@ def strategies_document(found: Iterable[OperatorStrategies]) -> list[dict[str, A
     return [
         {
             "layer": operator.layer.value, "operator": operator.operator.name, "recomputable": operator.recomputable,
+            "kept_bytes": operator.kept_bytes, "copy_s": operator.copy_s,
             "legal": [_document(strategy) for strategy in operator.legal],
             "rejected": [{"splits": list(map(str, rejected.splits)), "reason": rejected.reason} for rejected in operator.rejected],
         } for operator in found]
