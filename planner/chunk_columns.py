@@ -111,15 +111,21 @@ class ChunkColumns:
             if len(rows):
                 yield ChunkMixes(
                     self.frame, costs, priced.time_s[rows], allocated[rows] + numbers,
-                    priced.allocated[rows] + numbers + self._gathered_bytes + self._lasting_bytes((LayerKind.HEAD,)),
+                    priced.allocated[rows] + numbers + self._handed_bytes + self._gathered_bytes + self._lasting_bytes((LayerKind.HEAD,)),
                     self._outside_bytes + numbers + self._lasting_bytes((LayerKind.EMBEDDING, LayerKind.HEAD))), priced, rows
 
     def _in_blocks(self, priced: Priced) -> Array:
         """What the fullest pass of a block allocates without chunks (costmodels/chunks/room.py); `priced` also has what the ends need."""
         temporaries = self.compute.running(priced.mixes, self.zero) + self.fixed.zero_buffer
-        beyond = self._lasting_bytes((LayerKind.HEAD,)) + self._gathered_bytes - self.fixed.used_up
+        beyond = self._handed_bytes + self._lasting_bytes((LayerKind.HEAD,)) + self._gathered_bytes - self.fixed.used_up
         found: Array = priced.allocated - temporaries + priced.mixes.workspace_bytes + beyond
         return found
+
+    @property
+    def _handed_bytes(self) -> float:
+        """The activation that a layer hands on."""
+        frame, boundary = self.frame, self.table.book.graph(self.frame.micro_batch_size).block.input
+        return float(frame.sharding.local_bytes(boundary, frame.sharding.boundary) if boundary else 0)
 
     @property
     def _outside_bytes(self) -> float:
