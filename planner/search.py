@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
+from costmodels.chunks.home import Home
 from costmodels.chunks.price import Chunking
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
@@ -48,6 +49,7 @@ MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap sa
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
 ROUNDING = 1e-9  # relative: sums of the same terms in another order
 INFINITY = float("inf")
+WORTH_CHUNKS = 0.01  # how much faster chunks must be where nothing leaves the device
 SLACK = 0.02  # of the memory limit
 Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions], InfeasibleError]
 
@@ -322,6 +324,11 @@ def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
                 yield stage_aware(frame, blocks, counts, zero)
 
 
+def _idle_chunks(strategy: Strategy) -> bool:
+    """Whether a strategy holds blocks in chunks of which none leaves the device: the same without chunks is simpler."""
+    return strategy.frame.chunked and all(choice.home is Home.DEVICE for stage in strategy.stages for choice in stage)
+
+
 def _price(strategy: Strategy, session: Session) -> StepPrice | None:
     """What a strategy takes, or None where the exact schedule of its chunks needs more than there is."""
     if not strategy.frame.chunked:
@@ -373,7 +380,7 @@ def search(
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
         return search(prices, objective, options, on_progress, slack=slack + SLACK)
     if objective is Objective.THROUGHPUT:
-        replayed.sort(key=lambda found: found[2].step_s)
+        replayed.sort(key=lambda found: found[2].step_s * (1 + WORTH_CHUNKS * _idle_chunks(found[1])))
     (best, strategy, price), *others = replayed
     record = _record(objective, best, fastest, outcome, space)
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)

@@ -15,6 +15,7 @@ from costmodels.chunks.price import Chunking
 from costmodels.occupancy import occupied_bytes, usable_bytes
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
 from costmodels.step import bubble_share, price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.bounds import may_fit, time_bound
@@ -22,14 +23,19 @@ from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import ChunkColumns
 from planner.columns import MixTable, block_counts, to_strategy
 from planner.homes import Homes
+from planner.infeasible import enough_host_bytes
+from planner.options import offload_assumed
+from planner.pareto import find_front
+from planner.plan import Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from planner.search import find_plan
 from planner.space import enumerate_space
 from profiles.catalog import load_cluster, with_gpus
+from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Precision, TrainingSpec
-from profiles.units import MIB
+from profiles.units import GIB, MIB
 from tests.instances import Instance
 
 PINS = Constraints(offload=SEARCHED_OFFLOAD)
@@ -63,7 +69,7 @@ def test_no_exact_schedule_needs_more_than_its_column_says(gpus: int, precision:
     memory_bytes = 6 * STATES // gpus
     found = instance(gpus, memory_bytes, precision, batch)
     book, table, tried = found.book(), MixTable(found.book(), PINS), 0
-    for frame, share in itertools.product(chunked_frames(found)[::3], (0.5, 0.8)):
+    for frame, share in itertools.product(chunked_frames(found)[:: 2 * gpus], (0.5, 0.8)):
         limit, budget = share * memory_bytes, Chunking(limit_bytes=float(memory_bytes * 100))
         ranks = [ChunkColumns(rank, frame, table) for rank in range(frame.mesh.pp)]
         counts = [next(block_counts(rank, frame, 6)) if frame.equal_ranks else 6 // frame.mesh.pp for rank in range(frame.mesh.pp)]
@@ -106,7 +112,7 @@ def test_the_best_of_all_counts_is_found() -> None:
 def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(gpus: int, precision: Precision, batch: int) -> None:
     found = instance(gpus, 5 * STATES // (2 * gpus), precision, batch, pcie_bytes_per_s=5e9)
     table, limit, seen = MixTable(found.book(), PINS), float(found.cluster.device.memory_bytes), 0
-    for frame in chunked_frames(found)[::2]:
+    for frame in chunked_frames(found)[:: 2 * gpus]:
         share, own = bubble_share(frame, table.book), time_bound(frame, table)
         bound, passes = ChunkBound(frame, table, own, limit, share), frame.num_micro_batches
         for rank in range(frame.mesh.pp):
@@ -151,22 +157,66 @@ def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit() -> None:
     assert plan.predicted.step_time_s.value <= best_s * 1.02
 
 
-def blocks_recomputed(pcie_bytes_per_s: float, host_bytes_per_s: float) -> tuple[int, int]:
-    """How many blocks of the best plan recompute anything, and how many have states on the host."""
-    found = instance(
-        1, 5 * STATES // 2 + 10 * MIB, batch=16, pcie_bytes_per_s=pcie_bytes_per_s, pcie_node_bytes_per_s=None,
-        host_bytes_per_s=host_bytes_per_s)
-    plan = find_plan(found.model, found.cluster, found.training, constraints=PINS, options=SearchOptions(memory_margin=0.0))
+def blocks_of(pcie_bytes_per_s: float) -> tuple[int, int]:
+    """Of the best plan how many blocks recompute anything, and how many have states on the host."""
+    found = instance(1, 9 * STATES // 2, batch=16, pcie_bytes_per_s=pcie_bytes_per_s, pcie_node_bytes_per_s=None, host_bytes_per_s=1e14)
+    plan = find_plan(
+        found.model, found.cluster, found.training, constraints=replace(PINS, micro_batch_size=(4,)),
+        options=SearchOptions(memory_margin=0.0))
     blocks = [
         plan.layer_plans[run.plan] for stage in plan.stages for run in stage.layers if run.blocks
         for _ in range(run.blocks[0], run.blocks[1] + 1)]
     return sum(bool(block.recompute) for block in blocks), sum(bool(block.offload) for block in blocks)
 
 
-def test_fast_copies_leave_less_to_recompute_than_slow_ones() -> None:
-    fast, slow = blocks_recomputed(1e12, 1e14), blocks_recomputed(1e7, 1e14)
-    assert fast[0] < slow[0]
-    assert fast[1] >= slow[1]
+def test_fast_copies_make_room_for_activations_and_slow_ones_are_avoided_by_recompute() -> None:
+    assert blocks_of(1e12) == (0, 6)
+    recomputed, offloaded = blocks_of(1e7)
+    assert recomputed == 6
+    assert offloaded < 6
+
+
+def test_what_fits_the_devices_by_more_pipeline_does_not_go_to_slow_hosts() -> None:
+    found = instance(4, 4 * STATES, batch=16, pcie_bytes_per_s=1e7, pcie_node_bytes_per_s=None)
+    pins = replace(PINS, tp=(1,), micro_batch_size=(1, 4), schedule=(Schedule.ONE_F_ONE_B, Schedule.GPIPE))
+    plan = find_plan(found.model, found.cluster, found.training, constraints=pins, options=SearchOptions(memory_margin=0.0))
+    assert plan.chunks is None
+    alone = replace(found.cluster, nodes=1, gpus_per_node=1)
+    small = find_plan(found.model, alone, found.training, constraints=pins, options=SearchOptions(memory_margin=0.0))
+    assert small.chunks is not None
+
+
+def test_the_host_is_used_unasked_only_where_nothing_fits_without() -> None:
+    asked, options = replace(PINS, offload=None), SearchOptions(memory_margin=0.0)
+    for memory_bytes, offloaded in ((6 * STATES, True), (20 * STATES, False)):
+        found = instance(1, memory_bytes)
+        plan = find_plan(found.model, found.cluster, found.training, constraints=asked, options=options)
+        assert (plan.chunks is not None) == offloaded
+        (said,) = offload_assumed(asked, plan) or ("",)
+        assert said == "--offload optimizer,parameters,activations (nothing fits the devices alone)" * offloaded
+    with pytest.raises(InfeasibleError):
+        find_plan(found.model, replace(found.cluster, device=replace(found.cluster.device, memory_bytes=6 * STATES)), found.training,
+                  constraints=Constraints(offload=()), options=options)
+
+
+def test_the_memory_objective_says_that_it_is_of_devices() -> None:
+    found = instance(1, 6 * STATES)
+    with pytest.raises(ConfigError, match="redundancy is counted on devices"):
+        find_plan(found.model, found.cluster, found.training, Objective.MEMORY, constraints=PINS)
+    with pytest.raises(ConfigError, match="redundancy is counted on devices"):
+        find_front(found.model, found.cluster, found.training, constraints=PINS)
+
+
+def test_an_error_says_how_much_memory_the_hosts_lack_and_that_much_is_enough() -> None:
+    found = instance(1, 4 * STATES, host_memory_bytes=MIB)
+    model = replace(found.model, num_layers=400)
+    with pytest.raises(InfeasibleError, match=r"it would fit with 6 GiB of host memory a node, there are 0$"):
+        find_plan(model, found.cluster, found.training, constraints=PINS, options=SearchOptions(memory_margin=0.0))
+    enough = enough_host_bytes(model, found.cluster, found.training, PINS, 4.0 * STATES)
+    assert enough is not None
+    plan = find_plan(
+        model, replace(found.cluster, host_memory_bytes=enough), found.training, constraints=PINS, options=SearchOptions(memory_margin=0.0))
+    assert max(stage.host for stage in plan.predicted.memory_gib) * GIB <= enough
 
 
 @pytest.mark.parametrize("offload", [(Offload.OPTIMIZER,), (Offload.PARAMETERS,)])

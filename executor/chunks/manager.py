@@ -237,10 +237,10 @@ class ChunkManager:
             return
         self._open = None
         self._settle((self._next - 1,))
-        self._states.end(moment.block, moment.work)
         if moment.work is Work.BACKWARD:
             for chunk in self._of_block[moment.block]:
                 chunk.collect(moment.block)
+        self._states.end(moment.block, moment.work)
         for op in moment.after:
             self._do(op)
 
