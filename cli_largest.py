@@ -15,9 +15,10 @@ from cli_output import STDOUT
 from cli_style import INTERRUPTED, Command, noticing_ctrl_c, option, print_json
 
 if TYPE_CHECKING:
-    from planner.largest import Largest, Sizes
+    from planner.largest import Largest
     from planner.options import Question
     from planner.plan import Plan
+    from profiles.families import Family
 
 
 @click.command("max-model", cls=Command, epilog=(
@@ -42,44 +43,42 @@ def max_model(**options: Any) -> int:
     if output not in (None, STDOUT):
         require_writable(output)
     options |= {"model": None, "module": None, "objective": "throughput"}
-    question, sizes = _sizes(options)
+    question, family = _question(options)
     started_s = time.monotonic()
     with noticing_ctrl_c() as interrupts:
-        rows = _rows(options, question, sizes, lambda: bool(interrupts))
+        rows = _rows(options, question, family, lambda: bool(interrupts))
     _require_any(rows, interrupted=bool(interrupts))
     _deliver(rows, question, options, time.monotonic() - started_s)
     return INTERRUPTED if interrupts else 0
 
 
-def _sizes(options: dict[str, Any]) -> tuple[Question, Sizes]:
-    """The models to try, ascending, and the question as it is asked about the first of them."""
+def _question(options: dict[str, Any]) -> tuple[Question, Family]:
+    """The question as it is asked about the smallest model, and the family."""
     from dataclasses import fields
 
-    from planner.largest import members, widths
     from planner.options import Asked, question_about
     from profiles.catalog import load_family
 
     family, hidden = load_family(options["family"]), options["hidden"]
     asked = Asked(**{field.name: options[field.name] for field in fields(Asked)})
     first = family.members[0] if hidden is None else family.of_width(hidden, 1)
-    question = question_about(first, asked, whose="the family's")
-    if hidden is None:
-        return question, members(family.members)
-    return question, widths(lambda blocks: family.of_width(hidden, blocks), question.cluster)
+    return question_about(first, asked, whose="the family's"), family
 
 
-def _rows(options: dict[str, Any], question: Question, sizes: Sizes, interrupted: Callable[[], bool]) -> tuple[Largest, ...]:
+def _rows(options: dict[str, Any], question: Question, family: Family, interrupted: Callable[[], bool]) -> tuple[Largest, ...]:
     """The searches, with a bar on stderr while they last."""
-    from planner.largest import LEVELS, Asking, find_largest
+    from planner.largest import LEVELS, Asking, find_largest, members, widths
     from planner.options import constraints, search_options
     from planner.report.progress import front_bar
     from planner.report.text import console
 
-    pins, how = constraints(options), search_options(options)
+    pins, hidden = constraints(options), options["hidden"]
     levels = LEVELS if options["offload"] is None else tuple(dict.fromkeys(((), pins.offload or ())))
     with front_bar(console(sys.stderr), "sizes") as (on_progress, on_search):
         asking = Asking(
-            cluster=question.cluster, training=question.training, pins=pins, options=how, on_progress=on_progress, on_search=on_search)
+            cluster=question.cluster, training=question.training, pins=pins, options=search_options(options), on_progress=on_progress,
+            on_search=on_search)
+        sizes = members(family.members) if hidden is None else widths(lambda blocks: family.of_width(hidden, blocks), asking)
         return find_largest(sizes, asking, levels, interrupted=interrupted)
 
 

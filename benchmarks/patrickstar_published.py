@@ -136,3 +136,17 @@ def states_fit(model: ModelSpec, cluster: Cluster, rules: Rules, batch: int, uti
     states = state_bytes(in_parameters=True) * (num_parameters(model) - tables) / utilisation
     return room > 0 and states <= cluster.num_gpus * room + cluster.nodes * host
 
+
+ESTIMATORS_BUFFERS = 1.5  # additional_buffer_factor
+
+
+def deepspeed_fits(model: ModelSpec, cluster: Cluster, zero: int) -> bool:
+    """By DeepSpeed's own estimators of model states with everything on the host (v0.5: deepspeed/runtime/zero/stage2.py, stage3.py).
+
+        ZeRO 2    host 1.5 max(4 G, 16) Phi                  device 2 Phi         G GPUs of a node: fp32 gradients of every one
+        ZeRO 3    host 1.5 18 Phi                            device 4 bytes of the largest layer
+    """
+    parameters = num_parameters(model)
+    host = max(4 * cluster.num_gpus, 16) if zero == 2 else 18
+    device = 2 * parameters if zero == 2 else 4 * model.padded_vocab_size * model.hidden_size
+    return ESTIMATORS_BUFFERS * host * parameters <= cluster.host_memory_bytes and device <= cluster.device.memory_bytes

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodels.chunks.room import IDS_BYTES, LOSS_KEPT_BYTES, LOSS_MADE_BYTES, NORM_BYTES, SHARD_GRADIENT_BYTES
+from costmodels.chunks.room import SHARD_GRADIENT_BYTES, numbers_bytes
 from costmodels.memory import owned_parameters
 from costmodels.occupancy import occupied_bytes, usable_bytes
 from costmodels.strategy import Frame
@@ -21,7 +21,7 @@ from planner.chunk_mixes import ChunkMixes
 from planner.columns import Column, MixTable, Priced, RankColumns, end_kinds
 from planner.fronts import Array, Ints, front
 from planner.mixes import Mixes, pure_mixes
-from profiles.model import LayerKind, OperatorKind
+from profiles.model import LayerKind
 
 STEPS = 128  # of what mixes may allocate, at which the relaxation is solved
 
@@ -102,35 +102,30 @@ class ChunkColumns:
     def _mixes(self, mixes: Mixes, num_blocks: int) -> Iterator[tuple[ChunkMixes, Priced, Ints]]:
         """By way to divide the weights, which all blocks of a mix share, the front of the mixes, and which rows of `priced` they are."""
         priced, used = self.compute.priced(mixes, self.zero), mixes.counts > 0
-        few, allocated = self._few_bytes(num_blocks), self._in_blocks(priced)
-        kinds = [self.table.tensors(option.sharding) for option in mixes.options]
+        numbers = numbers_bytes(self.frame, self.rank, num_blocks, self.table.book)
+        allocated, kinds = self._in_blocks(priced), [self.table.tensors(option.sharding) for option in mixes.options]
         for costs, tensors in self._homes(num_blocks):
             rows = np.flatnonzero(~used[:, [kind != tensors for kind in kinds]].any(axis=1))
             rows = rows[front(priced.time_s[rows], allocated[rows])]
             rows = rows[priced.allocated[rows] <= np.minimum.accumulate(priced.allocated[rows])] if len(rows) else rows
             if len(rows):
                 yield ChunkMixes(
-                    self.frame, costs, priced.time_s[rows], allocated[rows],
-                    few + priced.allocated[rows] + self._gathered_bytes + self._lasting_bytes((LayerKind.HEAD,)),
-                    few + self._outside_bytes + self._lasting_bytes((LayerKind.EMBEDDING, LayerKind.HEAD))), priced, rows
+                    self.frame, costs, priced.time_s[rows], allocated[rows] + numbers,
+                    priced.allocated[rows] + numbers + self._handed_bytes + self._gathered_bytes + self._lasting_bytes((LayerKind.HEAD,)),
+                    self._outside_bytes + numbers + self._lasting_bytes((LayerKind.EMBEDDING, LayerKind.HEAD))), priced, rows
 
     def _in_blocks(self, priced: Priced) -> Array:
         """What the fullest pass of a block allocates without chunks (costmodels/chunks/room.py); `priced` also has what the ends need."""
         temporaries = self.compute.running(priced.mixes, self.zero) + self.fixed.zero_buffer
-        few = self._few_bytes(int(priced.mixes.counts[0].sum()))
-        beyond = few + self._lasting_bytes((LayerKind.HEAD,)) + self._gathered_bytes - self.fixed.used_up
+        beyond = self._handed_bytes + self._lasting_bytes((LayerKind.HEAD,)) + self._gathered_bytes - self.fixed.used_up
         found: Array = priced.allocated - temporaries + priced.mixes.workspace_bytes + beyond
         return found
 
-    def _few_bytes(self, num_blocks: int) -> float:
-        """At most what the exact schedule counts besides: ids and targets, what norms and the loss keep, and what layers hand on."""
-        frame, book = self.frame, self.table.book
-        tokens, boundary = frame.micro_batch_size * book.training.seq_length, book.graph(frame.micro_batch_size).block.input
-        norms = sum(operator.kind is OperatorKind.NORM for operator in book.layer(LayerKind.BLOCK, 1).operators)
-        chunk = -(-num_blocks // frame.virtual_stages)
-        of_token = NORM_BYTES * (norms * (self.compute.stashes * chunk + 1) + 2) + self.compute.stashes * LOSS_KEPT_BYTES + LOSS_MADE_BYTES
-        handed = frame.sharding.local_bytes(boundary, frame.sharding.boundary) if boundary else 0
-        return float(IDS_BYTES * tokens * frame.num_micro_batches + of_token * tokens + handed)
+    @property
+    def _handed_bytes(self) -> float:
+        """The activation that a layer hands on."""
+        frame, boundary = self.frame, self.table.book.graph(self.frame.micro_batch_size).block.input
+        return float(frame.sharding.local_bytes(boundary, frame.sharding.boundary) if boundary else 0)
 
     @property
     def _outside_bytes(self) -> float:

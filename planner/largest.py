@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.offload import Offload
-from planner.infeasible import infeasible_error
+from planner.infeasible import infeasible_error, limit_bytes
 from planner.pareto import OnSearch
 from planner.plan import Plan
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
@@ -70,10 +70,10 @@ def members(entries: Sequence[ModelEntry]) -> Sizes:
     return Sizes(count=len(entries), of=lambda index: entries[index])
 
 
-def widths(of_width: Callable[[int], ModelEntry], cluster: Cluster) -> Sizes:
+def widths(of_width: Callable[[int], ModelEntry], asking: Asking) -> Sizes:
     """Numbers of blocks of one width, from 1 to what all memory of the cluster could hold at most."""
     one, two = (_num_parameters(of_width(blocks).spec) for blocks in (1, 2))
-    most = int((_memory_bytes(cluster, with_hosts=True) / LEAST_STATE_BYTES - one) // (two - one)) + 1
+    most = int((_memory_bytes(asking, with_hosts=True) / LEAST_STATE_BYTES - one) // (two - one)) + 1
     return Sizes(count=max(1, most), of=lambda index: of_width(index + 1))
 
 
@@ -81,13 +81,17 @@ def _num_parameters(model: ModelSpec) -> int:
     return build_graph(model, TrainingSpec(global_batch_size=1, seq_length=1), 1).num_parameters
 
 
-def _memory_bytes(cluster: Cluster, *, with_hosts: bool) -> int:
-    return cluster.num_gpus * cluster.device.memory_bytes + cluster.nodes * cluster.host_memory_bytes * with_hosts
+def _memory_bytes(asking: Asking, *, with_hosts: bool) -> float:
+    """What plans may fill of all devices, and of their hosts."""
+    cluster = asking.cluster
+    return cluster.num_gpus * limit_bytes(cluster, asking.training.stack, asking.options) + (
+        cluster.nodes * cluster.host_memory_bytes * with_hosts)
 
 
-def _require_room(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) -> None:
+def _require_room(model: ModelSpec, asking: Asking, offload: tuple[Offload, ...]) -> None:
     """Raises InfeasibleError where all memory together is too small for one copy of the states: no search is needed for that."""
-    needed, room = LEAST_STATE_BYTES * _num_parameters(model), _memory_bytes(cluster, with_hosts=bool(offload))
+    cluster = asking.cluster
+    needed, room = LEAST_STATE_BYTES * _num_parameters(model), _memory_bytes(asking, with_hosts=bool(offload))
     if needed > room:
         raise InfeasibleError(
             f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: one copy of its states takes at least "
@@ -124,7 +128,7 @@ class _Probes:
         if asking.on_search:
             asking.on_search(model.name, self.num_searches, self._sizes.count.bit_length() + ALSO_TRIED)
         self.num_searches += 1
-        _require_room(model, asking.cluster, self._pins.offload or ())
+        _require_room(model, asking, self._pins.offload or ())
         return find_plan(
             model, asking.cluster, asking.training, constraints=self._pins, options=options, on_progress=asking.on_progress,
             explain=_unexplained)

@@ -232,7 +232,7 @@ def test_patrickstars_own_way_moves_to_the_byte_what_its_closed_form_says(host, 
 def test_clean_copies_move_gradients_alone_and_chunks_that_stay_are_fetched_once_a_turn(monkeypatch, training, gradient, m, staying):
     def nothing_besides(strategy, rank, passes, book):
         none = (0,) * 16 * m
-        return Room(moments=none, gaps=(*none, 0), rests=none, end=0)
+        return Room(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
 
     monkeypatch.setattr("costmodels.chunks.held.besides_chunks", nothing_besides)
     prices, strategy = BOOKS[training], chunked([HOST] * 8, m=m)
@@ -304,7 +304,7 @@ def test_moving_ops_apart_changes_no_op_and_no_byte(monkeypatch, more):
 
 def test_where_there_is_room_every_copy_gets_moments_to_hide_under():
     strategy = chunked([HOST] * 8, m=2, ends=False)
-    roomy = schedule(strategy, prices=BOOKS["mixed"], more=1.0)
+    roomy = schedule(strategy, prices=BOOKS["mixed"], more=3.0)
     fetched = [(index, op) for index, moment in enumerate(roomy.moments) for op in moment.before if op.does is Does.FETCH]
     sent = [(index, op) for index, moment in enumerate(roomy.moments) for op in moment.after if op.does is Does.SEND]
 

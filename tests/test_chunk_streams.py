@@ -35,7 +35,7 @@ def alone(monkeypatch):
     """Nothing but chunks is on the device."""
     def nothing(strategy, rank, passes, book):
         none = (0,) * sum(one.block is not None for one in passes)
-        return Room(moments=none, gaps=(*none, 0), rests=none, end=0)
+        return Room(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
 
     monkeypatch.setattr("costmodels.chunks.held.besides_chunks", nothing)
 

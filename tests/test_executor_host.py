@@ -32,8 +32,8 @@ from executor.options import Options
 from executor.parallel.place import place_layer
 from executor.rules.all import nearest_legal, refusals, validate
 from executor.train import build_trainer
-from planner.estimate import estimate_plan
-from planner.plan import Plan
+from planner.estimate import ChunkRequest, estimate_plan
+from planner.plan import Plan, frame_of
 from planner.reprice import reprice
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.model import LayerClass, LayerKind
@@ -213,18 +213,22 @@ def _estimated(model: str, num_micro_batches: int, recompute: str, *, tp: int) -
         recompute=Recompute(recompute), keep_on_host=KEEP)
 
 
+def _copied(plans: list[Plan], world: int) -> list[list[tuple[int, int]]]:
+    """By rank and plan, the bytes that a step sent to the host, and that came back."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, args=(world, folder, plans), nprocs=world, start_method="fork")
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+
+
 @cache
 def _counted(tp: int) -> list[list[tuple[int, int]]]:
-    """By rank and case, the bytes that a step sent to the host, and that came back."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank, args=(tp, folder), nprocs=tp, start_method="fork")
-        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(tp)]
+    return _copied([_estimated(*case, tp=tp) for case in CASES[tp]], tp)
 
 
-def _rank(rank: int, tp: int, folder: str) -> None:
+def _rank(rank: int, world: int, folder: str, plans: list[Plan]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", tp), rank=rank, world_size=tp)
-    torch.save([_of_a_step(_estimated(*case, tp=tp)) for case in CASES[tp]], f"{folder}/{rank}.pt")
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    torch.save([_of_a_step(plan) for plan in plans], f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -245,6 +249,60 @@ def test_a_step_copies_the_predicted_bytes(case, tp):
     assert predicted > 0
     assert [found[CASES[tp].index(case)] for found in _counted(tp)] == [(predicted, predicted)] * tp
     assert today.plan.predicted.memory_gib[0].host == pytest.approx(predicted / case[1] / GIB, abs=1e-4)
+
+
+SCHEDULES = {
+    Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.INTERLEAVED: 2, Schedule.ZBV: 2, Schedule.EARLY_RECOMPUTE: 1, Schedule.SCP: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_step_of_any_schedule_copies_the_predicted_bytes_on_every_rank():
+    plans = []
+    for schedule, chunks in SCHEDULES.items():
+        for model, again in ((GPT, ()), (LLAMA, ("norm1", "activation")), (GPT, "full")):
+            if not again or schedule is not Schedule.ZBV:
+                plan = make_plan(model, pp=2, num_micro_batches=4, schedule=schedule, virtual_stages=chunks, recompute=again)
+                plans.append(nearest_legal(_keeping(plan, KEEP)) or _keeping(plan, KEEP))
+
+    found, today = _copied(plans, 2), [reprice(plan) for plan in plans]
+
+    expected = [[(copied_bytes(one.strategy, rank, one.book),) * 2 for one in today] for rank in range(2)]
+    assert found == expected
+    assert min(min(row) for row in expected) > (0, 0)
+
+
+def _keeping(plan: Plan, names: tuple[str, ...]) -> Plan:
+    return dataclasses.replace(plan, layer_plans={
+        name: dataclasses.replace(found, keep_on_host=names if found.layer is LayerKind.BLOCK else ())
+        for name, found in plan.layer_plans.items()})
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_blocks_in_chunks_send_activations_beside_their_states(alone):
+    """One block with all its states at home on the host, one with the optimizer's: the same loss after an update."""
+    plan = _estimated("gpt-tiny", 4, "none", tp=1)
+    chunked = estimate_plan(
+        plan.model, plan.cluster, plan.training, frame_of(plan), keep_on_host=KEEP,
+        chunks=ChunkRequest(host_blocks=1, optimizer_blocks=1, device_bytes=8 * 2**20))
+    validate(chunked)
+    today = reprice(chunked)
+
+    trainers = [build_trainer(found, Options(steps=2), CPU) for found in (chunked, plan)]
+    losses = []
+    for trainer in trainers:
+        torch.manual_seed(0)  # of dropout
+        losses.append([result.loss for result in trainer.run()])
+
+    assert today.plan == chunked
+    assert trainers[0].copied_bytes == (2 * copied_bytes(today.strategy, 0, today.book),) * 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize(("plan", "message"), [

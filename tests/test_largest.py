@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from costmodels.schedules import Schedule
-from planner.largest import ALSO_TRIED, Asking, find_largest, last_that_fits, members, widths
+from planner.largest import ALSO_TRIED, LEVELS, Asking, find_largest, last_that_fits, members, widths
 from planner.plan import read
 from planner.report.largest import flops_per_s, host_gib, tokens_per_s
 from planner.request import Constraints, SearchOptions
@@ -91,8 +91,9 @@ def test_sizes_that_are_not_legal_are_passed_over_and_one_that_fits_above_others
 
 
 def test_between_members_the_most_blocks_of_a_width_are_found_and_only_legal_numbers_are_tried():
-    sizes = widths(lambda blocks: family().of_width(192, blocks), CLUSTER)
-    (row,) = find_largest(sizes, asking(pins=replace(PINS, pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,))), [()])
+    found = asking(pins=replace(PINS, pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,)))
+    sizes = widths(lambda blocks: family().of_width(192, blocks), found)
+    (row,) = find_largest(sizes, found, [()])
 
     blocks = row.plan.model.num_layers
     assert (row.plan.mesh.pp, row.plan.pipeline.virtual_stages, blocks % 4 in (0, 2)) == (2, 2, True)  # 4 equal chunks, or ends that count
@@ -157,3 +158,17 @@ def test_the_command_prints_a_row_and_writes_the_plan_of_the_largest(own):
 ])
 def test_a_request_that_cannot_be_met_says_what_is_missing(own, code, change, message):
     assert re.search(message, fail(code, *ASKED, *change))
+
+
+def test_what_the_host_may_keep_never_makes_the_largest_smaller_and_saves_searches():
+    cluster = replace(CLUSTER, host_memory_bytes=128 * MIB)
+    tight = asking(cluster=cluster, options=SearchOptions(memory_limit_bytes=720 * MIB), pins=replace(PINS, pp=(1,), zero=(3,)))
+    rows = find_largest(widths(lambda blocks: family().of_width(256, blocks), tight), tight, LEVELS)
+
+    blocks = [row.plan.model.num_layers for row in rows]
+    assert [row.offload for row in rows] == list(LEVELS)
+    assert blocks == sorted(blocks)
+    assert blocks[-1] > blocks[0]
+    assert host_gib(rows[0].plan) == 0 < host_gib(rows[-1].plan) <= 128 / 1024
+    for row in rows:
+        assert max(stage.total for stage in row.plan.predicted.memory_gib) <= 720 / 1024

@@ -71,7 +71,7 @@ def test_placements_equal_the_nodes_that_the_ranks_of_each_group_sit_on(axis, gp
         assert found.crosses_nodes == (found.nodes > 1)
 
 
-@pytest.mark.parametrize("gpus_per_node", [2, 4, 8])
+@pytest.mark.parametrize("gpus_per_node", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("axis", list(Axis))
 def test_the_groups_that_share_a_nodes_nics_are_the_groups_with_a_rank_on_it(axis, gpus_per_node):
     for pp, dp, tp in itertools.product(POWERS, repeat=3):

@@ -118,7 +118,9 @@ def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pi
     assert sorted(map(sorted, changed)) == sorted([field] for field in helping)
 
 
-@pytest.mark.parametrize(("text", "other"), [("recompute=full", "tp=2,4"), ("zero=3", "dp=1,2"), ("tp=8", "schedule=gpipe")])
+@pytest.mark.parametrize(("text", "other"), [
+    ("zero=3", "dp=1,2"),
+    pytest.param("recompute=full", "tp=2,4", marks=pytest.mark.slow), pytest.param("tp=8", "schedule=gpipe", marks=pytest.mark.slow)])
 def test_a_ban_that_stands_in_the_way_is_named(text, other):
     others = parse_bans([other])
     pins = Constraints(forbid=(*parse_bans([text]), *others))

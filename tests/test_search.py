@@ -21,7 +21,7 @@ from profiles.units import GIB
 from tests.instances import PINS, Instance, every_price, peak_bytes, random_instance, redundant_bytes
 
 SLOWDOWN = 0.2
-SEEDS = range(10)
+SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed % 2 else ()) for seed in range(10)]
 
 
 def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **options: object):

@@ -7,9 +7,9 @@ chunks of HOST blocks, which are evicted by policy: the host has the same, so th
     D = 1    a block uses its chunks in place
     D > 1    a block uses groups of D chunks, gathered beside the own chunk, which is only needed for that
 
-A group that the next moment uses too stays gathered. Gradients of a group are there from the first block of a stage's backward pass that
-makes some to the last; behind it they are reduced (D > 1), and those of HOST blocks sent. Where gradients are written over parameters,
-the group stays from the first to the last of them, and is void then.
+A group that the next moment uses too stays gathered. Gradients of a group are there from behind the first block of a stage's backward
+pass that makes some to the last; behind it they are reduced (D > 1), and those of HOST blocks sent. Where gradients are written over
+parameters, the group stays from the first to the last of them, and is void then.
 
 Across the end of a step nothing of HOST blocks is valid on the device: the host updates it.
 """
@@ -89,11 +89,15 @@ def rank_chunks(
 
 
 def _fixed_bytes(own: Sequence[int], step: Slots, room: Room) -> list[int]:
-    """By slot all that is on the device but parameters of HOST blocks; `own`: of it what chunks take."""
-    besides = [0] * step.count
-    besides[::2], besides[1::2] = room.gaps, room.moments
-    for slot, output in step.reduced_bytes().items():
-        besides[slot] = max(besides[slot], room.rests[slot // 2] + output)
+    """By slot all that is on the device but parameters of HOST blocks; `own`: of it what chunks take.
+
+    The most of a moment's pass, of the time behind it when chunks take the gradients that autograd made, and when they are reduced.
+    """
+    besides, reduced, begun = [0] * step.count, step.reduced_bytes(), step.begun_bytes()
+    besides[::2] = room.gaps
+    for moment, (inside, rest, made) in enumerate(zip(room.moments, room.rests, room.made, strict=True)):
+        slot = moment_slot(moment)
+        besides[slot] = max(inside - begun[slot], rest + made, rest + reduced.get(slot, 0))
     elements = step.groups[0].layout.chunk_elements * any(group.home is Home.DEVICE for group in step.groups)
     besides[-1] = max(besides[-1], room.end + UPDATE_BYTES * elements)
     return [there + more for there, more in zip(own, besides, strict=True)]

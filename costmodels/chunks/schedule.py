@@ -50,6 +50,7 @@ class Op:
 class Moment:
     """One pass of a block of the rank, forward or backward, of one micro-batch, and what is done before it and after it.
 
+    Chunks take the gradients that autograd made behind the pass, before what is `after` it: only then is there memory for them.
     stage: the virtual stage; block: its number in the model; device_bytes: all that tensors hold of the device during it
     chunk_bytes: what chunks hold of it, their parameters, gathered groups, gradients and optimizer states, until all behind it is done
     """

@@ -98,13 +98,26 @@ class Slots:
         apart = (one for one in self.uses if self.reduces_apart(one))
         return {moment_slot(run.last): self.sizes.gradients for one in apart for run in one.runs}
 
+    def begun_bytes(self) -> list[int]:
+        """By slot of a moment the gradients' memory that comes behind its pass, which makes the first of them."""
+        found = [0] * self.count
+        for one in self.uses:
+            if self._makes_apart(one):
+                for run in one.runs:
+                    found[moment_slot(run.first)] += self.sizes.ranks * self.sizes.gradients
+        return found
+
+    def _makes_apart(self, one: Uses) -> bool:
+        """Whether the gradients of a pass have memory of their own, until they are reduced or sent."""
+        return not self.in_parameters and (self.gathers or self.home(one) is Home.HOST)
+
     def _held(self) -> Iterator[tuple[int, int, int]]:
         """Gathered groups, and gradients on their way: (first slot, last slot, bytes)."""
         for one in self.uses:
             if self.gathers:
                 whole = self.sizes.ranks * self.sizes.parameters
                 yield from ((moment_slot(span.first), moment_slot(span.last), whole) for span in one.spans)
-            if not self.in_parameters and (self.gathers or self.home(one) is Home.HOST):
+            if self._makes_apart(one):
                 whole = self.sizes.ranks * self.sizes.gradients
                 yield from ((moment_slot(run.first), moment_slot(run.last), whole) for run in one.runs)
 
