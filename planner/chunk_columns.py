@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from costmodels.chunks.room import SHARD_GRADIENT_BYTES
+from costmodels.chunks.room import SHARD_GRADIENT_BYTES, numbers_bytes
 from costmodels.memory import owned_parameters
 from costmodels.occupancy import occupied_bytes, usable_bytes
 from costmodels.strategy import Frame
@@ -102,6 +102,7 @@ class ChunkColumns:
     def _mixes(self, mixes: Mixes, num_blocks: int) -> Iterator[tuple[ChunkMixes, Priced, Ints]]:
         """By way to divide the weights, which all blocks of a mix share, the front of the mixes, and which rows of `priced` they are."""
         priced, used = self.compute.priced(mixes, self.zero), mixes.counts > 0
+        numbers = numbers_bytes(self.frame, self.rank, num_blocks, self.table.book)
         allocated, kinds = self._in_blocks(priced), [self.table.tensors(option.sharding) for option in mixes.options]
         for costs, tensors in self._homes(num_blocks):
             rows = np.flatnonzero(~used[:, [kind != tensors for kind in kinds]].any(axis=1))
@@ -109,16 +110,22 @@ class ChunkColumns:
             rows = rows[priced.allocated[rows] <= np.minimum.accumulate(priced.allocated[rows])] if len(rows) else rows
             if len(rows):
                 yield ChunkMixes(
-                    self.frame, costs, priced.time_s[rows], allocated[rows],
-                    priced.allocated[rows] + self._gathered_bytes + self._lasting_bytes((LayerKind.HEAD,)),
-                    self._outside_bytes + self._lasting_bytes((LayerKind.EMBEDDING, LayerKind.HEAD))), priced, rows
+                    self.frame, costs, priced.time_s[rows], allocated[rows] + numbers,
+                    priced.allocated[rows] + numbers + self._handed_bytes + self._gathered_bytes + self._lasting_bytes((LayerKind.HEAD,)),
+                    self._outside_bytes + numbers + self._lasting_bytes((LayerKind.EMBEDDING, LayerKind.HEAD))), priced, rows
 
     def _in_blocks(self, priced: Priced) -> Array:
         """What the fullest pass of a block allocates without chunks (costmodels/chunks/room.py); `priced` also has what the ends need."""
         temporaries = self.compute.running(priced.mixes, self.zero) + self.fixed.zero_buffer
-        beyond = self._lasting_bytes((LayerKind.HEAD,)) + self._gathered_bytes - self.fixed.used_up
+        beyond = self._handed_bytes + self._lasting_bytes((LayerKind.HEAD,)) + self._gathered_bytes - self.fixed.used_up
         found: Array = priced.allocated - temporaries + priced.mixes.workspace_bytes + beyond
         return found
+
+    @property
+    def _handed_bytes(self) -> float:
+        """The activation that a layer hands on."""
+        frame, boundary = self.frame, self.table.book.graph(self.frame.micro_batch_size).block.input
+        return float(frame.sharding.local_bytes(boundary, frame.sharding.boundary) if boundary else 0)
 
     @property
     def _outside_bytes(self) -> float:

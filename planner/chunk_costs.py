@@ -36,6 +36,7 @@ class HomeCosts:
     update_bytes                  what the device needs to update a chunk
     host_bytes                    what the host keeps for the device
     block_bytes                   parameters of one HOST block that could stay on the device
+    ahead_bytes                   with which copies of HOST blocks run beside compute: the parameters of the next, the gradients of the last
     gathered_s                    collectives of a micro-batch, what compute does not hide
     fetch_s, send_s               copies of all HOST blocks' parameters in one pass, and of their gradients
     added_s                       the host adds the gradients of a micro-batch to those before
@@ -49,6 +50,7 @@ class HomeCosts:
     update_bytes: Array
     host_bytes: Array
     block_bytes: float
+    ahead_bytes: Array
     gathered_s: Array
     fetch_s: Array
     send_s: Array
@@ -91,7 +93,8 @@ def once_s(counts: Mapping[Home, Array], costs: Mapping[Home, BlockCost], backwa
     updated_s = np.maximum(np.maximum(summed("host_adam_s"), summed("device_adam_s")), summed("return_s"))
     if backward_s is None:
         return updated_s
-    found: Array = updated_s + np.maximum(0.0, summed("leave_s") - backward_s * sum(counts.values()))
+    last_s = summed("leave_s") + summed("send_s")
+    found: Array = updated_s + np.maximum(0.0, last_s - np.maximum(summed("send_s"), backward_s * sum(counts.values())))
     return found
 
 
@@ -100,7 +103,9 @@ def home_costs(tensors: Tensors, num_blocks: int, frame: Frame, costs: dict[Home
     backward_s = book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding).backward_s
     ranks = frame.mesh.dp
     size = chunk_size_of(tensors, num_blocks, ranks, book.machine.cluster, book.training.precision.num_bytes)
+    width = book.training.precision.num_bytes
     padded = np.array(chunks_after(tensors, num_blocks, size, ranks), dtype=np.float64) * (size / sum(tensors))  # in blocks
+    block_bytes = width * padded[-1] / num_blocks * sum(tensors) / ranks
     host, optimizer = counts_of_homes(num_blocks, costs)
     counts = {Home.HOST: host, Home.OPTIMIZER: optimizer, Home.DEVICE: num_blocks - host - optimizer}
 
@@ -113,7 +118,7 @@ def home_costs(tensors: Tensors, num_blocks: int, frame: Frame, costs: dict[Home
         working_bytes=_working_bytes(tensors, num_blocks, size, counts, frame, book),
         always_bytes=summed(lambda cost: cost.device.total),
         host_bytes=summed(lambda cost: cost.host.total) + _staging_bytes(size, book) * (host > 0),
-        block_bytes=book.training.precision.num_bytes * padded[-1] / num_blocks * sum(tensors) / ranks,
+        block_bytes=block_bytes, ahead_bytes=block_bytes * (1 + book.training.gradient_precision.num_bytes / width) * (host > 0),
         gathered_s=summed(lambda cost: cost.forward_s + cost.backward_s), fetch_s=summed(lambda cost: cost.fetch_s),
         send_s=summed(lambda cost: cost.send_s), added_s=summed(lambda cost: cost.added_s),
         once_s=once_s({home: padded[count] for home, count in counts.items()}, costs, backward_s))

@@ -3,8 +3,9 @@
     t = max(C + A, I, O) + H       of one micro-batch: compute, collectives, copies to the device and from it, what the host adds up
     I = [h + (2 M - 1) max(0, h - c)] / (h M) i     h HOST blocks with room for c of them, i to fetch all (costmodels/chunks/price.py)
 
+Copies run beside compute where there is room for the parameters of the next block and the gradients of the last; else they add up.
 Of mixes on the front of seconds and bytes, a slower one leaves more room c for parameters that need not be fetched again: C grows
-along the front and I falls, so that the best is one of the two where they meet.
+along the front and I falls, so that the best is one of the two where they meet, or the fastest where nothing runs beside compute.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ class ChunkMixes:
         home = home[self.needed(np.full(len(home), count - 1), home) <= usable]
         fits = _first(count, len(home), lambda row: self.needed(row, home) <= usable)
         meet = np.maximum(fits, _first(count, len(home), lambda row: self._waits(row, home, usable) <= 0))
-        before = np.maximum(fits, meet - 1)
-        before_s, meet_s = (self.seconds(row, home, usable) for row in (before, meet))
-        return np.where(before_s <= meet_s, before, meet), home, np.minimum(before_s, meet_s)
+        rows = np.stack([fits, np.maximum(fits, meet - 1), meet])
+        found_s = np.stack([self.seconds(row, home, usable) for row in rows])
+        least = found_s.argmin(axis=0), np.arange(len(home))
+        return rows[least], home, found_s[least]
 
     def seconds(self, row: Ints, home: Ints, usable: float | Array) -> Array:
         """t of the module's head."""
@@ -62,16 +64,17 @@ class ChunkMixes:
 
     def _waits(self, row: Ints, home: Ints, usable: float | Array) -> Array:
         """By how much the copies of a micro-batch take longer than its compute: less from row to row."""
-        spare = np.maximum(0.0, usable - self.needed(row, home)) / self.costs.block_bytes
-        copied_s = self.copied_s(home, spare)
-        found: Array = copied_s - self.compute_s[row] - self.costs.gathered_s[home]
+        spare = usable - self.needed(row, home) - self.costs.ahead_bytes[home]
+        in_s, out_s = self._fetched_s(home, np.maximum(0.0, spare) / self.costs.block_bytes), self.costs.send_s[home]
+        beside_s = np.maximum(in_s, out_s) - self.compute_s[row] - self.costs.gathered_s[home]
+        found: Array = np.where(spare >= 0, beside_s, in_s + out_s)
         return found
 
-    def copied_s(self, home: Ints, spare: Array) -> Array:
-        """Copies of a micro-batch, with room for `spare` HOST blocks beside the one that runs."""
+    def _fetched_s(self, home: Ints, held: Array) -> Array:
+        """What comes to the device in a micro-batch, with room for `held` HOST blocks beside the one that runs."""
         passes, on_host = self.frame.num_micro_batches, self.costs.host[home]
-        swept = on_host + (2 * passes - 1) * np.maximum(0.0, on_host - 1 - spare)
-        found: Array = np.maximum(swept / (np.maximum(on_host, 1) * passes) * self.costs.fetch_s[home], self.costs.send_s[home])
+        swept = on_host + (2 * passes - 1) * np.maximum(0.0, on_host - 1 - held)
+        found: Array = swept / (np.maximum(on_host, 1) * passes) * self.costs.fetch_s[home]
         return found
 
 

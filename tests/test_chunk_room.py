@@ -22,9 +22,10 @@ from tests.uniform import TINY, book_of
 
 @pytest.fixture
 def large_tensors_alone(monkeypatch):
-    """Without the few numbers of every token that a peak without chunks leaves out: ids, statistics of norms, what the loss keeps."""
-    for name in ("IDS_BYTES", "NORM_BYTES", "LOSS_KEPT_BYTES", "LOSS_MADE_BYTES"):
+    """Without what a peak without chunks leaves out: ids, statistics of norms, what the loss keeps, messages that are received."""
+    for name in ("IDS_BYTES", "NORM_BYTES", "LOSS_KEPT_BYTES", "LOSS_MADE_BYTES", "POSTED"):
         monkeypatch.setattr(room, name, 0)
+    monkeypatch.setattr(room, "_logits_bytes", lambda *_: 0)
 
 
 def without_padding(found):
@@ -94,8 +95,9 @@ def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
     message = TINY.hidden_size * MIXED.seq_length * 2
 
     # F0 F1 B0 F2 B1 F3 B2 B3 of two blocks each: before each block of the n-th forward pass n messages are kept
+    # and two are received
     assert [a - b for a, b in zip(kept.moments, dropped.moments, strict=True)] == [
-        message * n for n in (0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4)]
+        message * (2 + n) for n in (0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4)]
 
 
 @pytest.mark.parametrize("pp", [1, 2])

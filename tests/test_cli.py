@@ -419,7 +419,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_search(output, mes
 
 
 def test_a_model_that_does_not_fit_says_how_much_is_missing_of_what_and_what_would_fit():
-    result = run("--model", "gpt-175b", "--gpus", "8", "--tp", "8", "--json")
+    result = run("--model", "gpt-175b", "--gpus", "8", "--tp", "8", "--offload", "none", "--json")
 
     assert (result.exit_code, result.stdout) == (3, "")
     assert re.fullmatch(

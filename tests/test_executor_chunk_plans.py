@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from costmodels.chunks.accesses import layer_passes
 from costmodels.chunks.home import Eviction
-from costmodels.chunks.room import besides_chunks
 from costmodels.chunks.states import ChunkStates
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
@@ -29,7 +27,6 @@ from executor.watch.allocated import PeakBytes, held_bytes
 from planner.chunks import rank_chunks_of
 from planner.estimate import ChunkRequest
 from planner.plan import Plan
-from planner.reread import book_of, strategy_of
 from profiles.errors import InfeasibleError
 from profiles.spec import Precision
 from tests.chunked_runs import Found, chunked_plan, first_step, joined, run, smallest
@@ -105,7 +102,7 @@ def require_like_plain_on_one_rank(step: Step, num_micro_batches: int, shares: t
 def test_one_rank_moves_what_is_predicted_and_gets_the_gradients_of_the_plain_plan_to_the_bit(step):
     moved = require_like_plain_on_one_rank(step, 4, (1.0,))
 
-    assert moved[1.0, Eviction.OPT] == moved[1.0, Eviction.LRU] < moved[1.0, Eviction.FIFO]  # passes turn around: LRU is right
+    assert moved[1.0, Eviction.OPT] == min(moved.values()) < max(moved.values())
 
 
 @pytest.mark.slow
@@ -227,8 +224,7 @@ def test_a_schedule_for_a_larger_device_meets_the_budget_and_stops_there(step, m
 def test_during_every_pass_chunks_hold_the_bytes_that_the_schedule_counts(step, monkeypatch):
     plan = at(smallest(MIXED, num_micro_batches=2) + 40_000, num_micro_batches=2)
     built = pipeline.build_pipeline(plan, ranks_of(plan, torch.device("cpu")), seed=7, after_backward=lambda: None)
-    book, held = book_of(plan), list[int]()
-    strategy = strategy_of(plan, book)
+    held = list[int]()
     begin, end = ChunkStates.begin, ChunkStates.end
 
     def begun(states, *moment):
@@ -243,9 +239,7 @@ def test_during_every_pass_chunks_hold_the_bytes_that_the_schedule_counts(step, 
     monkeypatch.setattr(ChunkStates, "end", ended)
     built.step(*synthetic(plan, 0, 7)(0))
 
-    besides = besides_chunks(strategy, 0, layer_passes(strategy, 0), book).moments
-    moments = built.chunks.schedule.moments
-    assert held == [moment.device_bytes - other for moment, other in zip(moments, besides, strict=True)]
+    assert held == [moment.chunk_bytes for moment in built.chunks.schedule.moments]
     assert len(set(held)) > 1
 
 

@@ -57,7 +57,7 @@ def nothing_stays(groups: tuple[Group, ...], micro_batches: int, device_bytes: i
                 host = [key for key, own in of.items() if block in own and groups[key[0]].home is Home.HOST]
                 sent = [key for key in host if work is Work.BACKWARD and block == min(of[key])]
                 moments.append(Moment(
-                    work=work, stage=0, micro_batch=index, block=block, device_bytes=device_bytes,
+                    work=work, stage=0, micro_batch=index, block=block, device_bytes=device_bytes, chunk_bytes=device_bytes,
                     before=tuple(Op(Does.FETCH, *key, 4 * CHUNK) for key in host),
                     after=(*(Op(Does.SEND, *key, 4 * CHUNK) for key in sent), *(Op(Does.DROP, *key, 0) for key in host))))
     apart = [key for key in of if groups[key[0]].home is Home.OPTIMIZER]

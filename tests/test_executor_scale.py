@@ -17,7 +17,7 @@ from executor.checkpoint.checkpoints import Checkpoints
 from executor.checkpoint.resume import CheckpointOptions
 from executor.parallel.sharded import compute_dtype
 from executor.scale import INITIAL, LossScale
-from executor.tensors import local
+from executor.tensors import forget_meshes, local
 from executor.train import Trainer, build_trainer
 from planner.plan import Plan
 from profiles.errors import PlannerError
@@ -51,6 +51,7 @@ SLOW = ("tp2-sp", "pp2-zbv")
 def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
+    forget_meshes()  # a fork would forget them, and wait for the threads of their groups
     dist.destroy_process_group()
 
 

@@ -9,7 +9,7 @@ The classes are those of `costmodels.occupancy.rank_memory`, each when it is the
     gradients of a block                as autograd makes them, in the precision of compute, in its backward pass, until chunks have them
     ids and targets                     of all micro-batches, always; norms and the loss keep a few numbers of every token besides
     between two layers                  what the first hands to the second
-    what a stage sent                   to the end of the step, where the stack keeps it
+    what a stage sent                   to the end of the step, where the stack keeps it; the logits of a pipeline to their backward pass
     gradient of a shared token table    from the head's backward pass to the embedding's
 """
 
@@ -21,13 +21,15 @@ from dataclasses import dataclass, replace
 from costmodels.book import ActivationBytes, PriceBook
 from costmodels.chunks.accesses import Pass
 from costmodels.memory import StateBytes, owned_parameters
-from costmodels.occupancy import rank_activations, rank_layers
-from costmodels.strategy import LayerChoice, Strategy
+from costmodels.occupancy import rank_activations, rank_layers, stashes
+from costmodels.sharding import Sharding
+from costmodels.strategy import Frame, LayerChoice, Strategy
 from profiles.hardware import CPU
 from profiles.model import LayerKind, OperatorKind
 
 SHARD_GRADIENT_BYTES = 4  # FSDP2 keeps the gradients of fp32 shards in fp32, and reduces them so: gradients of 16 bits are of chunks
 IDS_BYTES = 16  # of a token: its id and its target, as int64
+POSTED = 2  # messages received: the gradient that a backward pass began with, and one for the next pass (executor/parallel/messages.py)
 RANDOM_STATE_BYTES = 5056  # of torch.get_rng_state, a CPU tensor that torch's checkpoint keeps for every pass
 NORM_BYTES = 8  # of a token: mean and deviation in fp32
 LOSS_KEPT_BYTES, LOSS_MADE_BYTES = 16, 24  # of a token: where its target is; its largest logit, its sum (executor/modules/loss.py)
@@ -123,13 +125,23 @@ def _layer(choice: LayerChoice, size: ActivationBytes, strategy: Strategy, book:
     shared, of_loss = book.shared_table_bytes(frame.mesh, frame.sharding), tokens * (choice.kind is LayerKind.HEAD)
     freed = training.stack.frees_gradients and not book.offloads_states
     made += LOSS_MADE_BYTES * of_loss
+    if of_loss:
+        kept += LOSS_KEPT_BYTES * tokens + _logits_bytes(frame, frame.sharding_of(choice), book)
     plain = _Layer(
-        saved=size.saved + kept + LOSS_KEPT_BYTES * of_loss, forward=made, backward=made, lasting=shared if of_loss else 0,
+        saved=size.saved + kept, forward=made, backward=made, lasting=shared if of_loss else 0,
         gradients=_states(choice, strategy, book).gradients if freed else 0)
     if book.offloads_states:
         buffer = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).zero_buffer
         return replace(plain, forward=plain.forward + buffer, backward=plain.backward + buffer)
     return _sharded(plain, choice, strategy, book) if choice.zero == 3 else plain
+
+
+def _logits_bytes(frame: Frame, sharding: Sharding, book: PriceBook) -> int:
+    """Of a micro-batch in a pipeline, which keeps what its last stage gives as it keeps what others send: to the backward pass."""
+    if frame.mesh.pp == 1 or not book.training.stack.keeps_sent:
+        return 0
+    loss = book.layer(LayerKind.HEAD, frame.micro_batch_size).operators[-1]
+    return sharding.tensor_bytes(loss, loss.inputs[0])
 
 
 def _random_bytes(choice: LayerChoice, book: PriceBook) -> int:
@@ -166,13 +178,31 @@ def _parameter_bytes(choice: LayerChoice, strategy: Strategy, book: PriceBook) -
     return book.training.precision.num_bytes * owned
 
 
-def _always(strategy: Strategy, rank: int, book: PriceBook) -> int:
-    """States of embedding and head, what stays gathered of them, and the batch."""
-    frame = strategy.frame
+def numbers_bytes(frame: Frame, rank: int, num_blocks: int, book: PriceBook) -> int:
+    """At most what a device of a rank with `num_blocks` blocks holds that a peak without chunks leaves out (`rank_memory`): the batch,
+    received messages, logits of a pipeline, and the few numbers of every token that norms and the loss keep."""
+    tokens = frame.micro_batch_size * book.training.seq_length
+    norms = sum(operator.kind is OperatorKind.NORM for operator in book.layer(LayerKind.BLOCK, 1).operators)
+    random = RANDOM_STATE_BYTES * (book.machine.cluster.device.name == CPU)
+    in_flight = stashes(LayerKind.BLOCK, rank, frame) * -(-num_blocks // frame.virtual_stages) + 1
+    found = _batch_bytes(frame, book) + (NORM_BYTES * norms * tokens + random) * in_flight
+    if rank == frame.rank_of(frame.num_virtual_stages - 1):
+        each = (2 * NORM_BYTES + LOSS_KEPT_BYTES) * tokens + _logits_bytes(frame, frame.sharding, book)
+        found += stashes(LayerKind.HEAD, rank, frame) * each + LOSS_MADE_BYTES * tokens
+    return found
+
+
+def _batch_bytes(frame: Frame, book: PriceBook) -> int:
+    """Ids and targets of a step, and messages that are received."""
     batch = IDS_BYTES * book.training.seq_length * frame.micro_batch_size * frame.num_micro_batches
+    return batch + POSTED * book.sent_bytes(frame.micro_batch_size, frame.sharding) * (frame.mesh.pp > 1)
+
+
+def _always(strategy: Strategy, rank: int, book: PriceBook) -> int:
+    """States of embedding and head, what stays gathered of them, the batch, and messages that are received."""
     outside = [choice for choice in rank_layers(strategy, rank) if choice.kind is not LayerKind.BLOCK]
     held = [_states(choice, strategy, book) for choice in outside]
-    return batch + sum(states.total for states in held) + sum(
+    return _batch_bytes(strategy.frame, book) + sum(states.total for states in held) + sum(
         _parameter_bytes(choice, strategy, book) for choice in outside if _joined(choice, strategy, book))
 
 

@@ -26,7 +26,7 @@ from costmodels.mesh import Mesh
 from executor.data.batches import synthetic
 from executor.modules.models import build_layer
 from executor.options import Options
-from executor.tensors import begin_fork
+from executor.tensors import begin_fork, forget_meshes
 from executor.train import Trainer, build_trainer
 from planner.plan import Plan
 from planner.runs import ChunkMoved
@@ -88,6 +88,7 @@ def run_plans(plans: Sequence[Plan]) -> list[Outcome]:
 def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any]) -> list[list[Any]]:
     """By plan, what `train` gives on every rank."""
     world = plans[0].mesh.num_ranks
+    forget_meshes()  # torch does so in every fork, where groups that only it remembers would wait for threads that no fork has
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
             _rank, args=(world, list(plans), train, folder), nprocs=world, start_method="fork", join=False, daemon=True)

@@ -173,6 +173,7 @@ class ChunkManager:
         """After the last backward pass: all gradients are where the update is."""
         if self._next != len(self.schedule.moments):
             raise OrderError(f"the step ended after {self._next} of {len(self.schedule.moments)} passes of blocks")
+        self.ledger.limit_bytes = self.schedule.device_bytes
         for op in self.schedule.closing[: self._updated]:
             self._do(op)
         self._settle(sorted(self._late))
@@ -211,6 +212,7 @@ class ChunkManager:
         """Before a block's pass: what its moment needs, and the copies for later ones that may begin now."""
         self._end()
         moment = self._expected(work, micro_batch, block)
+        self.ledger.limit_bytes = min(moment.chunk_bytes, self.schedule.device_bytes)
         for op in (*(op for op in moment.before if not _is_early(op, self._next)), *self._early.get(self._next, ())):
             self._do(op)
         self._states.begin(block)

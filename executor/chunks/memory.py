@@ -39,7 +39,10 @@ class BudgetError(PlannerError):
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """The device's bytes that chunks hold, by class, under a limit. `most_bytes`: at the fullest moment."""
+    """The device's bytes that chunks hold, by class, under a limit: in a pass what the schedule counts for it, else the budget.
+
+    most_bytes: at the fullest moment
+    """
 
     limit_bytes: int
     held: Counter[Holds] = field(default_factory=Counter)

@@ -1,8 +1,9 @@
 """A pipeline stage that holds the buffer of a message from when it is posted until its micro-batch's backward pass is over.
 
 torch's own stage makes the buffers of all micro-batches, activations and gradients, before the first step and keeps them: as
-many again as a long step has messages, beside the few that the schedule has in flight. It also keeps logits through a backward
-pass that starts from their loss, and the graph of every loss, with what the stage received, until the step is over.
+many again as a long step has messages, beside the few that the schedule has in flight. It also keeps logits, in GPipe those of all
+micro-batches, through a backward pass that starts from their loss, and the graph of every loss, with what the stage received, until
+the step is over.
 """
 
 from __future__ import annotations
@@ -38,11 +39,15 @@ class LeanStage(PipelineStage):
                 info.buffer = _make_tensor_from_meta(info.tensor_meta, self.device)
         return super()._get_recv_ops(recv_infos)
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        if self.is_last:  # the backward pass starts from the loss: it needs no logits
+            self.fwd_cache[fwd_chunk_id] = ((), self.fwd_cache[fwd_chunk_id][1])
+        return output
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, **kwargs: Any,
     ) -> None:
-        if loss is not None:  # where the backward pass starts: it needs no logits
-            self.fwd_cache[bwd_chunk_id] = ((), self.fwd_cache[bwd_chunk_id][1])
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, **kwargs)
         if loss is not None and full_backward:
             loss.detach_()  # the schedule keeps it until the step is over, and with its graph what the stage received
