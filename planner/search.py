@@ -50,6 +50,7 @@ MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap sa
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
 ROUNDING = 1e-9  # relative: sums of the same terms in another order
 INFINITY = float("inf")
+SCHEDULED = 4  # columns of one frame whose exact schedules are compared
 WORTH_CHUNKS = 0.01  # how much faster chunks must be where nothing leaves the device
 SLACK = 0.02  # of the memory limit
 Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions], InfeasibleError]
@@ -325,6 +326,15 @@ def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
                 yield stage_aware(frame, blocks, counts, zero)
 
 
+def _other_homes(solved: Solved, session: Session) -> Iterator[Strategy]:
+    """Of a frame in chunks without pipeline the best columns: what waits for copies, the exact schedules know better."""
+    frame, passes = solved.frame, solved.frame.num_micro_batches
+    if frame.chunked and frame.mesh.pp == 1:
+        columns = rank_columns(0, frame, session.table).fastest(session.book.model.num_layers, session.limit_bytes)
+        for column in sorted(columns, key=lambda c: passes * c.time_s + c.tail_s)[:SCHEDULED]:
+            yield to_strategy(frame, (column,))
+
+
 def _idle_chunks(strategy: Strategy) -> bool:
     """Whether a strategy holds blocks in chunks of which none leaves the device: the same without chunks is simpler."""
     return strategy.frame.chunked and all(choice.home is Home.DEVICE for stage in strategy.stages for choice in stage)
@@ -349,7 +359,7 @@ def _replay(outcome: Outcome[Solved], objective: Objective, session: Session) ->
         for solved in outcome.to_replay:
             tried = [to_strategy(solved.frame, solved.choice.columns)]
             if objective is Objective.THROUGHPUT:
-                tried += [*_equal_stages(solved, session), *_by_the_rule(solved, session)]
+                tried += [*_equal_stages(solved, session), *_by_the_rule(solved, session), *_other_homes(solved, session)]
             priced = [(solved, strategy, price) for strategy in dict.fromkeys(tried) if (price := _price(strategy, session))]
             replayed += [min(priced, key=lambda found: found[2].step_s)] if priced else []
     except KeyboardInterrupt:
