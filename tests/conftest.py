@@ -31,11 +31,18 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def _before_fork() -> None:
+    """Tests are other ranks in one process before they fork a world: a group that only torch's caches remember ends here, where its
+    threads are, for which the end of it in a fork would wait."""
+    tensors = sys.modules.get("executor.tensors")
+    if tensors is not None:
+        tensors.forget_meshes()
+
+
 def _after_fork() -> None:
-    """Tests are other ranks in one process before they fork a world."""
     tensors = sys.modules.get("executor.tensors")
     if tensors is not None:
         tensors.begin_fork()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
