@@ -12,6 +12,8 @@ from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
 from planner.columns import MixTable, block_counts, end_kinds, fixed_price
+from planner.host_plans import sends_activations
+from planner.kept_options import ALL, named_operators
 from profiles.model import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
@@ -112,9 +114,11 @@ def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
 
 
 def least_kept_bytes(frame: Frame, table: MixTable) -> float:
-    """What any block keeps at least of a micro-batch."""
+    """What any block keeps at least of a micro-batch on its device."""
+    sends = (ALL,) if sends_activations(frame, table.offload) else ()
     return min(
-        table.book.activations(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level).ideal_saved
+        table.book.activations(
+            LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level, named_operators(sends, level, table.book)).ideal_saved
         for level in ((Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels))
 
 
