@@ -135,7 +135,7 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
         held = stashes(LayerKind.BLOCK, rank, frame) * kept / v
         rooms = {zero: usable - ends_bytes(rank, frame, zero, table) for zero in states}
         here = max(
-            int(min(room / (device + held), (room + share) / (both + held))) if room > 0 else 0
+            int(min(room / max(device + held, 1.0), (room + share) / (both + held))) if room > 0 else 0  # the host may keep all
             for (device, both), room in ((states[zero], room) for zero, room in rooms.items()))
         if here < min(block_counts(rank, frame, table.book.model.num_layers), default=0):
             return False
