@@ -16,6 +16,7 @@ from costmodels.step import price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.columns import MixTable, RankColumns, to_strategy
 from planner.host_plans import with_host
+from planner.infeasible import least_peak_bytes
 from planner.kept_options import host_options
 from planner.options import offload_assumed
 from planner.plan import LayerPlan, Plan, read, write
@@ -159,11 +160,15 @@ def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit(rate: float
 def test_a_plan_found_so_runs_as_it_was_predicted(tmp_path: Path) -> None:
     entry, cpu = load_model("gpt-tiny"), with_gpus(load_cluster("cpu"), 2)
     training = TrainingSpec(global_batch_size=8, seq_length=entry.seq_length, precision=Precision.FP32, stack=load_stack("parplan"))
-    pins = Constraints(pp=(1,), dp=(2,), micro_batch_size=(4,), recompute=(Recompute.NONE,))
-    peak = find_plan(entry.spec, cpu, training, constraints=pins).predicted.memory_gib[0].total * GIB
-    plan = find_plan(
-        entry.spec, cpu, training, constraints=replace(pins, offload=(Offload.ACTIVATIONS,), zero=(0,)),
-        options=SearchOptions(memory_limit_bytes=int(0.9 * peak)))
+    pins = Constraints(
+        pp=(1,), dp=(2,), micro_batch_size=(4,), recompute=(Recompute.NONE,), zero=(1,), offload=(Offload.ACTIVATIONS,))
+    least, without = (
+        least_peak_bytes(entry.spec, cpu, training, replace(pins, offload=offload)) for offload in (pins.offload, ()))
+    assert least is not None
+    assert without is not None
+    assert without - least > MIB
+    limit = SearchOptions(memory_limit_bytes=int(least + MIB))
+    plan = find_plan(entry.spec, cpu, training, constraints=pins, options=limit)
     assert any(block.keep_on_host for block in blocks(plan))
     path = tmp_path / "plan.yaml"
     write(plan, path)
