@@ -12,6 +12,8 @@ from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
 from planner.columns import MixTable, block_counts, end_kinds, fixed_price
+from planner.host_plans import sends_activations
+from planner.kept_options import ALL, named_operators
 from profiles.model import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
@@ -112,9 +114,11 @@ def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
 
 
 def least_kept_bytes(frame: Frame, table: MixTable) -> float:
-    """What any block keeps at least of a micro-batch."""
+    """What any block keeps at least of a micro-batch on its device."""
+    sends = (ALL,) if sends_activations(frame, table.offload) else ()
     return min(
-        table.book.activations(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level).ideal_saved
+        table.book.activations(
+            LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level, named_operators(sends, level, table.book)).ideal_saved
         for level in ((Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels))
 
 
@@ -131,7 +135,7 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
         held = stashes(LayerKind.BLOCK, rank, frame) * kept / v
         rooms = {zero: usable - ends_bytes(rank, frame, zero, table) for zero in states}
         here = max(
-            int(min(room / (device + held), (room + share) / (both + held))) if room > 0 else 0
+            int(min(room / max(device + held, 1.0), (room + share) / (both + held))) if room > 0 else 0  # the host may keep all
             for (device, both), room in ((states[zero], room) for zero, room in rooms.items()))
         if here < min(block_counts(rank, frame, table.book.model.num_layers), default=0):
             return False

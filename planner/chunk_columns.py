@@ -17,13 +17,14 @@ from costmodels.memory import owned_parameters
 from costmodels.occupancy import occupied_bytes, usable_bytes
 from costmodels.strategy import Frame
 from planner.chunk_costs import HomeCosts, Tensors
-from planner.chunk_mixes import ChunkMixes
+from planner.chunk_mixes import ChunkMixes, Sent
 from planner.columns import Column, MixTable, Priced, RankColumns, end_kinds
 from planner.fronts import Array, Ints, front
-from planner.mixes import Mixes, pure_mixes
+from planner.mixes import Mixes, column_of, pure_mixes
 from profiles.model import LayerKind
 
 STEPS = 128  # of what mixes may allocate, at which the relaxation is solved
+MOST_SENDING = 16  # mixes with activations on the host that are tried with all homes, evenly along their front
 
 
 class ChunkColumns:
@@ -47,8 +48,12 @@ class ChunkColumns:
         """The mix and homes with the lowest peak of a device within its share of the host, whatever their time."""
         found = []
         for mixes, priced, rows in self._mixes(self._pure(num_blocks), num_blocks):
-            home = np.flatnonzero(mixes.costs.host_bytes <= self.host_share_bytes)
-            row = np.full(len(home), len(rows) - 1)
+            last = len(rows) - 1
+            sent_bytes = mixes.sent.host_bytes[last] if mixes.sent else 0.0
+            home = np.flatnonzero(mixes.costs.host_bytes + sent_bytes <= self.host_share_bytes)
+            if not len(home):
+                continue
+            row = np.full(len(home), last)
             needed = mixes.needed(row, home)
             least = np.array([needed.argmin()])
             time_s = float(mixes.seconds(row[least], home[least], needed[least])[0])
@@ -100,25 +105,38 @@ class ChunkColumns:
             yield self.table.homes(self.frame, sharding, num_blocks), tensors
 
     def _mixes(self, mixes: Mixes, num_blocks: int) -> Iterator[tuple[ChunkMixes, Priced, Ints]]:
-        """By way to divide the weights, which all blocks of a mix share, the front of the mixes, and which rows of `priced` they are."""
+        """By way to divide the weights, which all blocks of a mix share, the front of the mixes, and which rows of `priced` they are.
+
+        Mixes that send activations to the host are apart from the others.
+        """
         priced, used = self.compute.priced(mixes, self.zero), mixes.counts > 0
         numbers = numbers_bytes(self.frame, self.rank, num_blocks, self.table.book)
         allocated, kinds = self._in_blocks(priced), [self.table.tensors(option.sharding) for option in mixes.options]
         for costs, tensors in self._homes(num_blocks):
-            rows = np.flatnonzero(~used[:, [kind != tensors for kind in kinds]].any(axis=1))
-            rows = rows[front(priced.time_s[rows], allocated[rows])]
-            rows = rows[priced.allocated[rows] <= np.minimum.accumulate(priced.allocated[rows])] if len(rows) else rows
-            if len(rows):
+            alike = ~used[:, [kind != tensors for kind in kinds]].any(axis=1)
+            for sends in (False, True):
+                rows = np.flatnonzero(alike & ((mixes.host_bytes > 0) == sends))
+                rows = rows[front(priced.time_s[rows], allocated[rows])]
+                rows = rows[priced.allocated[rows] <= np.minimum.accumulate(priced.allocated[rows])] if len(rows) else rows
+                if not len(rows):
+                    continue
+                if sends and len(rows) > MOST_SENDING:
+                    rows = rows[np.linspace(0, len(rows) - 1, MOST_SENDING).astype(np.int64)]
                 yield ChunkMixes(
                     self.frame, costs, priced.time_s[rows], allocated[rows] + numbers,
                     priced.allocated[rows] + numbers + self._handed_bytes + self._gathered_bytes + self._lasting_bytes((LayerKind.HEAD,)),
-                    self._outside_bytes + numbers + self._lasting_bytes((LayerKind.EMBEDDING, LayerKind.HEAD))), priced, rows
+                    self._outside_bytes + numbers + self._lasting_bytes((LayerKind.EMBEDDING, LayerKind.HEAD)),
+                    self._sent(mixes, rows) if sends else None), priced, rows
+
+    def _sent(self, mixes: Mixes, rows: Ints) -> Sent:
+        out_s, back_s = (mixes.counts[rows] @ column_of(mixes.options, name) for name in ("out_s", "back_s"))
+        return Sent(host_bytes=self.compute.stashes * mixes.host_bytes[rows], out_s=out_s, back_s=back_s)
 
     def _in_blocks(self, priced: Priced) -> Array:
         """What the fullest pass of a block allocates without chunks (costmodels/chunks/room.py); `priced` also has what the ends need."""
         temporaries = self.compute.running(priced.mixes, self.zero) + self.fixed.zero_buffer
         beyond = self._handed_bytes + self._lasting_bytes((LayerKind.HEAD,)) + self._gathered_bytes - self.fixed.used_up
-        found: Array = priced.allocated - temporaries + priced.mixes.workspace_bytes + beyond
+        found: Array = priced.allocated - temporaries + priced.mixes.workspace_bytes + priced.mixes.window_bytes + beyond
         return found
 
     @property

@@ -4,8 +4,11 @@
     I = [h + (2 M - 1) max(0, h - c)] / (h M) i     h HOST blocks with room for c of them, i to fetch all (costmodels/chunks/price.py)
 
 Copies run beside compute where there is room for the parameters of the next block and the gradients of the last; else they add up.
+Activations that go to the host and come back share the directions with chunks: I and O have those of such mixes too, beside compute.
+
 Of mixes on the front of seconds and bytes, a slower one leaves more room c for parameters that need not be fetched again: C grows
 along the front and I falls, so that the best is one of the two where they meet, or the fastest where nothing runs beside compute.
+That is not so of mixes that send activations: of those all are tried.
 """
 
 from __future__ import annotations
@@ -19,6 +22,15 @@ import numpy.typing as npt
 from costmodels.strategy import Frame
 from planner.chunk_costs import HomeCosts
 from planner.fronts import Array, Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Of mixes that send activations to the host: what it holds of them at most, and the copies of a micro-batch."""
+
+    host_bytes: Array
+    out_s: Array
+    back_s: Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,7 @@ class ChunkMixes:
     allocated: Array
     at_ends: Array
     in_update: float
+    sent: Sent | None = None
 
     def needed(self, row: Ints, home: Ints) -> Array:
         """Bytes of the device at its fullest."""
@@ -48,6 +61,8 @@ class ChunkMixes:
         count, home = len(self.compute_s), np.flatnonzero(self.costs.host_bytes <= host_share_bytes)
         if not count:
             return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0)
+        if self.sent is not None:
+            return self._best_of_all(home, usable, self.sent.host_bytes[:, None] + self.costs.host_bytes[home] <= host_share_bytes)
         home = home[self.needed(np.full(len(home), count - 1), home) <= usable]
         fits = _first(count, len(home), lambda row: self.needed(row, home) <= usable)
         meet = np.maximum(fits, _first(count, len(home), lambda row: self._waits(row, home, usable) <= 0))
@@ -55,6 +70,13 @@ class ChunkMixes:
         found_s = np.stack([self.seconds(row, home, usable) for row in rows])
         least = found_s.argmin(axis=0), np.arange(len(home))
         return rows[least], home, found_s[least]
+
+    def _best_of_all(self, home: Ints, usable: float, within: npt.NDArray[np.bool_]) -> tuple[Ints, Ints, Array]:
+        rows, homes = (index.ravel() for index in np.meshgrid(np.arange(len(self.compute_s)), home, indexing="ij"))
+        fits = within.ravel() & (self.needed(rows, homes) <= usable)
+        found_s = np.where(fits, self.seconds(rows, homes, usable), np.inf).reshape(-1, len(home))
+        row, some = found_s.argmin(axis=0), np.isfinite(found_s).any(axis=0)
+        return row[some], home[some], found_s.min(axis=0)[some]
 
     def seconds(self, row: Ints, home: Ints, usable: float | Array) -> Array:
         """t of the module's head."""
@@ -66,7 +88,8 @@ class ChunkMixes:
         """By how much the copies of a micro-batch take longer than its compute: less from row to row."""
         spare = usable - self.needed(row, home) - self.costs.ahead_bytes[home]
         in_s, out_s = self._fetched_s(home, np.maximum(0.0, spare) / self.costs.block_bytes), self.costs.send_s[home]
-        beside_s = np.maximum(in_s, out_s) - self.compute_s[row] - self.costs.gathered_s[home]
+        back_s, away_s = (self.sent.back_s[row], self.sent.out_s[row]) if self.sent else (0.0, 0.0)
+        beside_s = np.maximum(in_s + back_s, out_s + away_s) - self.compute_s[row] - self.costs.gathered_s[home]
         found: Array = np.where(spare >= 0, beside_s, in_s + out_s)
         return found
 

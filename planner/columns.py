@@ -29,6 +29,7 @@ from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.chunk_costs import HomeCosts, Tensors, block_costs, home_costs, host_share_bytes, tensors_of
 from planner.fronts import Ints, front
 from planner.homes import NOTHING, Homes, in_homes
+from planner.host_plans import sends_activations, with_host
 from planner.layer_plans import LayerOption, catalogue_of
 from planner.mixes import Hull, Mixes, Pairs, column_of, exhaustive, hulls, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
@@ -37,6 +38,7 @@ from profiles.model import LayerKind
 Array = npt.NDArray[np.float64]
 PICOSECOND = 12  # decimals of seconds
 Mix = tuple[tuple[LayerOption, int], ...]
+_Kind = tuple[int, Sharding, bool, bool]  # what options depend on
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,16 @@ class MixTable:
         self.catalogue = catalogue_of(book, pins)
         self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
-        self._known: dict[tuple[int, Sharding, bool, int, int], Mixes] = {}
-        self._hulls: dict[tuple[int, Sharding, bool], tuple[Hull, ...]] = {}
+        self._known: dict[tuple[int, Sharding, bool, bool, int, int], Mixes] = {}
+        self._hulls: dict[_Kind, tuple[Hull, ...]] = {}
         self._block_costs: dict[tuple[Mesh, int, int, Sharding], dict[Home, BlockCost]] = {}
-        self._divisions: dict[tuple[int, Sharding, bool], dict[Tensors, Sharding]] = {}
+        self._divisions: dict[_Kind, dict[Tensors, Sharding]] = {}
         self._tensors: dict[Sharding, Tensors] = {}
         self._homes: dict[tuple[Mesh, int, int, Sharding, int], HomeCosts] = {}
-        self._pairs: dict[tuple[int, Sharding, bool], Pairs] = {}
+        self._pairs: dict[_Kind, Pairs] = {}
         self._whole: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
-        self._blocks: dict[tuple[Mesh, int, Sharding, bool, bool, bool, bool], dict[int, _PerBlock]] = {}
+        self._sending: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
+        self._blocks: dict[tuple[Mesh, int, Sharding, bool, bool, bool, bool, bool], dict[int, _PerBlock]] = {}
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
@@ -94,9 +97,19 @@ class MixTable:
         apart = frame.splits_backward or (frame.recomputes_ahead and frame.mesh.dp > 1)
         return tuple(zero for zero in choices if zero < 3) if apart else choices
 
+    def _kind(self, frame: Frame, rank: int) -> _Kind:
+        return frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), sends_activations(frame, self.offload)
+
     def options(self, frame: Frame, rank: int = 0) -> tuple[LayerOption, ...]:
-        """The options of the catalogue; where a rank keeps all, those without recompute, or Megatron's where none is allowed."""
+        """The options of the catalogue; where a rank keeps all, those without recompute, or Megatron's where none is allowed.
+
+        Where blocks may send activations to the host, also the variants that do.
+        """
         key = frame.micro_batch_size, frame.sharding
+        if sends_activations(frame, self.offload):
+            if key not in self._sending:
+                self._sending[key] = with_host(self.catalogue.options(*key), frame.micro_batch_size, self.catalogue.book)
+            return self._sending[key]
         if not frame.keeps_all(rank):
             return self.catalogue.options(*key)
         if key not in self._whole:
@@ -107,7 +120,7 @@ class MixTable:
 
     def pairs(self, frame: Frame, rank: int) -> Pairs:
         """Every ordered pair of options, an option with itself included."""
-        key = frame.micro_batch_size, frame.sharding, frame.keeps_all(rank)
+        key = self._kind(frame, rank)
         if key not in self._pairs:
             self._pairs[key] = option_pairs(self.options(frame, rank))
         return self._pairs[key]
@@ -115,8 +128,7 @@ class MixTable:
     def per_block(self, frame: Frame, rank: int) -> dict[int, _PerBlock]:
         """By ZeRO stage, what a block on each option costs in `frame`."""
         key = (
-            frame.mesh, frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), frame.splits_backward, frame.recomputes_ahead,
-            frame.chunked)
+            frame.mesh, *self._kind(frame, rank), frame.splits_backward, frame.recomputes_ahead, frame.chunked)
         if key not in self._blocks:
             self._blocks[key] = {
                 zero: _per_block(self.options(frame, rank), frame, zero, self.book) for zero in self.zero_stages(frame)}
@@ -144,21 +156,21 @@ class MixTable:
 
     def hulls(self, frame: Frame, rank: int) -> tuple[Hull, ...]:
         """What mixes of real numbers of blocks reach (planner/mixes.py)."""
-        key = frame.micro_batch_size, frame.sharding, frame.keeps_all(rank)
+        key = self._kind(frame, rank)
         if key not in self._hulls:
             self._hulls[key] = hulls(self.options(frame, rank))
         return self._hulls[key]
 
     def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:
         """The ways to divide the weights that the options have, and one option's sharding for each."""
-        key = frame.micro_batch_size, frame.sharding, frame.keeps_all(rank)
+        key = self._kind(frame, rank)
         if key not in self._divisions:
             self._divisions[key] = {self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)}
         return self._divisions[key]
 
     def get(self, frame: Frame, rank: int, num_blocks: int) -> Mixes:
         """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
-        key = (frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), frame.virtual_stages, num_blocks)
+        key = (*self._kind(frame, rank), frame.virtual_stages, num_blocks)
         if key not in self._known:
             self._known[key] = make_mixes(self.options(frame, rank), num_blocks, frame.virtual_stages)
         return self._known[key]
@@ -308,7 +320,7 @@ class RankColumns:
         ideal = fixed.ideal_states + counts @ block.ideal_states + self.stashes * mixes.ideal_saved_bytes + fixed.ideal_held
         allocated = held + running + buffers
         reserved = (fixed.step_copies + counts @ block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
-        time_s = counts @ block.time_s + fixed.time_s
+        time_s = counts @ block.time_s + fixed.time_s + mixes.last_s
         plain_s, ramp_s = self._plain_and_ramp(time_s, counts @ block.recompute_s, counts @ block.longer_s)
         return Priced(
             mixes=mixes, zero=zero, time_s=time_s, tail_s=counts @ block.tail_s + fixed.tail_s, plain_s=plain_s, ramp_s=ramp_s,
@@ -321,7 +333,7 @@ class RankColumns:
         """What the fullest moment holds beyond states and the most stashes (costmodels/moments.py)."""
         fixed, block = self.fixed[zero], self.per_block[zero]
         saved, whole = mixes.saved_bytes, mixes.chunk_counts @ block.whole_saved
-        inside = self._temporaries(mixes.workspace_bytes, saved, mixes.chunk_counts @ block.waiting, fixed)
+        inside = self._temporaries(mixes.workspace_bytes, saved, mixes.chunk_counts @ block.waiting, fixed) + mixes.window_bytes
         if not self.frame.recomputes_ahead:
             return inside
         alone = self._temporaries(widest(mixes.counts, block.whole_workspace), whole, np.zeros_like(saved), fixed)
@@ -340,6 +352,11 @@ class RankColumns:
             return found
         fullest: Array = np.max([held * saved + waits * waiting for held, waits in self._peaks], axis=0)
         return found + fullest - self.stashes * saved + fixed.waiting
+
+    def host_fits(self, mixes: Mixes) -> npt.NDArray[np.bool_]:
+        """Which mixes a device's share of the host holds."""
+        found: npt.NDArray[np.bool_] = self.stashes * mixes.host_bytes <= self.table.host_share_bytes
+        return found
 
     def column(self, priced: Priced, row: int) -> Column:
         memory = occupied_bytes(float(priced.allocated[row]), self.frame.mesh, self.table.book)
@@ -363,7 +380,7 @@ class RankColumns:
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
         for zero in self.stages:
             priced = self.priced(self.table.get(self.frame, self.rank, num_blocks), zero)
-            fits = np.flatnonzero(priced.allocated <= usable)
+            fits = np.flatnonzero((priced.allocated <= usable) & self.host_fits(priced.mixes))
             for rows in _of_equal_tail(priced, fits) if self.frame.recomputes_ahead else (fits,):
                 kept = rows[front(priced.time_s[rows], getattr(priced, names[-1])[rows])]
                 found += [(priced, int(row)) for row in kept]
@@ -430,8 +447,9 @@ class RankColumns:
         It is all blocks on one option: of two that are mixed, the one that keeps less has the larger workspace already.
         """
         pure = pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
-        priced = (self.priced(pure, zero) for zero in self.stages)
-        return min((self.column(p, int(p.allocated.argmin())) for p in priced), key=lambda column: column.memory_bytes)
+        priced, fits = (self.priced(pure, zero) for zero in self.stages), self.host_fits(pure)
+        rows = ((p, int(np.where(fits, p.allocated, np.inf).argmin())) for p in priced)
+        return min((self.column(p, row) for p, row in rows), key=lambda column: column.memory_bytes)
 
 
 def _of_equal_tail(priced: Priced, rows: Ints) -> list[Ints]:
@@ -467,7 +485,9 @@ def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
         rank = frame.rank_of(stage)
         column = columns[rank]
         blocks = [
-            LayerChoice(LayerKind.BLOCK, option.recompute, column.zero, option.sharding if option.sharding != frame.sharding else None)
+            LayerChoice(
+                LayerKind.BLOCK, option.recompute, column.zero, option.sharding if option.sharding != frame.sharding else None,
+                on_host=option.on_host)
             for option, count in column.mix for _ in range(-(-count // frame.virtual_stages))
         ]
         shorter = (0, frame.num_virtual_stages - 1) if frame.equal_ranks else frame.stages_of(rank)[1:]

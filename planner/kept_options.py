@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
 
 from costmodels.book import PriceBook
 from costmodels.copies import hidden_s
@@ -52,7 +51,8 @@ class HostOption:
 
     on_host       the operators, in their order
     host_bytes    what they send; saved_bytes, ideal_saved_bytes, workspace_bytes: what is left on the device
-    copied_s      of the copies out and back; waited_s: what the block's passes wait for of them, not the last block of a stage
+    out_s, back_s of the copies; waited_s: what the block's passes wait for of them
+    last_s        what the last block of a stage that sends waits besides: nothing hides what comes back to it
     """
 
     on_host: tuple[str, ...]
@@ -60,43 +60,71 @@ class HostOption:
     saved_bytes: int
     ideal_saved_bytes: float
     workspace_bytes: int
-    copied_s: float
+    out_s: float
+    back_s: float
     waited_s: float
+    last_s: float
+
+    @property
+    def copied_s(self) -> float:
+        return self.out_s + self.back_s
 
 
 def host_options(micro_batch_size: int, sharding: Sharding, level: Again, book: PriceBook) -> tuple[HostOption, ...]:
     """The lists for a block divided by `sharding` that recomputes `level`, fewest bytes first, no two of the same bytes."""
-    kept = {name: n_bytes for name, n_bytes in _kept_bytes(micro_batch_size, sharding, level, book).items() if n_bytes}
-    hidden = hidden_s(book.layer_time(LayerKind.BLOCK, micro_batch_size, sharding, level), book)
-
-    def priced(names: tuple[str, ...]) -> HostOption:
-        size = book.activations(LayerKind.BLOCK, micro_batch_size, sharding, level, names)
-        copied = [
-            book.host_copy(LayerKind.BLOCK, micro_batch_size, sharding, level, names, to_host=to_host).value_s for to_host in (True, False)]
-        waited_s = sum(max(0.0, copy_s - under_s) for copy_s, under_s in zip(copied, hidden, strict=True))
-        return HostOption(
-            on_host=names, host_bytes=size.host, saved_bytes=size.saved, ideal_saved_bytes=size.ideal_saved,
-            workspace_bytes=size.workspace, copied_s=sum(copied), waited_s=waited_s)
-
-    everything = priced(tuple(kept))
-    room_bytes = everything.host_bytes * _hidden_share(everything, hidden)
-    found = {option.host_bytes: option for option in map(priced, reversed(_lists(kept, room_bytes)))}
+    own = micro_batch_size, sharding, level, book
+    kept = _kept(*own)
+    lists = sorted([*_of_the_largest_on(kept), _most_within(kept, _hidden_bytes(*own))], key=len)
+    found = {option.host_bytes: option for option in (_priced(names, *own) for names in reversed(lists))}
     return tuple(found[n_bytes] for n_bytes in sorted(found))
 
 
-def _hidden_share(everything: HostOption, hidden: tuple[float, float]) -> float:
-    """Of the bytes of a block, how many its passes hide out and back: the shorter one decides, out and back take as long."""
-    return 2 * min(hidden) / everything.copied_s if everything.waited_s else 1.0
+def sends_all(micro_batch_size: int, sharding: Sharding, level: Again, book: PriceBook) -> HostOption:
+    """That of all operators that keep anything."""
+    own = micro_batch_size, sharding, level, book
+    return _priced(tuple(_kept(*own)), *own)
 
 
-def _lists(kept: Mapping[str, int], room_bytes: float) -> list[tuple[str, ...]]:
-    """Lists in the order of the operators, the shortest first: of the largest on, and the most bytes that fit in `room_bytes`."""
+def least_waiting(micro_batch_size: int, sharding: Sharding, level: Again, book: PriceBook) -> HostOption:
+    """That of the most bytes that the block's passes hide."""
+    own = micro_batch_size, sharding, level, book
+    return _priced(_most_within(_kept(*own), _hidden_bytes(*own)), *own)
+
+
+def _kept(micro_batch_size: int, sharding: Sharding, level: Again, book: PriceBook) -> dict[str, int]:
+    return {name: n_bytes for name, n_bytes in _kept_bytes(micro_batch_size, sharding, level, book).items() if n_bytes}
+
+
+def _priced(names: tuple[str, ...], micro_batch_size: int, sharding: Sharding, level: Again, book: PriceBook) -> HostOption:
+    own = LayerKind.BLOCK, micro_batch_size, sharding, level
+    hidden = hidden_s(book.layer_time(*own), book)
+    size = book.activations(*own, names)
+    copied = [book.host_copy(*own, names, to_host=to_host).value_s for to_host in (True, False)]
+    return HostOption(
+        on_host=names, host_bytes=size.host, saved_bytes=size.saved, ideal_saved_bytes=size.ideal_saved, workspace_bytes=size.workspace,
+        out_s=copied[0], back_s=copied[1], last_s=min(copied[1], hidden[1]),
+        waited_s=sum(max(0.0, copy_s - under_s) for copy_s, under_s in zip(copied, hidden, strict=True)))
+
+
+def _hidden_bytes(micro_batch_size: int, sharding: Sharding, level: Again, book: PriceBook) -> float:
+    """How many bytes a block's passes hide out and back: the shorter one decides, out and back take as long."""
+    everything = sends_all(micro_batch_size, sharding, level, book)
+    hidden = hidden_s(book.layer_time(LayerKind.BLOCK, micro_batch_size, sharding, level), book)
+    return everything.host_bytes * (2 * min(hidden) / everything.copied_s if everything.waited_s else 1.0)
+
+
+def _of_the_largest_on(kept: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Lists in the order of the operators, of the largest on, from none to all."""
     largest = sorted(kept, key=lambda name: -kept[name])
-    lists = [largest[:count] for count in range(len(kept) + 1)]
-    some = (list(names) for count in range(len(kept) + 1) for names in combinations(kept, count))
-    lists.append(max((names for names in some if _sum(names, kept) <= room_bytes), key=lambda names: _sum(names, kept)))
-    return [tuple(name for name in kept if name in names) for names in sorted(lists, key=len)]
+    return [tuple(name for name in kept if name in largest[:count]) for count in range(len(kept) + 1)]
 
 
-def _sum(names: Collection[str], kept: Mapping[str, int]) -> int:
-    return sum(kept[name] for name in names)
+def _most_within(kept: Mapping[str, int], room_bytes: float) -> tuple[str, ...]:
+    """The list of most bytes that fit in `room_bytes`, of equals the shortest."""
+    reached: dict[int, tuple[str, ...]] = {0: ()}
+    for name, n_bytes in kept.items():
+        for held, names in list(reached.items()):
+            found = (*names, name)
+            if held + n_bytes <= room_bytes and len(found) < len(reached.get(held + n_bytes, (*kept, name))):
+                reached[held + n_bytes] = found
+    return reached[max(reached)]

@@ -33,7 +33,9 @@ Layout = frozenset[str]  # the parallel dims whose weights are divided
 class LayerOption:
     """One way to run a block, for one micro-batch and without data parallelism.
 
-    layout   which weights are divided over the tensor-parallel ranks
+    layout        which weights are divided over the tensor-parallel ranks
+    on_host       operators whose kept tensors the host keeps, host_bytes of them (planner/host_plans.py)
+    out_s, back_s the copies of these; last_s: what the last block of a stage that has any waits besides
     """
 
     recompute: Again
@@ -43,6 +45,11 @@ class LayerOption:
     saved_bytes: float
     ideal_saved_bytes: float
     workspace_bytes: float
+    on_host: tuple[str, ...] = ()
+    host_bytes: float = 0.0
+    out_s: float = 0.0
+    back_s: float = 0.0
+    last_s: float = 0.0
 
     @property
     def values(self) -> tuple[float, float, float, float]:

@@ -17,14 +17,19 @@ import numpy as np
 from planner.fronts import Array, Ints, new_lows
 from planner.layer_plans import LayerOption
 
-_BY_ROW = ("counts", "chunk_counts", "saved_bytes", "ideal_saved_bytes", "workspace_bytes")
+_BY_ROW = ("counts", "chunk_counts", "saved_bytes", "ideal_saved_bytes", "workspace_bytes", "host_bytes", "window_bytes", "last_s")
 Hull = tuple[float, Array, Array]  # workspace, then kept bytes ascending and seconds of the corners
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
 
 
 @dataclass(frozen=True, slots=True)
 class Mixes:
-    """Mixes of the blocks of one rank: `counts[row, option]` of the whole rank, `chunk_counts` of its longest chunk."""
+    """Mixes of the blocks of one rank: `counts[row, option]` of the whole rank, `chunk_counts` of its longest chunk.
+
+    host_bytes     what the host keeps of a micro-batch, of the longest chunk
+    window_bytes   what other blocks' copies to and from the host may hold beside a layer that runs
+    last_s         what the last block of each chunk that sends to the host waits besides, of all chunks
+    """
 
     options: tuple[LayerOption, ...]
     counts: Ints
@@ -32,6 +37,9 @@ class Mixes:
     saved_bytes: Array
     ideal_saved_bytes: Array
     workspace_bytes: Array
+    host_bytes: Array
+    window_bytes: Array
+    last_s: Array
 
 
 def column_of(options: Sequence[object], name: str) -> Array:
@@ -43,7 +51,8 @@ def column_of(options: Sequence[object], name: str) -> Array:
 class Pairs:
     """Two options of which a rank runs any share each: `index[side, pair]` into the options.
 
-    saved_bytes of one block by side and pair; workspace_bytes the larger of both, or that of the one where they are the same
+    saved_bytes of one block by side and pair; workspace_bytes the larger of both, or that of the one where they are the same, with
+    the larger window of copies to the host
     """
 
     index: Ints
@@ -55,14 +64,14 @@ def option_pairs(options: tuple[LayerOption, ...]) -> Pairs:
     """Every ordered pair of options, an option with itself included."""
     count = len(options)
     index = np.stack(np.meshgrid(np.arange(count), np.arange(count), indexing="ij")).reshape(2, -1)
-    workspace = column_of(options, "workspace_bytes")[index].max(axis=0)
+    workspace = sum(column_of(options, name)[index].max(axis=0) for name in ("workspace_bytes", "host_bytes"))
     return Pairs(index, column_of(options, "saved_bytes")[index], workspace)
 
 
 def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
     """All mixes of `num_blocks` blocks that no other beats; with several chunks every chunk has the same mix."""
     mixes = _mixes(options, _tuples(options, -(-num_blocks // num_chunks)), num_blocks, num_chunks)
-    rows = _worth_it(mixes, mixes.counts @ column_of(options, "time_s"))
+    rows = _worth_it(mixes, mixes.counts @ column_of(options, "time_s") + mixes.last_s)
     return replace(mixes, **{name: getattr(mixes, name)[rows] for name in _BY_ROW})
 
 
@@ -79,7 +88,16 @@ def _mixes(options: tuple[LayerOption, ...], chunk: Ints, num_blocks: int, num_c
     return Mixes(
         options=options, counts=counts, chunk_counts=chunk, saved_bytes=chunk @ column_of(options, "saved_bytes"),
         ideal_saved_bytes=chunk @ column_of(options, "ideal_saved_bytes"),
-        workspace_bytes=widest(chunk, column_of(options, "workspace_bytes")))
+        workspace_bytes=widest(chunk, column_of(options, "workspace_bytes")), host_bytes=chunk @ column_of(options, "host_bytes"),
+        window_bytes=widest(chunk, column_of(options, "host_bytes")), last_s=num_chunks * _of_the_last(options, chunk))
+
+
+def _of_the_last(options: Sequence[LayerOption], counts: Ints) -> Array:
+    """By row the `last_s` of the last option in use that sends to the host, whose blocks are behind those of the others."""
+    sends = (counts > 0) & (column_of(options, "host_bytes") > 0)
+    last = counts.shape[1] - 1 - sends[:, ::-1].argmax(axis=1)
+    found: Array = np.where(sends.any(axis=1), column_of(options, "last_s")[last], 0.0)
+    return found
 
 
 def widest(counts: Ints, values: Array) -> Array:
@@ -120,12 +138,15 @@ def _pairs(options: tuple[LayerOption, ...], total: int) -> Iterator[Ints]:
 
 
 def hull(options: Sequence[LayerOption]) -> list[int]:
-    """The options on the lower convex hull of (time, kept bytes) of their layout.
+    """The options on the lower convex hull of (time, kept bytes) of their layout, and on that of those that send nothing to the host.
 
-    The workspace needs no hull of its own: what is recomputed there is what is not kept.
+    The workspace needs no hull of its own: what is recomputed there is what is not kept. What is sent has a window besides.
     """
-    layouts = dict.fromkeys(option.layout for option in options)
-    return sorted(i for own in layouts for i in _lower_hull(options, [i for i, option in enumerate(options) if option.layout == own]))
+    layouts, found = dict.fromkeys(option.layout for option in options), set[int]()
+    for layout in layouts:
+        own = [i for i, option in enumerate(options) if option.layout == layout]
+        found.update(_lower_hull(options, own), _lower_hull(options, [i for i in own if not options[i].on_host]))
+    return sorted(found)
 
 
 def _lower_hull(options: Sequence[LayerOption], indices: Sequence[int]) -> list[int]:
@@ -160,7 +181,7 @@ def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
     """Rows that no other row of the same layout and workspace beats in time and kept, or in time and redundant, bytes."""
     numbers = {layout: n for n, layout in enumerate(dict.fromkeys(option.layout for option in mixes.options))}
     layout = (mixes.chunk_counts > 0) @ np.array([2 ** numbers[option.layout] for option in mixes.options])
-    _, group = np.unique(np.stack([layout.astype(float), mixes.workspace_bytes]), axis=1, return_inverse=True)
+    _, group = np.unique(np.stack([layout.astype(float), mixes.workspace_bytes, mixes.window_bytes]), axis=1, return_inverse=True)
     kept = [_skyline(group.ravel(), time_s, held) for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)]
     return np.unique(np.concatenate(kept))
 

@@ -341,9 +341,7 @@ def _idle_chunks(strategy: Strategy) -> bool:
 
 
 def _price(strategy: Strategy, session: Session) -> StepPrice | None:
-    """What a strategy takes, or None where the exact schedule of its chunks needs more than there is."""
-    if not strategy.frame.chunked:
-        return price_step(strategy, session.book)
+    """What a strategy takes, or None where the exact schedule of its chunks, or its host, needs more than there is."""
     try:
         price = price_step(strategy, session.book)
     except InfeasibleError:
