@@ -28,6 +28,7 @@ from executor.optimizer import build_optimizer
 from executor.rules.all import nearest_legal, refusals, validate
 from executor.tensors import forget_meshes, local
 from executor.train import Trainer, build_trainer
+from executor.watch.allocated import held_bytes
 from planner.estimate import ChunkRequest
 from planner.plan import Plan, frame_of, write
 from planner.report.parity import Parity, print_parity
@@ -258,7 +259,8 @@ def test_ranks_train_like_one_process_and_move_and_hold_what_is_predicted(name):
 def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_budget(tmp_path, monkeypatch, capsys):
     plan = tight(MIXED, num_micro_batches=2)
     write(plan, tmp_path / "plan.yaml")
-    gc.collect()  # all tensors of the process are counted
+    gc.collect()
+    others = held_bytes(gc.get_objects())  # all tensors of the process are counted, those of other tests too
     monkeypatch.setattr(sys, "argv", ["executor", str(tmp_path / "plan.yaml"), "--steps", "3"])
 
     assert run() == 0
@@ -267,7 +269,7 @@ def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_b
     assert rank.chunks.as_predicted
     assert rank.chunks.in_bytes.measured == plan.chunks.ranks[0].in_bytes > 0
     assert rank.chunks.out_bytes.measured == plan.chunks.ranks[0].out_bytes > 0
-    assert rank.chunks.device_bytes.measured < rank.peak_allocated_bytes.measured <= plan.chunks.ranks[0].device_bytes
+    assert rank.chunks.device_bytes.measured < rank.peak_allocated_bytes.measured - others <= plan.chunks.ranks[0].device_bytes
     out = capsys.readouterr().out
     assert re.search(r"\n +chunks to the device +(\S+ \S+) +\1 +\+0 %\n +chunks to the host +(\S+ \S+) +\2 ", out)
     assert "equal" in out
