@@ -215,7 +215,7 @@ def test_neither_a_plan_nor_a_model_is_refused():
 
 
 def test_a_request_that_nothing_fits_ends_as_the_search_ends():
-    assert "does not fit" in fail(3, "compare", "--model", "gpt-175b", "--gpus", "8")
+    assert "does not fit" in fail(3, "compare", "--model", "gpt-175b", "--gpus", "8", "--offload", "none")
 
 
 def test_sizes_are_in_bytes_inside_and_in_gib_outside():

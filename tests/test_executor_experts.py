@@ -68,7 +68,7 @@ def reference() -> Outcome:
     return run_reference(PLANS["one-rank"])
 
 
-NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks > 4 else ()) for name, plan in PLANS.items()]
+NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks >= 4 else ()) for name, plan in PLANS.items()]
 
 
 @pytest.mark.parametrize("name", NAMES)

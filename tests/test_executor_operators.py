@@ -92,7 +92,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
-NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks == 4 else ()) for name, plan in PLANS.items()]
+NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks >= 4 else ()) for name, plan in PLANS.items()]
 
 
 @cache

@@ -75,6 +75,7 @@ def test_a_saving_is_reached_with_both_the_memory_and_the_time(rows_and_savings,
     assert saving.reaches is reaches
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_summary_and_with_json_all_rows():
     text = CliRunner().invoke(main, ["--models", "gpt-1.5b", "--gpus", "2"])
     document = json.loads(CliRunner().invoke(main, ["--models", "gpt-1.5b", "--gpus", "2", "--json"]).stdout)
