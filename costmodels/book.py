@@ -18,7 +18,6 @@ from costmodels.offload import Offload
 from costmodels.recompute import Again, recompute_operators
 from costmodels.sharding import Sharding
 from costmodels.sub_pipeline import HALVES
-from profiles.hardware import CPU
 from profiles.measured import Machine
 from profiles.model import LayerClass, LayerKind, ModelGraph
 from profiles.provenance import ZERO, Seconds
@@ -99,7 +98,7 @@ class PriceBook(LayerBook[LayerKind]):
     @property
     def plain_dropout(self) -> bool:
         """Whether dropout is that of torch on a CPU, no fused kernel. Of memory alone: what an operator takes is the price of GPUs."""
-        return self.training.stack.plain_dropout_on_cpu and self.machine.cluster.device.name == CPU and self.model.dropout > 0
+        return self.training.stack.plain_dropout_on_cpu and self.machine.cluster.device.is_host and self.model.dropout > 0
 
     def kept_graph(self, micro_batch_size: int) -> ModelGraph:
         """The graph with what the operators keep on this device."""

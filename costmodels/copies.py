@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from costmodels.book import PriceBook
 from costmodels.layer import LayerTime
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from profiles.hardware import CPU
 from profiles.provenance import ZERO, Kind, Seconds
 
 
@@ -33,7 +32,7 @@ def copies_s(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[float,
 
 def hidden_s(time: LayerTime, book: PriceBook) -> tuple[float, float]:
     """Seconds of copies out and back that the passes of a layer hide."""
-    apart = book.machine.cluster.device.name != CPU
+    apart = not book.machine.cluster.device.is_host
     return time.forward_s * apart, (time.backward_s + time.recompute_s) * apart
 
 

@@ -1,14 +1,19 @@
-"""Tensors that may or may not be DTensors, and what torch remembers of them."""
+"""Tensors that may or may not be DTensors, their types by precision, and what torch remembers of them."""
 
 from __future__ import annotations
 
 import gc
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from profiles.spec import Precision
+
+DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 
 
 def as_dtensor(tensor: Tensor, mesh: DeviceMesh) -> DTensor:

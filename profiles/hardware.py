@@ -27,6 +27,11 @@ class Device:
     context_bytes: int
     source: str
 
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the host itself, which does one thing after the other."""
+        return self.name == CPU
+
     def peak(self, precision: str) -> float:
         """Dense peak FLOP/s at `precision`. Raises ConfigError when the device has none."""
         if precision not in self.peak_flops_per_s:

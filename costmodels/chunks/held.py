@@ -24,7 +24,7 @@ from costmodels.chunks.ahead import moved_apart
 from costmodels.chunks.eviction import Stay, stays
 from costmodels.chunks.home import Eviction, Home
 from costmodels.chunks.layout import Sized, block_tensors, pack
-from costmodels.chunks.price import state_widths, writes_over_parameters
+from costmodels.chunks.price import sent_precision, state_widths, writes_over_parameters
 from costmodels.chunks.room import Room, besides_chunks
 from costmodels.chunks.schedule import Group, Moment, RankChunks
 from costmodels.chunks.size import chunk_size_of, widest
@@ -106,7 +106,7 @@ def _fixed_bytes(own: Sequence[int], step: Slots, room: Room) -> list[int]:
 def _slots(groups: tuple[Group, ...], moments: Sequence[Pass], strategy: Strategy, book: PriceBook, clean_copies: bool) -> Slots:
     training, elements = book.training, groups[0].layout.chunk_elements
     in_parameters = writes_over_parameters(training, strategy.frame.num_micro_batches)
-    gradient = training.precision if in_parameters else training.gradient_precision
+    gradient = sent_precision(training, in_parameters)
     return Slots(
         groups=groups, uses=uses(groups, moments, in_parameters=in_parameters), num_moments=len(moments), in_parameters=in_parameters,
         sizes=ChunkBytes(

@@ -14,7 +14,7 @@ from functools import lru_cache
 from costmodels.book import PriceBook
 from costmodels.chunks.held import rank_chunks
 from costmodels.chunks.home import Home
-from costmodels.chunks.price import STAGED_CHUNKS, Chunking, state_widths, times
+from costmodels.chunks.price import STAGED_CHUNKS, Chunking, sent_precision, state_widths, times
 from costmodels.chunks.schedule import RankChunks
 from costmodels.memory import StateBytes
 from costmodels.mesh import Mesh
@@ -68,7 +68,7 @@ def chunk_states(chunks: RankChunks, book: PriceBook) -> tuple[StateBytes, State
 
 def staging_bytes(chunks: RankChunks, book: PriceBook) -> int:
     """Where gradients of HOST blocks land that the host adds to those before: two chunks."""
-    width = (book.training.precision if chunks.in_parameters else book.training.gradient_precision).num_bytes
+    width = sent_precision(book.training, chunks.in_parameters).num_bytes
     return max((STAGED_CHUNKS * width * group.layout.chunk_elements for group in chunks.groups if group.home is Home.HOST), default=0)
 
 

@@ -27,7 +27,6 @@ from costmodels.layer import LayerTime, under
 from costmodels.memory import MASTER_BYTES, MOMENTS_BYTES, StateBytes, ideal_states
 from costmodels.mesh import Axis, Mesh, place
 from costmodels.offload import copy_time, host_adam_time, host_time
-from profiles.hardware import CPU
 from profiles.measured import Machine
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import Precision, TrainingSpec
@@ -90,6 +89,11 @@ def writes_over_parameters(training: TrainingSpec, num_micro_batches: int) -> bo
     return training.precision is not Precision.FP32 and training.gradient_precision is not Precision.FP32 and num_micro_batches == 1
 
 
+def sent_precision(training: TrainingSpec, in_parameters: bool) -> Precision:
+    """What gradients are reduced and sent in: that of the parameters whose place they take, or their own."""
+    return training.precision if in_parameters else training.gradient_precision
+
+
 def state_widths(home: Home, training: TrainingSpec, in_parameters: bool) -> tuple[StateBytes, StateBytes]:
     """Bytes per parameter that are always on the device, and on the host: the table above."""
     width, gradient = training.precision.num_bytes, 0 if in_parameters else training.gradient_precision.num_bytes
@@ -128,8 +132,7 @@ def block_cost(
 ) -> BlockCost:
     """A block whose chunks have `elements` on all ranks together, padding included, and that takes `time` in a micro-batch."""
     own = -(-elements // mesh.dp)
-    width = training.precision.num_bytes
-    gradient = width if in_parameters else training.gradient_precision.num_bytes
+    width, gradient = training.precision.num_bytes, sent_precision(training, in_parameters).num_bytes
     device, host = (times(widths, own) for widths in state_widths(home, training, in_parameters))
     gather, reduce = group_collectives(elements, mesh, machine, training, in_parameters=in_parameters)
     window, cluster = training.overlap_grad_reduce, machine.cluster
@@ -157,7 +160,7 @@ def group_collectives(
     if mesh.dp == 1:
         return ZERO, ZERO
     width, where = training.precision.num_bytes, place(mesh, Axis.DP, machine.cluster.gpus_per_node)
-    gradient = width if in_parameters else training.gradient_precision.num_bytes
+    gradient = sent_precision(training, in_parameters).num_bytes
     gather = collective_time(Collective.ALL_GATHER, width * elements, where, machine)
     reduce = collective_time(Collective.REDUCE_SCATTER, gradient * elements, where, machine)
     return machine.corrected("data", gather), machine.corrected("data", reduce)
@@ -165,7 +168,7 @@ def group_collectives(
 
 def host_update_time(num_parameters: float, machine: Machine, training: TrainingSpec) -> Seconds:
     """Seconds of Adam on the host over `num_parameters` of each rank; where the device is the host, as it updates its own."""
-    if machine.cluster.device.name == CPU:
+    if machine.cluster.device.is_host:
         return optimizer_time(num_parameters, machine, training)
     return host_adam_time(num_parameters, machine.cluster)
 

@@ -25,7 +25,6 @@ from costmodels.memory import StateBytes, owned_parameters
 from costmodels.occupancy import rank_activations, rank_layers, stashes
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from profiles.hardware import CPU
 from profiles.model import LayerKind, OperatorKind
 
 SHARD_GRADIENT_BYTES = 4  # FSDP2 keeps the gradients of fp32 shards in fp32, and reduces them so: gradients of 16 bits are of chunks
@@ -147,7 +146,7 @@ def _logits_bytes(frame: Frame, sharding: Sharding, book: PriceBook) -> int:
 
 def _random_bytes(choice: LayerChoice, book: PriceBook) -> int:
     """The state of the random numbers that a block is recomputed with, which on GPUs the host keeps."""
-    on_host = book.machine.cluster.device.name == CPU
+    on_host = book.machine.cluster.device.is_host
     return RANDOM_STATE_BYTES * (on_host and bool(book.recompute_operators(choice.kind, choice.recompute)))
 
 
@@ -184,7 +183,7 @@ def numbers_bytes(frame: Frame, rank: int, num_blocks: int, book: PriceBook) -> 
     received messages, logits of a pipeline, and the few numbers of every token that norms and the loss keep."""
     tokens = frame.micro_batch_size * book.training.seq_length
     norms = sum(operator.kind is OperatorKind.NORM for operator in book.layer(LayerKind.BLOCK, 1).operators)
-    random = RANDOM_STATE_BYTES * (book.machine.cluster.device.name == CPU)
+    random = RANDOM_STATE_BYTES * (book.machine.cluster.device.is_host)
     in_flight = stashes(LayerKind.BLOCK, rank, frame) * -(-num_blocks // frame.virtual_stages) + 1
     found = _batch_bytes(frame, book) + (NORM_BYTES * norms * tokens + random) * in_flight
     if rank == frame.rank_of(frame.num_virtual_stages - 1):

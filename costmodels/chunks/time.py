@@ -28,7 +28,6 @@ from costmodels.copies import copies_s, exposed_copies
 from costmodels.layer import contention
 from costmodels.offload import copy_time
 from costmodels.strategy import Strategy
-from profiles.hardware import CPU
 from profiles.model import LayerKind
 from profiles.provenance import ZERO, Kind, Seconds
 
@@ -131,13 +130,8 @@ def stream_costs(strategy: Strategy, rank: int, chunks: RankChunks, book: PriceB
         host_adam_s=host_update_time(elements, book.machine, book.training).value_s)
 
 
-def _on_host(book: PriceBook) -> bool:
-    """Whether the device is the host itself, which does one thing after the other."""
-    return book.machine.cluster.device.name == CPU
-
-
 def _waits(chunks: RankChunks, costs: StreamCosts, book: PriceBook) -> _Waits:
-    if _on_host(book):
+    if book.machine.cluster.device.is_host:
         return _one_by_one(chunks, costs)
     run = exposed(chunks, costs)
     by_pass = defaultdict[PassKey, float](float)
@@ -209,6 +203,6 @@ def _update(chunks: RankChunks, costs: StreamCosts, book: PriceBook) -> Seconds:
     elements = chunk_elements(chunks)
     on_host = host_update_time(elements, book.machine, book.training).scaled(host)
     on_device = optimizer_time(elements, book.machine, book.training).scaled(device)
-    if _on_host(book):
+    if book.machine.cluster.device.is_host:
         return on_host + on_device
     return max(on_host, on_device, key=lambda seconds: seconds.value_s)

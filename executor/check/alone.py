@@ -26,7 +26,6 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from planner.plan import Plan
-from profiles.hardware import CPU
 
 
 @contextmanager
@@ -37,7 +36,7 @@ def alone(plan: Plan, rank: int) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _vote))
             stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", Chunks))
-            for owner, name, stand_in in _gpu_kernels() if plan.cluster.device.name != CPU else ():
+            for owner, name, stand_in in _gpu_kernels() if not plan.cluster.device.is_host else ():
                 stack.enter_context(patch.object(owner, name, stand_in))
             yield
     finally:

@@ -20,18 +20,18 @@ from torch.distributed.tensor import DTensor
 
 from costmodels.actions import Work
 from costmodels.chunks.home import Home
+from costmodels.chunks.price import sent_precision
 from costmodels.chunks.schedule import Does, Group, Moment, Op, RankChunks
 from costmodels.chunks.states import ChunkStates
 from executor.chunks.chunk import Chunk, Place, Setting
 from executor.chunks.memory import Copies, Counts, Ledger
 from executor.parallel.place import parameters_summed_over_tp
 from executor.parallel.sharded import all_reduce
-from executor.tensors import local
+from executor.tensors import DTYPES, local
 from planner.runs import Beside, ChunkMoved
 from profiles.errors import PlannerError
-from profiles.spec import Precision, TrainingSpec
+from profiles.spec import TrainingSpec
 
-_TYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 _OUTER = ("mixture", "experts")  # modules around operators, which the model graph has no names for
 
 
@@ -53,8 +53,7 @@ class ChunkManager:
         self.schedule = schedule
         self.counts = Counts()
         self.ledger = Ledger(limit_bytes=schedule.device_bytes)
-        compute = _TYPES[training.precision]
-        gradient = compute if schedule.in_parameters else _TYPES[training.gradient_precision]
+        compute, gradient = DTYPES[training.precision], DTYPES[sent_precision(training, schedule.in_parameters)]
         staged = max((each.layout.chunk_elements for each in schedule.groups if each.home is Home.HOST), default=0)
         self.setting = Setting(
             device=device, compute=compute, gradient=gradient, in_parameters=schedule.in_parameters, ledger=self.ledger,

@@ -17,11 +17,11 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from costmodels.chunks.price import STAGED_CHUNKS
 from profiles.errors import ConfigError, PlannerError
 from profiles.units import format_bytes
 
 PORTABLE = 1  # cudaHostRegisterPortable
-STAGINGS = 2  # sends to be added up that may be under way at once
 
 
 class Holds(StrEnum):
@@ -172,7 +172,7 @@ class Copies:
         self._in = torch.cuda.Stream(device) if on_gpu else None
         self._out = torch.cuda.Stream(device) if on_gpu else None
         self._aside = torch.cuda.Stream(device) if on_gpu else None
-        self._stagings = deque(host_tensor(staging_elements, dtype, device) for _ in range(STAGINGS if staging_elements else 0))
+        self._stagings = deque(host_tensor(staging_elements, dtype, device) for _ in range(STAGED_CHUNKS if staging_elements else 0))
         self._staged: deque[_Staged] = deque()
 
     @property

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from executor.modules.models import INIT_STD
-from profiles.spec import ModelSpec, Precision
+from profiles.spec import ModelSpec
 from profiles.units import GIB, KIB
 
-DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 GRADIENT_STD = 1e-3  # of an activation's gradient: not so small that a product of two would be denormal in 16 bits
 _MEMORY = Path("/proc/meminfo")
 

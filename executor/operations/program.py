@@ -13,10 +13,11 @@ import torch
 
 from executor.operations import blocks, layers, layouts, machine, products, updates
 from executor.operations.memory import footprint
-from executor.operations.operands import DTYPES, Maker, cache_bytes
+from executor.operations.operands import Maker, cache_bytes
 from executor.operations.products import Sizes
 from executor.operations.timing import ENOUGH_S, MOST_REPEATS, Rounds, measure_steps
 from executor.operations.trials import Part, Trial
+from executor.tensors import DTYPES
 from profiles.cases import Case, Measured, Timing, UnsupportedCase
 from profiles.errors import ConfigError, unknown_name_error
 from profiles.spec import Precision

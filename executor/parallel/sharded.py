@@ -33,7 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from executor.parallel.place import parameters_summed_over_tp
-from executor.tensors import local
+from executor.tensors import DTYPES, local
 from profiles.spec import Precision
 from profiles.units import MIB
 
@@ -60,11 +60,8 @@ class Unit:
     casts_inputs: bool = True
 
 
-COMPUTE = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
-
-
 def compute_dtype(precision: Precision) -> torch.dtype:
-    return COMPUTE[precision]
+    return DTYPES[precision]
 
 
 def shard_unit(unit: Unit, precision: Precision) -> None:

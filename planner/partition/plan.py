@@ -19,7 +19,7 @@ from planner.plan import PLAN_VERSION
 from planner.prediction import Candidates, Objective, Prediction, Quantity, SearchRecord, Status
 from planner.request import Constraints, OnProgress, SearchOptions
 from profiles.errors import ConfigError, SolverError
-from profiles.hardware import CPU, Cluster
+from profiles.hardware import Cluster
 from profiles.module import ModuleSource
 from profiles.spec import TrainingSpec
 from profiles.traced import TracedModel
@@ -53,7 +53,7 @@ def plan_module(
         on_phase("trace")
     model = trace(
         source, seq_length=training.seq_length, precision=training.precision, attention=training.attention,
-        on_cpu=cluster.device.name == CPU)
+        on_cpu=cluster.device.is_host)
     if on_phase:
         on_phase("search")
     return find_module_plan(
