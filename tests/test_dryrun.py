@@ -16,7 +16,7 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from costmodels.traffic import MESSAGE
 from executor.check import crew, dryrun
-from executor.check.alone import CPU, Chunks
+from executor.check.alone import Chunks
 from executor.check.crew import dry_runs, num_actions
 from executor.check.dryrun import DryRun, counted_micro_batches
 from executor.check.observed import _CALLS
@@ -26,6 +26,7 @@ from planner.estimate import estimate_plan
 from planner.plan import Plan
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
+from profiles.hardware import CPU
 from profiles.spec import Precision, TrainingSpec
 from tests.executor_plans import GPT, LLAMA, make_plan
 from tests.executor_world import run_plans
