@@ -92,6 +92,6 @@ def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_jso
     if as_json:
         print_json(levels_document(moments, rank, found.device_bytes))
     else:
-        print_levels(moments, rank, found.device_bytes, console(sys.stdout))
+        print_levels(moments, rank, found, console(sys.stdout))
     if plot:
         click.echo(f"wrote {plot}", err=as_json)

@@ -107,7 +107,8 @@ def test_a_picture_without_chunks_is_refused(plan_file, tmp_path):
     assert "pipeline rank 1" in fail(2, "show", str(plan_file), "--chunks", "--rank", "1")
 
 
-@pytest.mark.parametrize(("counted", "verdict", "cell"), [(5000, "all as predicted", "5,000"), (4000, "NOT as predicted", "4,000 for 5,000")])
+@pytest.mark.parametrize(("counted", "verdict", "cell"), [
+    (5000, "all as predicted", "5,000"), (4000, "NOT as predicted", "4,000 for 5,000")])
 def test_show_of_a_run_has_what_chunks_moved_beside_what_was_predicted(counted, verdict, cell, tmp_path):
     same, run = Beside(predicted=7, measured=7), run_of(estimated(pp=2, dp=2))
     moved = ChunkMoved(
