@@ -61,7 +61,7 @@ def test_a_limit_that_is_too_small_says_the_smallest():
     error = " ".join(fail(3, "estimate", *ASKED, *CHUNKS, "--memory-limit", "0.7GiB").split())
 
     assert "need at least" in error
-    assert "budget is" in error
+    assert "the limit leaves nothing for tensors beside the reserve" in error
 
 
 def test_a_host_that_is_too_small_says_what_to_keep_there():
@@ -84,6 +84,7 @@ def test_the_summary_says_whose_states_leave_the_device(options, expected):
 
 def test_show_has_the_fullest_moments_for_people_and_all_for_programs(plan_file):
     text = succeed("show", str(plan_file), "--chunks").stdout
+    assert "in after the update" in text.splitlines()[-1]
     found = json.loads(succeed("show", str(plan_file), "--chunks", "--rank", "0", "--json").stdout)
 
     assert "fullest of" in text
