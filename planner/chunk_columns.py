@@ -18,9 +18,11 @@ from costmodels.occupancy import occupied_bytes, usable_bytes
 from costmodels.strategy import Frame
 from planner.chunk_costs import HomeCosts, Tensors
 from planner.chunk_mixes import ChunkMixes, Sent
-from planner.columns import Column, MixTable, Priced, RankColumns, end_kinds
+from planner.columns import Column, Priced, RankColumns
 from planner.fronts import Array, Ints, front
+from planner.mix_table import MixTable
 from planner.mixes import Mixes, column_of, pure_mixes
+from planner.rank_prices import end_kinds
 from profiles.model import LayerKind
 
 STEPS = 128  # of what mixes may allocate, at which the relaxation is solved
