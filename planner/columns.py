@@ -7,7 +7,7 @@ the points that no other point of the same rank and count beats become columns o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -17,9 +17,11 @@ from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
 from costmodels.chunks.memory import prices_of
 from costmodels.chunks.price import BlockCost
+from costmodels.lookup import illegal_lookup
 from costmodels.mesh import Mesh
 from costmodels.moments import Moment, moments
 from costmodels.occupancy import occupied_bytes, peaks, sent_bytes, stashes, usable_bytes
+from costmodels.offload import Offload
 from costmodels.passes import plain_and_ramp
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
@@ -48,6 +50,7 @@ class Column:
     time_s of one micro-batch; tail_s after the last one; memory_bytes the peak of a device; redundant_bytes per device.
     plain_s, ramp_s: of time_s what there is without recompute, and in the ramps of the pipeline (costmodels/passes.py)
     homes: where the states of its blocks lie, of a frame in chunks
+    looks_up: whether the host has its token table
     """
 
     mix: Mix
@@ -59,6 +62,7 @@ class Column:
     plain_s: float
     ramp_s: float
     homes: Homes = NOTHING
+    looks_up: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -96,6 +100,15 @@ class MixTable:
         choices = self.zero_choices(frame.mesh)
         apart = frame.splits_backward or (frame.recomputes_ahead and frame.mesh.dp > 1)
         return tuple(zero for zero in choices if zero < 3) if apart else choices
+
+    def books_of_ends(self, frame: Frame, kind: LayerKind) -> tuple[PriceBook, ...]:
+        """The prices that a rank may have whose first layer is of `kind`: of the embedding with its table on the device, and on the
+        host where that is allowed and there is room for it."""
+        book, mesh, looks_up = self.book, frame.mesh, kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
+        if not looks_up or illegal_lookup(mesh, book.model.hidden_size, book.tied):
+            return (book,)
+        there = book.with_table(on_host=True)
+        return (book, there) if there.lookup(1, mesh).host_bytes <= self.host_share_bytes else (book,)
 
     def _kind(self, frame: Frame, rank: int) -> _Kind:
         return frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), sends_activations(frame, self.offload)
@@ -193,6 +206,7 @@ class Fixed:
     step_copies: float
     used_up: float  # what the head no longer keeps when the temporaries of other layers are there
     waiting: float  # what the head's weight gradient holds where it waits
+    host: float  # of the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +249,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     outside = prices_of(frame, book)
     tail_s = outside.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
     table = book.shared_table_bytes(mesh, sharding)
-    states = ideal = ideal_held = saved = used_up = waiting = 0.0
+    states = ideal = ideal_held = saved = used_up = waiting = host = 0.0
     held_bytes = sent_bytes(rank, frame, book) + table
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
@@ -246,7 +260,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
         states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
-        saved += kept.saved
+        saved, host = saved + kept.saved, host + held.host
         held_bytes += stashes(kind, rank, frame) * kept.saved
         ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
@@ -257,7 +271,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, saved=saved, ideal_held=ideal_held,
         zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
-        step_copies=step_copies, waiting=waiting)
+        step_copies=step_copies, waiting=waiting, host=host)
 
 
 def _per_block(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: PriceBook) -> _PerBlock:
@@ -300,16 +314,20 @@ class Priced:
 
 
 class RankColumns:
-    """The columns of one pipeline rank of a frame, made for one block count at a time."""
+    """The columns of one pipeline rank of a frame, made for one block count at a time; `ends`: the prices of its embedding and head."""
 
-    def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
-        self.rank, self.frame, self.table = rank, frame, table
+    def __init__(self, rank: int, frame: Frame, table: MixTable, ends: PriceBook | None = None) -> None:
+        self.rank, self.frame, self.table, self.ends = rank, frame, table, ends or table.book
         self.stages = table.zero_stages(frame)
-        self.fixed = {zero: fixed_price(rank, frame, zero, table.book) for zero in self.stages}
+        self.fixed = {zero: fixed_price(rank, frame, zero, self.ends) for zero in self.stages}
         self.per_block = table.per_block(frame, rank)
         self.stashes = stashes(LayerKind.BLOCK, rank, frame)
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
         self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self.stashes),)
+
+    @property
+    def looks_up(self) -> bool:
+        return self.ends is not self.table.book
 
     def priced(self, mixes: Mixes, zero: int) -> Priced:
         fixed, block = self.fixed[zero], self.per_block[zero]
@@ -355,7 +373,8 @@ class RankColumns:
 
     def host_fits(self, mixes: Mixes) -> npt.NDArray[np.bool_]:
         """Which mixes a device's share of the host holds."""
-        found: npt.NDArray[np.bool_] = self.stashes * mixes.host_bytes <= self.table.host_share_bytes
+        fixed = self.fixed[self.stages[0]].host
+        found: npt.NDArray[np.bool_] = self.stashes * mixes.host_bytes + fixed <= self.table.host_share_bytes
         return found
 
     def column(self, priced: Priced, row: int) -> Column:
@@ -363,7 +382,7 @@ class RankColumns:
         mix = tuple((option, int(n)) for option, n in zip(priced.mixes.options, priced.mixes.counts[row], strict=True) if n)
         return Column(
             mix, priced.zero, float(priced.time_s[row]), float(priced.tail_s[row]), float(memory), float(priced.redundant[row]),
-            float(priced.plain_s[row]), float(priced.ramp_s[row]))
+            float(priced.plain_s[row]), float(priced.ramp_s[row]), looks_up=self.looks_up)
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The mixes within `limit_bytes` that no other beats in time and in tail, nor in what counts in the ramps."""
@@ -406,9 +425,8 @@ class RankColumns:
             if fits:
                 plain_s, ramp_s = self._least_plain_and_ramp(num_blocks, zero, time_s)
                 time_s += self.fixed[zero].time_s
-                found.append(Column(((options[0], num_blocks),), zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s))
-        values = np.array([[c.time_s, c.tail_s, c.plain_s, c.ramp_s, 0.0] for c in found])
-        return [found[index] for index in _unbeaten_rows(values)] if found else []
+                found.append(Column(((options[0], num_blocks),), zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s, looks_up=self.looks_up))
+        return unbeaten(found)
 
     def _least_plain_and_ramp(self, num_blocks: int, zero: int, blocks_s: float) -> tuple[float, float]:
         """What no mix is below whose blocks take at least `blocks_s`: its least without recompute, of the ramps no more than that."""
@@ -476,6 +494,12 @@ def _unbeaten_rows(values: Array) -> list[int]:
             best[len(kept)] = values[row, :-1]
             kept.append(int(row))
     return kept
+
+
+def unbeaten(found: Sequence[Column]) -> list[Column]:
+    """The columns that no other beats or equals in time, in tail and in what counts in the ramps; of equals the one with least memory."""
+    values = np.array([[c.time_s, c.tail_s, c.plain_s, c.ramp_s, c.memory_bytes] for c in found]).reshape(-1, 5)
+    return [found[index] for index in _unbeaten_rows(values)]
 
 
 def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
