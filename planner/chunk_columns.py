@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from costmodels.book import PriceBook
 from costmodels.chunks.room import SHARD_GRADIENT_BYTES, numbers_bytes
 from costmodels.memory import owned_parameters
 from costmodels.occupancy import occupied_bytes, usable_bytes
@@ -19,6 +20,7 @@ from costmodels.strategy import Frame
 from planner.chunk_costs import HomeCosts, Tensors
 from planner.chunk_mixes import ChunkMixes, Sent
 from planner.columns import Column, Priced, RankColumns
+from planner.either_table import EitherTable
 from planner.fronts import Array, Ints, front
 from planner.mix_table import MixTable
 from planner.mixes import Mixes, column_of, pure_mixes
@@ -32,10 +34,11 @@ MOST_SENDING = 16  # mixes with activations on the host that are tried with all 
 class ChunkColumns:
     """The columns of one pipeline rank of a frame in chunks, made for one block count at a time."""
 
-    def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
-        self.rank, self.frame, self.table, self.compute = rank, frame, table, RankColumns(rank, frame, table)
+    def __init__(self, rank: int, frame: Frame, table: MixTable, ends: PriceBook | None = None) -> None:
+        self.rank, self.frame, self.table, self.compute = rank, frame, table, RankColumns(rank, frame, table, ends)
         (self.zero,) = table.zero_stages(frame)
-        self.fixed, self.host_share_bytes = self.compute.fixed[self.zero], table.host_share_bytes
+        self.fixed = self.compute.fixed[self.zero]
+        self.host_share_bytes = table.host_share_bytes - self.fixed.host
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The mixes and homes within both limits that no other beats in time and in tail."""
@@ -165,7 +168,7 @@ class ChunkColumns:
         return float(SHARD_GRADIENT_BYTES * sum(map(self._parameters, there)))
 
     def _parameters(self, kind: LayerKind) -> int:
-        book = self.table.book
+        book = self.compute.ends
         return owned_parameters(book.layer(kind, 1), self.frame.sharding, with_tied=book.counts_tied(self.frame.mesh))
 
     def _column(self, mixes: ChunkMixes, priced: Priced, rows: Ints, cell: tuple[int, int], time_s: float) -> Column:
@@ -178,15 +181,19 @@ class ChunkColumns:
 
     def _bound(self, num_blocks: int, costs: HomeCosts, home: int, time_s: float) -> Column:
         option, tail_s = self.table.options(self.frame, self.rank)[0], float(costs.once_s[home]) + self.fixed.tail_s
-        return Column(((option, num_blocks),), self.zero, time_s, tail_s, 0.0, 0.0, time_s, time_s, costs.homes(home))
+        homes, looks_up = costs.homes(home), self.compute.looks_up
+        return Column(((option, num_blocks),), self.zero, time_s, tail_s, 0.0, 0.0, time_s, time_s, homes, looks_up)
 
 
-Columns = RankColumns | ChunkColumns
+Columns = RankColumns | ChunkColumns | EitherTable
 
 
 def rank_columns(rank: int, frame: Frame, table: MixTable) -> Columns:
     """The columns of a pipeline rank of any frame."""
-    return ChunkColumns(rank, frame, table) if frame.chunked else RankColumns(rank, frame, table)
+    make = ChunkColumns if frame.chunked else RankColumns
+    first, *_ = (*end_kinds(rank, frame), LayerKind.BLOCK)
+    here, *there = (make(rank, frame, table, ends) for ends in table.books_of_ends(frame, first))
+    return EitherTable(here, *there) if there else here
 
 
 def _unbeaten(found: Sequence[Column]) -> list[Column]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
 from costmodels.chunks.price import BlockCost
+from costmodels.lookup import illegal_lookup
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
@@ -51,6 +53,15 @@ class MixTable:
         choices = self.zero_choices(frame.mesh)
         apart = frame.splits_backward or (frame.recomputes_ahead and frame.mesh.dp > 1)
         return tuple(zero for zero in choices if zero < 3) if apart else choices
+
+    def books_of_ends(self, frame: Frame, kind: LayerKind) -> tuple[PriceBook, ...]:
+        """The prices that a rank may have whose first layer is of `kind`: of the embedding with its table on the device, and on the
+        host where that is allowed and there is room for it."""
+        book, mesh, looks_up = self.book, frame.mesh, kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
+        if not looks_up or illegal_lookup(mesh, book.model.hidden_size, book.tied):
+            return (book,)
+        there = book.with_table(on_host=True)
+        return (book, there) if there.lookup(1, mesh).host_bytes <= self.host_share_bytes else (book,)
 
     def _kind(self, frame: Frame, rank: int) -> _Kind:
         return frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), sends_activations(frame, self.offload)
