@@ -21,7 +21,8 @@ from rich.console import Console
 from benchmarks import patrickstar_published as published
 from benchmarks.patrickstar_published import MEMBERS, Largest, Rules, num_parameters, packed, searched_size, tensors_of
 from costmodels.chunks.home import Eviction, Home
-from costmodels.chunks.size import chunk_size_of
+from costmodels.chunks.layout import groups_after
+from costmodels.chunks.size import group_size_of
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload, copy_time
 from costmodels.recompute import Recompute
@@ -341,10 +342,11 @@ def chunk_sizes(sizes: Sequence[int] = (64, 128, 256, 288, 384), ranks: int = 8)
         block = tuple(tensor.elements for tensor in tensors_of(model))
         at_sizes = [f"{100 * packed(model, size * MIB, ranks):.0f} %" if size * MIB >= max(block) else "-" for size in sizes]
         found, share = searched_size(model, ranks)
-        own = chunk_size_of(block, model.num_layers, ranks, load_cluster("a100-40gb"))
+        group = group_size_of(block, model.num_layers, ranks, load_cluster("a100-40gb"))
+        used = model.num_layers * sum(block) / (groups_after(block, model.num_layers, group, ranks)[-1] * group)
         rows.append((
-            name, f"{max(block) / MIB:.1f}", *at_sizes, f"{found / MIB:.0f}", f"{100 * share:.1f} %", f"{own / MIB:.1f}",
-            f"{100 * packed(model, own, ranks):.1f} %"))
+            name, f"{max(block) / MIB:.1f}", *at_sizes, f"{found / MIB:.0f}", f"{100 * share:.1f} %",
+            f"{group / ranks / MIB:.1f}", f"{100 * used:.2f} %"))
     return Table(part="chunks", heading=heading, rows=tuple(rows))
 
 

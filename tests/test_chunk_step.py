@@ -192,9 +192,9 @@ def groups_of_blocks(strategy, book):
     """By block the communication groups of chunks that hold its tensors: names walked one by one."""
     found = {}
     for index, group in enumerate(chunks_of_rank(strategy, 0, book).groups):
-        for tensor, chunk in zip(group.layout.tensors, group.layout.chunk_of, strict=True):
+        for tensor, number in zip(group.layout.tensors, group.layout.group_of, strict=True):
             block = int(tensor.name.split(".")[0].removeprefix("block"))
-            found.setdefault(block, set()).add((index, chunk // group.layout.ranks))
+            found.setdefault(block, set()).add((index, number))
     return found
 
 
