@@ -12,9 +12,11 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
-from planner.columns import MixTable, block_counts, end_kinds, fixed_price
 from planner.host_plans import sends_activations
 from planner.kept_options import ALL, named_operators
+from planner.mix_table import MixTable
+from planner.rank_prices import end_kinds, fixed_price
+from planner.stage_blocks import block_counts
 from profiles.model import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)

@@ -16,10 +16,12 @@ from costmodels.strategy import Frame
 from planner.band import memory_margin
 from planner.bounds import may_fit
 from planner.chunk_columns import rank_columns
-from planner.columns import Column, MixTable, block_counts, to_strategy
+from planner.columns import Column
 from planner.homes import has_chunks
+from planner.mix_table import MixTable
 from planner.request import Constraints, SearchOptions
 from planner.space import enumerate_space
+from planner.stage_blocks import block_counts, to_strategy
 from profiles.errors import InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for

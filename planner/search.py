@@ -28,15 +28,18 @@ from planner.branch import Outcome, best_of, branch, worth_replaying
 from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import Columns, rank_columns
 from planner.chunk_costs import host_share_bytes
-from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
+from planner.columns import Column, RankColumns
 from planner.faults import can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.levels import illegal_full_recompute, paying
+from planner.mix_table import MixTable
 from planner.plan import Plan
 from planner.prediction import Candidates, Objective, SearchRecord, Status
+from planner.rank_prices import tied_ends
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.solver import Unsolved
 from planner.space import Pruned, Space, describe, enumerate_space, no_frame_error
+from planner.stage_blocks import block_counts, to_strategy
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from profiles.errors import ConfigError, InfeasibleError, SolverError

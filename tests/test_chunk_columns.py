@@ -21,15 +21,16 @@ from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.bounds import may_fit, time_bound
 from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import ChunkColumns
-from planner.columns import MixTable, block_counts, to_strategy
 from planner.homes import Homes
 from planner.infeasible import enough_host_bytes
+from planner.mix_table import MixTable
 from planner.options import offload_assumed
 from planner.pareto import find_front
 from planner.prediction import Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from planner.search import find_plan
 from planner.space import enumerate_space
+from planner.stage_blocks import block_counts, to_strategy
 from profiles.catalog import load_cluster, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster

@@ -8,7 +8,7 @@ import pytest
 
 from planner.bounds import redundancy_bound_bytes, time_bound
 from planner.branch import WORTH_REPLAYING
-from planner.columns import MixTable
+from planner.mix_table import MixTable
 from planner.plan import to_yaml
 from planner.prediction import Objective, Status
 from planner.request import Constraints, SearchOptions, SolverName
