@@ -57,7 +57,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
-WORLDS = Worlds(PLANS, slow=[name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4])
+WORLDS = Worlds(PLANS, slow=["ep2-zero1", "tp2", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4)])
 
 
 @cache

@@ -94,24 +94,24 @@ def whole():
 
 
 @pytest.fixture(scope="module")
-def in_7_gib():
-    return find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=7 * GIB))
+def in_14_gib():
+    return find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB))
 
 
 def test_the_same_request_gives_the_same_bytes_twice(whole):
     assert to_yaml(find_plan(*gpt_2_5b_on_16())) == to_yaml(whole)
 
 
-def test_cbc_and_highs_find_the_same_optimum(in_7_gib):
-    highs = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=7 * GIB, solver=SolverName.HIGHS))
+def test_cbc_and_highs_find_the_same_optimum(in_14_gib):
+    highs = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, solver=SolverName.HIGHS))
 
-    assert in_7_gib.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
+    assert in_14_gib.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
 
 
-def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_7_gib):
-    plan = in_7_gib
+def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_14_gib):
+    plan = in_14_gib
 
-    assert max(stage.total for stage in plan.predicted.memory_gib) <= 7.0
+    assert max(stage.total for stage in plan.predicted.memory_gib) <= 14.0
     assert plan.search.bound <= plan.search.value
     assert plan.search.gap == pytest.approx(1 - plan.search.bound / plan.search.value, abs=1e-5)
     assert plan.search.candidates.considered == plan.search.candidates.pruned + plan.search.candidates.solved
@@ -125,8 +125,8 @@ def test_the_memory_objective_is_leaner_and_within_the_slowdown(whole):
     assert lean.predicted.step_time_s.value <= 1.1 * fast.predicted.step_time_s.value * 1.02  # simulated against closed form
 
 
-def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap(in_7_gib):
-    plan, ended = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=7 * GIB, time_limit_s=1e-3)), in_7_gib
+def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap(in_14_gib):
+    plan, ended = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, time_limit_s=1e-3)), in_14_gib
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= ended.search.bound <= plan.search.value
