@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from costmodels.chunks.closed import state_bytes
-from costmodels.chunks.layout import Sized, block_tensors, first_tensors, whole_groups
+from costmodels.chunks.layout import Sized, block_tensors, first_tensors
 from costmodels.sharding import Sharding
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
@@ -100,10 +100,11 @@ def tensors_of(model: ModelSpec) -> tuple[Sized, ...]:
 
 
 def packed(model: ModelSpec, chunk_elements: int, ranks: int) -> float:
-    """Utilisation of the chunks of all blocks (EQUATIONS O1), those included that fill the last communication group up."""
+    """Utilisation of the chunks of all blocks as PatrickStar packs them (EQUATIONS O1): no tensor in two chunks, `ranks` chunks in a row
+    a communication group, the last one filled up."""
     block = tuple(tensor.elements for tensor in tensors_of(model))
-    chunks = whole_groups(len(first_tensors(block, model.num_layers, chunk_elements)), ranks)
-    return model.num_layers * sum(block) / (chunks * chunk_elements)
+    groups = -(-len(first_tensors(block, model.num_layers, chunk_elements)) // ranks)
+    return model.num_layers * sum(block) / (groups * ranks * chunk_elements)
 
 
 def searched_size(model: ModelSpec, ranks: int) -> tuple[int, float]:

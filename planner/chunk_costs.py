@@ -14,9 +14,9 @@ import numpy as np
 from costmodels.book import PriceBook
 from costmodels.chunks.held import UPDATE_BYTES
 from costmodels.chunks.home import Home
-from costmodels.chunks.layout import block_tensors, chunks_after
+from costmodels.chunks.layout import block_tensors, groups_after
 from costmodels.chunks.price import STAGED_CHUNKS, BlockCost, writes_over_parameters
-from costmodels.chunks.size import chunk_size_of, widest_groups
+from costmodels.chunks.size import group_size_of, widest_groups
 from costmodels.offload import Offload
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
@@ -102,9 +102,9 @@ def home_costs(tensors: Tensors, num_blocks: int, frame: Frame, costs: dict[Home
     """The costs of all ways to give the `num_blocks` blocks of a rank homes that have `costs` for one block."""
     backward_s = book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding).backward_s
     ranks = frame.mesh.dp
-    size = chunk_size_of(tensors, num_blocks, ranks, book.machine.cluster, book.training.precision.num_bytes)
-    width = book.training.precision.num_bytes
-    padded = np.array(chunks_after(tensors, num_blocks, size, ranks), dtype=np.float64) * (size / sum(tensors))  # in blocks
+    size = group_size_of(tensors, num_blocks, ranks, book.machine.cluster, book.training.precision.num_bytes)
+    width, chunk = book.training.precision.num_bytes, size // ranks
+    padded = np.array(groups_after(tensors, num_blocks, size, ranks), dtype=np.float64) * (size / sum(tensors))  # in blocks
     block_bytes = width * padded[-1] / num_blocks * sum(tensors) / ranks
     host, optimizer = counts_of_homes(num_blocks, costs)
     counts = {Home.HOST: host, Home.OPTIMIZER: optimizer, Home.DEVICE: num_blocks - host - optimizer}
@@ -114,10 +114,10 @@ def home_costs(tensors: Tensors, num_blocks: int, frame: Frame, costs: dict[Home
         return found
 
     return HomeCosts(
-        host=host, optimizer=optimizer, update_bytes=UPDATE_BYTES * size * (counts[Home.DEVICE] > 0).astype(np.float64),
+        host=host, optimizer=optimizer, update_bytes=UPDATE_BYTES * chunk * (counts[Home.DEVICE] > 0).astype(np.float64),
         working_bytes=_working_bytes(tensors, num_blocks, size, counts, frame, book),
         always_bytes=summed(lambda cost: cost.device.total),
-        host_bytes=summed(lambda cost: cost.host.total) + _staging_bytes(size, book) * (host > 0),
+        host_bytes=summed(lambda cost: cost.host.total) + _staging_bytes(chunk, book) * (host > 0),
         block_bytes=block_bytes, ahead_bytes=block_bytes * (1 + book.training.gradient_precision.num_bytes / width) * (host > 0),
         gathered_s=summed(lambda cost: cost.forward_s + cost.backward_s), fetch_s=summed(lambda cost: cost.fetch_s),
         send_s=summed(lambda cost: cost.send_s), added_s=summed(lambda cost: cost.added_s),
@@ -130,7 +130,7 @@ def _staging_bytes(chunk_elements: int, book: PriceBook) -> int:
 
 
 def _working_bytes(
-    tensors: Tensors, num_blocks: int, chunk_elements: int, counts: dict[Home, Ints], frame: Frame, book: PriceBook,
+    tensors: Tensors, num_blocks: int, group_elements: int, counts: dict[Home, Ints], frame: Frame, book: PriceBook,
 ) -> Array:
     """What the widest block needs at most beside the states that stay and its activations (costmodels/chunks/slots.py).
 
@@ -140,6 +140,8 @@ def _working_bytes(
     ranks, width = frame.mesh.dp, book.training.precision.num_bytes
     in_parameters = writes_over_parameters(book.training, frame.num_micro_batches)
     gradient = 0 if in_parameters else book.training.gradient_precision.num_bytes
-    own = widest_groups(tensors, num_blocks, chunk_elements, ranks) * chunk_elements
+    gathered = widest_groups(tensors, num_blocks, group_elements, ranks) * group_elements
+    own = gathered // ranks
     away = (counts[Home.HOST] > 0).astype(np.float64)
-    return width * sum(tensors) + own * (ranks * (width + gradient) + width * away if ranks > 1 else (width + gradient) * away)
+    return width * sum(tensors) + (
+        gathered * (width + gradient) + own * width * away if ranks > 1 else own * (width + gradient) * away)

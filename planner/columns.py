@@ -7,11 +7,13 @@ the points that no other point of the same rank and count beats become columns o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from costmodels.book import PriceBook
 from costmodels.moments import Moment, moments
 from costmodels.occupancy import occupied_bytes, peaks, stashes, usable_bytes
 from costmodels.passes import plain_and_ramp
@@ -35,6 +37,7 @@ class Column:
     time_s of one micro-batch; tail_s after the last one; memory_bytes the peak of a device; redundant_bytes per device.
     plain_s, ramp_s: of time_s what there is without recompute, and in the ramps of the pipeline (costmodels/passes.py)
     homes: where the states of its blocks lie, of a frame in chunks
+    looks_up: whether the host has its token table
     """
 
     mix: Mix
@@ -46,6 +49,7 @@ class Column:
     plain_s: float
     ramp_s: float
     homes: Homes = NOTHING
+    looks_up: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -67,16 +71,20 @@ class Priced:
 
 
 class RankColumns:
-    """The columns of one pipeline rank of a frame, made for one block count at a time."""
+    """The columns of one pipeline rank of a frame, made for one block count at a time; `ends`: the prices of its embedding and head."""
 
-    def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
-        self.rank, self.frame, self.table = rank, frame, table
+    def __init__(self, rank: int, frame: Frame, table: MixTable, ends: PriceBook | None = None) -> None:
+        self.rank, self.frame, self.table, self.ends = rank, frame, table, ends or table.book
         self.stages = table.zero_stages(frame)
-        self.fixed = {zero: fixed_price(rank, frame, zero, table.book) for zero in self.stages}
+        self.fixed = {zero: fixed_price(rank, frame, zero, self.ends) for zero in self.stages}
         self.per_block = table.per_block(frame, rank)
         self.stashes = stashes(LayerKind.BLOCK, rank, frame)
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
         self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self.stashes),)
+
+    @property
+    def looks_up(self) -> bool:
+        return self.ends is not self.table.book
 
     def priced(self, mixes: Mixes, zero: int) -> Priced:
         fixed, block = self.fixed[zero], self.per_block[zero]
@@ -122,7 +130,8 @@ class RankColumns:
 
     def host_fits(self, mixes: Mixes) -> npt.NDArray[np.bool_]:
         """Which mixes a device's share of the host holds."""
-        found: npt.NDArray[np.bool_] = self.stashes * mixes.host_bytes <= self.table.host_share_bytes
+        fixed = self.fixed[self.stages[0]].host
+        found: npt.NDArray[np.bool_] = self.stashes * mixes.host_bytes + fixed <= self.table.host_share_bytes
         return found
 
     def column(self, priced: Priced, row: int) -> Column:
@@ -130,7 +139,7 @@ class RankColumns:
         mix = tuple((option, int(n)) for option, n in zip(priced.mixes.options, priced.mixes.counts[row], strict=True) if n)
         return Column(
             mix, priced.zero, float(priced.time_s[row]), float(priced.tail_s[row]), float(memory), float(priced.redundant[row]),
-            float(priced.plain_s[row]), float(priced.ramp_s[row]))
+            float(priced.plain_s[row]), float(priced.ramp_s[row]), looks_up=self.looks_up)
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The mixes within `limit_bytes` that no other beats in time and in tail, nor in what counts in the ramps."""
@@ -173,9 +182,8 @@ class RankColumns:
             if fits:
                 plain_s, ramp_s = self._least_plain_and_ramp(num_blocks, zero, time_s)
                 time_s += self.fixed[zero].time_s
-                found.append(Column(((options[0], num_blocks),), zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s))
-        values = np.array([[c.time_s, c.tail_s, c.plain_s, c.ramp_s, 0.0] for c in found])
-        return [found[index] for index in _unbeaten_rows(values)] if found else []
+                found.append(Column(((options[0], num_blocks),), zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s, looks_up=self.looks_up))
+        return unbeaten(found)
 
     def _least_plain_and_ramp(self, num_blocks: int, zero: int, blocks_s: float) -> tuple[float, float]:
         """What no mix is below whose blocks take at least `blocks_s`: its least without recompute, of the ramps no more than that."""
@@ -243,3 +251,9 @@ def _unbeaten_rows(values: Array) -> list[int]:
             best[len(kept)] = values[row, :-1]
             kept.append(int(row))
     return kept
+
+
+def unbeaten(found: Sequence[Column]) -> list[Column]:
+    """The columns that no other beats or equals in time, in tail and in what counts in the ramps; of equals the one with least memory."""
+    values = np.array([[c.time_s, c.tail_s, c.plain_s, c.ramp_s, c.memory_bytes] for c in found]).reshape(-1, 5)
+    return [found[index] for index in _unbeaten_rows(values)]

@@ -5,14 +5,16 @@ from __future__ import annotations
 from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
 from costmodels.chunks.price import BlockCost
+from costmodels.lookup import illegal_lookup
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
 from planner.chunk_costs import HomeCosts, Tensors, block_costs, home_costs, host_share_bytes, tensors_of
 from planner.host_plans import sends_activations, with_host
 from planner.layer_plans import LayerOption, catalogue_of
-from planner.mixes import Hull, Mixes, Pairs, hulls, make_mixes, option_pairs
+from planner.mixes import Hull, Mixes, Pairs, hulls, make_mixes, option_pairs, sent_prices
 from planner.rank_prices import PerBlock, block_prices
 from planner.request import Constraints
 from profiles.model import LayerKind
@@ -29,7 +31,7 @@ class MixTable:
         self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self._known: dict[tuple[int, Sharding, bool, bool, int, int], Mixes] = {}
-        self._hulls: dict[_Kind, tuple[Hull, ...]] = {}
+        self._hulls: dict[tuple[_Kind, Tensors], dict[float, tuple[Hull, ...]]] = {}
         self._block_costs: dict[tuple[Mesh, int, int, Sharding], dict[Home, BlockCost]] = {}
         self._divisions: dict[_Kind, dict[Tensors, Sharding]] = {}
         self._tensors: dict[Sharding, Tensors] = {}
@@ -51,6 +53,15 @@ class MixTable:
         choices = self.zero_choices(frame.mesh)
         apart = frame.splits_backward or (frame.recomputes_ahead and frame.mesh.dp > 1)
         return tuple(zero for zero in choices if zero < 3) if apart else choices
+
+    def books_of_ends(self, frame: Frame, kind: LayerKind) -> tuple[PriceBook, ...]:
+        """The prices that a rank may have whose first layer is of `kind`: of the embedding with its table on the device, and on the
+        host where that is allowed and there is room for it."""
+        book, mesh, looks_up = self.book, frame.mesh, kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
+        if not looks_up or illegal_lookup(mesh, book.model.hidden_size, book.tied):
+            return (book,)
+        there = book.with_table(on_host=True)
+        return (book, there) if there.lookup(1, mesh).host_bytes <= self.host_share_bytes else (book,)
 
     def _kind(self, frame: Frame, rank: int) -> _Kind:
         return frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), sends_activations(frame, self.offload)
@@ -109,11 +120,12 @@ class MixTable:
             self._tensors[sharding] = tensors_of(sharding, self.book)
         return self._tensors[sharding]
 
-    def hulls(self, frame: Frame, rank: int) -> tuple[Hull, ...]:
-        """What mixes of real numbers of blocks reach (planner/mixes.py)."""
-        key = self._kind(frame, rank)
+    def hulls(self, frame: Frame, rank: int, tensors: Tensors) -> dict[float, tuple[Hull, ...]]:
+        """What mixes of real numbers of blocks with these `tensors` reach, by price of a byte on the host (planner/mixes.py)."""
+        key = self._kind(frame, rank), tensors
         if key not in self._hulls:
-            self._hulls[key] = hulls(self.options(frame, rank))
+            options = [option for option in self.options(frame, rank) if self.tensors(option.sharding) == tensors]
+            self._hulls[key] = {price: hulls(options, price) for price in sent_prices(options)}
         return self._hulls[key]
 
     def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:

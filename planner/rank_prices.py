@@ -34,6 +34,7 @@ class Fixed:
     step_copies: float
     used_up: float  # what the head no longer keeps when the temporaries of other layers are there
     waiting: float  # what the head's weight gradient holds where it waits
+    host: float  # of the host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     outside = prices_of(frame, book)
     tail_s = outside.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
     table = book.shared_table_bytes(mesh, sharding)
-    states = ideal = ideal_held = saved = used_up = waiting = 0.0
+    states = ideal = ideal_held = saved = used_up = waiting = host = 0.0
     held_bytes = sent_bytes(rank, frame, book) + table
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
@@ -87,7 +88,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
         states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
-        saved += kept.saved
+        saved, host = saved + kept.saved, host + held.host
         held_bytes += stashes(kind, rank, frame) * kept.saved
         ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
@@ -98,7 +99,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, saved=saved, ideal_held=ideal_held,
         zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
-        step_copies=step_copies, waiting=waiting)
+        step_copies=step_copies, waiting=waiting, host=host)
 
 
 def block_prices(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: PriceBook) -> PerBlock:

@@ -50,10 +50,10 @@ def schedule(strategy, rank=0, prices=None, *, more=0.0, eviction=Eviction.OPT, 
 
 @contextmanager
 def chunks_of_blocks(share):
-    """Chunks as large as so many blocks, but never smaller than a tensor: so that blocks share chunks and have several."""
+    """Groups as large as so many blocks, but never smaller than a tensor: so that blocks share groups and have several."""
     def elements(block, num_blocks, ranks, cluster, width_bytes=2):
-        return max(max(block), int(share * sum(block)))
+        return -(-max(max(block), int(share * sum(block))) // ranks) * ranks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("costmodels.chunks.held.chunk_size_of", elements)
+        patch.setattr("costmodels.chunks.held.group_size_of", elements)
         yield

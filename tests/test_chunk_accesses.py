@@ -18,10 +18,10 @@ def moments_of(strategy, rank=0):
     return tuple(one for one in layer_passes(strategy, rank) if one.block is not None)
 
 
-def group_of(blocks, elements, chunk_elements, ranks=1, home=HOST):
-    """Blocks of three tensors of `elements` each."""
+def group_of(blocks, elements, group_elements, ranks=1, home=HOST):
+    """Blocks of three tensors of `elements` each, in communication groups of `group_elements`."""
     tensors = [Sized(f"block{block}.{name}", elements) for block in blocks for name in "abc"]
-    return Group(home=home, blocks=tuple(blocks), layout=pack(tensors, chunk_elements, ranks))
+    return Group(home=home, blocks=tuple(blocks), layout=pack(tensors, group_elements, ranks, len(blocks)))
 
 
 def test_layers_pass_forward_in_the_order_of_the_model_and_backward_in_the_other():
@@ -44,7 +44,7 @@ def test_moments_are_the_blocks_of_the_action_list(schedule, v, rank, expected):
 
 
 def test_a_chunk_that_two_blocks_share_is_used_in_the_passes_of_both_and_its_gradients_go_once():
-    group = group_of([0, 1, 2], elements=1, chunk_elements=2)
+    group = group_of([0, 1, 2], elements=1, group_elements=2)
     moments = moments_of(chunked([HOST] * 3, m=2, ends=False))  # F0 F1 F2 B2 B1 B0, twice
 
     found = uses([group], moments, in_parameters=False)
@@ -55,21 +55,21 @@ def test_a_chunk_that_two_blocks_share_is_used_in_the_passes_of_both_and_its_gra
     assert found[0].spans == (Span(0, 0), Span(5, 6), Span(11, 11))
 
 
-def test_blocks_share_a_communication_group_even_where_they_share_no_chunk():
-    group = group_of([0, 1], elements=1, chunk_elements=3, ranks=2)
+def test_blocks_of_several_ranks_share_no_communication_group_even_where_both_would_fit():
+    group = group_of([0, 1], elements=1, group_elements=6, ranks=2)
     moments = moments_of(chunked([HOST] * 2, m=1, ends=False))
 
-    (one,) = uses([group], moments, in_parameters=True)
+    found = uses([group], moments, in_parameters=True)
 
-    assert one.touched == (0, 1, 2, 3)
-    assert one.spans == (Span(0, 3),)
-    assert one.runs == (Span(2, 3),)
+    assert [one.touched for one in found] == [(0, 3), (1, 2)]
+    assert [one.spans for one in found] == [(Span(0, 0), Span(3, 3)), (Span(1, 2),)]
+    assert [one.runs for one in found] == [(Span(3, 3),), (Span(2, 2),)]
 
 
 def test_gradients_over_parameters_keep_a_chunk_from_the_first_of_them_to_the_last():
-    group = group_of([0, 2], elements=2, chunk_elements=12)  # block 1 lies elsewhere
+    group = group_of([0, 2], elements=2, group_elements=12)  # block 1 lies elsewhere
     moments = moments_of(chunked([HOST, DEV, HOST], m=1, ends=False))
-    other = group_of([1], elements=2, chunk_elements=12, home=DEV)
+    other = group_of([1], elements=2, group_elements=12, home=DEV)
 
     apart, over = (uses([group, other], moments, in_parameters=way)[0] for way in (False, True))
 
@@ -80,7 +80,7 @@ def test_gradients_over_parameters_keep_a_chunk_from_the_first_of_them_to_the_la
 
 def test_gradients_of_two_micro_batches_are_apart_even_where_one_chunk_is_used_again_at_once():
     moments = moments_of(chunked([HOST] * 4, pp=4, m=8), rank=0)
-    (one,) = uses([group_of([0], elements=1, chunk_elements=3)], moments, in_parameters=False)
+    (one,) = uses([group_of([0], elements=1, group_elements=3)], moments, in_parameters=False)
 
     assert len(one.runs) == 8
     assert one.spans == (Span(0, 15),)

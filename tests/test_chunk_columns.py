@@ -197,7 +197,7 @@ def test_the_host_is_used_unasked_only_where_nothing_fits_without() -> None:
         plan = find_plan(found.model, found.cluster, found.training, constraints=asked, options=options)
         assert (plan.chunks is not None) == offloaded
         (said,) = offload_assumed(asked, plan) or ("",)
-        assert said == "--offload optimizer,parameters,activations (nothing fits the devices alone)" * offloaded
+        assert said == "--offload optimizer,parameters,activations,lookup (nothing fits the devices alone)" * offloaded
     with pytest.raises(InfeasibleError):
         find_plan(found.model, replace(found.cluster, device=replace(found.cluster.device, memory_bytes=6 * STATES)), found.training,
                   constraints=Constraints(offload=()), options=options)

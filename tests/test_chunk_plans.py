@@ -82,7 +82,7 @@ def test_groups_are_the_tensors_of_their_blocks_packed():
     h = TINY.hidden_size
     block = (h, h, 3 * h * h, 3 * h, h * h, h, h, h, 4 * h * h, 4 * h, 4 * h * h, h)
     for group, count in zip(plan.chunks.groups, (3, 2, 3), strict=True):
-        layout = pack([Sized("", size) for size in block * count], group.chunk_elements, 2)
+        layout = pack([Sized("", size) for size in block * count], 2 * group.chunk_elements, 2, count)
 
         assert (group.num_chunks, group.utilisation) == (layout.num_chunks, pytest.approx(layout.utilisation, abs=1e-6))
 

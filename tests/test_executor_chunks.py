@@ -42,7 +42,7 @@ def users(groups: tuple[Group, ...]) -> dict[tuple[int, int], set[int]]:
     """By (group, chunk) the blocks that have a tensor in it."""
     found: dict[tuple[int, int], set[int]] = {}
     for index, each in enumerate(groups):
-        for tensor, chunk in zip(each.layout.tensors, each.layout.chunk_of, strict=True):
+        for tensor, chunk in zip(each.layout.tensors, each.layout.group_of, strict=True):
             found.setdefault((index, chunk), set()).add(int(tensor.name.removeprefix("block").split(".")[0]))
     return found
 

@@ -21,6 +21,7 @@ from costmodels.mesh import Mesh
 from executor.__main__ import run
 from executor.check import parity
 from executor.check.shrink import shrunk
+from executor.checkpoint.boxes import Boxes
 from executor.checkpoint.checkpoints import Checkpoints
 from executor.checkpoint.resume import CheckpointOptions
 from executor.compiled import validate_compiled
@@ -87,7 +88,7 @@ def states(trained: Trainer) -> dict[str, Tensor]:
     found |= {f"{name}.{key}": value for name, parameter in own.items() for key, value in trained.optimizer.state[parameter].items()}
     for part in (trained.adam.tensors() if trained.adam is not None else {}).values():
         found |= part
-    return {name: local(value).clone() for name, value in found.items()}
+    return {name: (value.flat if isinstance(value, Boxes) else local(value)).clone() for name, value in found.items()}
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

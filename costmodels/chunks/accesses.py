@@ -107,8 +107,7 @@ def blocks_of(index: int, group: Group) -> Iterator[tuple[int, tuple[tuple[int, 
     """By block of a group the communication groups that hold one of its tensors; all blocks have the same number of tensors."""
     layout, count = group.layout, len(group.layout.tensors) // len(group.blocks)
     for place, block in enumerate(group.blocks):
-        chunks = layout.chunk_of[place * count:(place + 1) * count]
-        yield block, tuple((index, number) for number in dict.fromkeys(chunk // layout.ranks for chunk in chunks))
+        yield block, tuple((index, number) for number in dict.fromkeys(layout.group_of[place * count:(place + 1) * count]))
 
 
 def _uses(key: tuple[int, int], touched: tuple[int, ...], moments: Sequence[Pass], in_parameters: bool) -> Uses:

@@ -5,7 +5,7 @@ chunks that are always there, gathered groups while passes need them, gradients 
 chunks of HOST blocks, which are evicted by policy: the host has the same, so that this moves nothing.
 
     D = 1    a block uses its chunks in place
-    D > 1    a block uses groups of D chunks, gathered beside the own chunk, which is only needed for that
+    D > 1    a block uses groups of D chunks, gathered as one run beside the own chunk, which is only needed for that
 
 A group that the next moment uses too stays gathered. Gradients of a group are there from behind the first block of a stage's backward
 pass that makes some to the last; behind it they are reduced (D > 1), and those of HOST blocks sent. Where gradients are written over
@@ -27,7 +27,7 @@ from costmodels.chunks.layout import Sized, block_tensors, pack
 from costmodels.chunks.price import sent_precision, state_widths, writes_over_parameters
 from costmodels.chunks.room import Room, besides_chunks
 from costmodels.chunks.schedule import Group, Moment, RankChunks
-from costmodels.chunks.size import chunk_size_of, widest
+from costmodels.chunks.size import group_size_of, widest
 from costmodels.chunks.slots import ChunkBytes, OpKey, Slots, in_order, moment_slot, summed
 from costmodels.chunks.states import check_states
 from costmodels.strategy import Strategy
@@ -39,18 +39,18 @@ UPDATE_BYTES = 8  # of a parameter of one chunk while the device updates it: its
 
 
 def rank_groups(strategy: Strategy, rank: int, book: PriceBook) -> tuple[Group, ...]:
-    """The blocks of a pipeline rank by home, in chunks of one size. Raises ConfigError."""
+    """The blocks of a pipeline rank by home, in communication groups of one size. Raises ConfigError."""
     frame, layers = strategy.frame, numbered_layers(strategy)
     blocks = [(block, choice) for stage in sorted(frame.stages_of(rank)) for choice, block in layers[stage] if block is not None]
     tensors = {choice: block_tensors(book.layer(LayerKind.BLOCK, 1), frame.sharding_of(choice)) for _, choice in blocks}
     sizes = widest(tuple(tensor.elements for tensor in own) for own in tensors.values())
-    elements = chunk_size_of(sizes, len(blocks), frame.mesh.dp, book.machine.cluster, book.training.precision.num_bytes)
+    elements = group_size_of(sizes, len(blocks), frame.mesh.dp, book.machine.cluster, book.training.precision.num_bytes)
     groups = []
     for home in Home:
         own = [(block, choice) for block, choice in blocks if choice.home is home]
         if own:
             named = [Sized(f"block{block}.{tensor.name}", tensor.elements) for block, choice in own for tensor in tensors[choice]]
-            groups.append(Group(home=home, blocks=tuple(block for block, _ in own), layout=pack(named, elements, frame.mesh.dp)))
+            groups.append(Group(home=home, blocks=tuple(block for block, _ in own), layout=pack(named, elements, frame.mesh.dp, len(own))))
     return tuple(groups)
 
 

@@ -1,4 +1,13 @@
-"""Tensors in use order, packed into chunks of one element count (EQUATIONS O1)."""
+"""Tensors in use order, packed into communication groups of one element count, of which each rank owns a chunk (EQUATIONS O1).
+
+    D = 1    a group is a chunk; no tensor is split, and a block begins where the one before it ends
+    D > 1    a group is one run of D chunks, which is gathered whole. No tensor is split over two groups, but it may cross the border
+             between two chunks of its group: one rank owns a part of its elements, the next the others. Every block begins a group,
+             so that a pass gathers nothing of another block
+
+PatrickStar packs into chunks, each at least as large as the largest tensor, and D of them in a row are a group: D times the largest tensor
+is gathered at once. Here the group must hold the largest tensor, and a chunk is a D-th of it.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +33,26 @@ class Sized:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where each tensor lies: in which chunk, and how many elements from its beginning.
+    """Where each tensor lies: in which communication group, and how many elements from its beginning.
 
-    ranks: data-parallel ranks, of which each owns one chunk of every `ranks` in a row, a communication group
-    num_chunks: with those that only fill the last group up
+    ranks: data-parallel ranks, of which each owns one chunk of every group, in their order
     """
 
-    chunk_elements: int
+    group_elements: int
     ranks: int
     tensors: tuple[Sized, ...]
-    chunk_of: tuple[int, ...]
+    group_of: tuple[int, ...]
     offset_of: tuple[int, ...]
-    num_chunks: int
+    num_groups: int
 
     @property
-    def num_groups(self) -> int:
-        return self.num_chunks // self.ranks
+    def chunk_elements(self) -> int:
+        return self.group_elements // self.ranks
+
+    @property
+    def num_chunks(self) -> int:
+        """Of all ranks."""
+        return self.num_groups * self.ranks
 
     @property
     def used_elements(self) -> int:
@@ -47,8 +60,8 @@ class Layout:
 
     @property
     def utilisation(self) -> float:
-        """Used elements of those that all chunks have."""
-        return self.used_elements / (self.num_chunks * self.chunk_elements)
+        """Used elements of those that all groups have."""
+        return self.used_elements / (self.num_groups * self.group_elements)
 
 
 def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[Sized, ...]:
@@ -58,44 +71,48 @@ def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[Sized, ...]:
         for operator in layer.operators for parameter in operator.parameters)
 
 
-def pack(tensors: Sequence[Sized], chunk_elements: int, ranks: int = 1) -> Layout:
-    """Each tensor at the next place, in the next chunk where what is left of this one is too small for it; none is split.
+def pack(tensors: Sequence[Sized], group_elements: int, ranks: int = 1, num_blocks: int = 1) -> Layout:
+    """Each tensor at the next place, in the next group where what is left of this one is too small for it; none is split over two.
 
-    The last communication group is filled up to `ranks` chunks. Raises ConfigError: a tensor is larger than a chunk, or there is none.
+    The tensors of `num_blocks` blocks, as many of each. Of several `ranks` every block begins a group. Raises ConfigError: a tensor is
+    larger than a group, there is none, or `ranks` do not divide a group.
     """
     if not tensors:
         raise ConfigError("no tensors to lay out in chunks")
+    if group_elements % ranks:
+        raise ConfigError(f"a group of {group_elements} elements is not divided by {ranks} ranks", hint=f"use a multiple of {ranks}")
     largest = max(tensors, key=lambda tensor: tensor.elements)
-    if largest.elements > chunk_elements:
-        raise ConfigError(f"{largest.name} has {largest.elements} elements, a chunk {chunk_elements}", hint="choose larger chunks")
-    chunk, filled, places = 0, 0, []
-    for tensor in tensors:
-        if filled + tensor.elements > chunk_elements:
-            chunk, filled = chunk + 1, 0
-        places.append((chunk, filled))
+    _require_room(largest.name, largest.elements, group_elements)
+    group, filled, places, per_block = 0, 0, [], len(tensors) // num_blocks
+    for index, tensor in enumerate(tensors):
+        begins = ranks > 1 and index > 0 and index % per_block == 0
+        if begins or filled + tensor.elements > group_elements:
+            group, filled = group + 1, 0
+        places.append((group, filled))
         filled += tensor.elements
-    chunk_of, offset_of = zip(*places, strict=True)
+    group_of, offset_of = zip(*places, strict=True)
     return Layout(
-        chunk_elements=chunk_elements, ranks=ranks, tensors=tuple(tensors), chunk_of=chunk_of, offset_of=offset_of,
-        num_chunks=whole_groups(chunk + 1, ranks))
+        group_elements=group_elements, ranks=ranks, tensors=tuple(tensors), group_of=group_of, offset_of=offset_of, num_groups=group + 1)
 
 
-def whole_groups(num_chunks: int, ranks: int) -> int:
-    """As many chunks, with those that fill the last communication group up."""
-    return -(-num_chunks // ranks) * ranks
+def _require_room(name: str, elements: int, group_elements: int) -> None:
+    if elements > group_elements:
+        raise ConfigError(f"{name} has {elements} elements, a group of chunks {group_elements}", hint="choose larger chunks")
 
 
 @lru_cache(maxsize=1024)
-def first_tensors(block: tuple[int, ...], num_blocks: int, chunk_elements: int) -> tuple[int, ...]:
-    """With which tensor each chunk begins when `num_blocks` blocks of tensors of `block` elements each are packed, as `pack` does.
+def first_tensors(block: tuple[int, ...], num_blocks: int, group_elements: int, ranks: int = 1) -> tuple[int, ...]:
+    """With which tensor each group begins when `num_blocks` blocks of tensors of `block` elements each are packed, as `pack` does.
 
-    Tensors are counted through all blocks. How many go into a chunk depends only on which of a block the first is.
+    Tensors are counted through all blocks. How many go into a group depends only on which of a block the first is.
     """
-    if max(block) > chunk_elements:
-        raise ConfigError(f"a tensor has {max(block)} elements, a chunk {chunk_elements}", hint="choose larger chunks")
+    _require_room("a tensor", max(block), group_elements)
+    if ranks > 1:
+        own = first_tensors(block, 1, group_elements)
+        return tuple(number * len(block) + first for number in range(num_blocks) for first in own)
     ends, per_block, taken = (0, *accumulate(block)), len(block), []
     for first in range(per_block):
-        blocks, rest = divmod(ends[first] + chunk_elements, ends[-1])
+        blocks, rest = divmod(ends[first] + group_elements, ends[-1])
         taken.append(blocks * per_block + bisect_right(ends, rest) - 1 - first)
     starts, first = [], 0
     while first < num_blocks * per_block:
@@ -105,15 +122,15 @@ def first_tensors(block: tuple[int, ...], num_blocks: int, chunk_elements: int) 
 
 
 @lru_cache(maxsize=1024)
-def chunks_after(block: tuple[int, ...], num_blocks: int, chunk_elements: int, ranks: int = 1) -> tuple[int, ...]:
-    """By x = 0 .. `num_blocks`, the chunks of x equal blocks that have one home, with those that fill the last group up.
+def groups_after(block: tuple[int, ...], num_blocks: int, group_elements: int, ranks: int = 1) -> tuple[int, ...]:
+    """By x = 0 .. `num_blocks`, the communication groups of x equal blocks that have one home.
 
-    Every run of blocks with one home is packed from a chunk's beginning, so that x counts blocks of any run. O(blocks + chunks).
+    Every run of blocks with one home is packed from a group's beginning, so that x counts blocks of any run. O(blocks + groups).
     """
-    starts = first_tensors(block, num_blocks, chunk_elements)
+    starts = first_tensors(block, num_blocks, group_elements, ranks)
     counts, begun = [0], 0
     for end in range(len(block), num_blocks * len(block) + 1, len(block)):
         while begun < len(starts) and starts[begun] < end:
             begun += 1
-        counts.append(whole_groups(begun, ranks))
+        counts.append(begun)
     return tuple(counts)

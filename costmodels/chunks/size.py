@@ -1,11 +1,17 @@
-"""How large chunks should be (EQUATIONS O1): as small as they can be moved well, where little of them is left empty.
+"""How large communication groups should be, and with them chunks (EQUATIONS O1).
 
 The score of a size are the bytes of a device that it costs, where every block of a pipeline rank has one home:
 
-    (12 + 2 w) * (elements of its chunks - elements of its tensors)                        all states of what is empty
-    + 2 w * (elements of the communication groups that the widest block's pass needs)      parameters and their gradients, gathered
+    (12 + 2 w) / D * (elements of the groups - elements of their tensors)     all states of what is empty
+    + 2 w * (elements of the groups that the widest block's pass needs)       parameters and their gradients, gathered
 
 w bytes a parameter. How many blocks have which home is no argument: a search knows the size before it chooses homes.
+
+    D = 1    a group is a chunk: as small as it can be moved well, where little is left empty
+    D > 1    a group is a block. A pass needs all of a block, so that smaller groups are gathered all the same, with no less left empty,
+             and a larger one would bring what the pass does not need: no size has a lower score (a test)
+
+PatrickStar scores the chunk whatever D is, which there is no smaller than a tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from functools import lru_cache
 
-from costmodels.chunks.layout import first_tensors, whole_groups
+from costmodels.chunks.layout import first_tensors
 from profiles.hardware import Cluster
 
 COPY_LATENCY_S = 1e-5  # assumed: to start one copy over PCIe, the launch included
@@ -30,62 +36,63 @@ def transfer_efficiency(n_bytes: float, latency_s: float, bytes_per_s: float) ->
 
 
 def widest(blocks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Of blocks whose tensors are divided in different ways, the largest of each tensor: its size of chunk fits them all."""
+    """Of blocks whose tensors are divided in different ways, the largest of each tensor: its size of group fits them all."""
     return tuple(map(max, zip(*blocks, strict=True)))
 
 
-def least_bytes(ranks: int, cluster: Cluster, share: float = MOVED_WELL) -> float:
-    """Bytes of a chunk with which a copy over PCIe, and a step of the ring that gathers a group, reach `share` of their bandwidth."""
-    slow = [COPY_LATENCY_S * cluster.pcie_bytes_per_s]
-    if ranks > 1:
-        slow.append(cluster.intra_node.latency_s * cluster.intra_node.bytes_per_s)
-    if ranks > cluster.gpus_per_node:
-        slow.append(cluster.nic.latency_s * cluster.nic.bytes_per_s)
-    return max(slow) * share / (1 - share)
+def least_bytes(cluster: Cluster, share: float = MOVED_WELL) -> float:
+    """Bytes of a chunk with which a copy over PCIe reaches `share` of the bandwidth."""
+    return COPY_LATENCY_S * cluster.pcie_bytes_per_s * share / (1 - share)
 
 
-def candidate_sizes(block: tuple[int, ...], ranks: int, least_elements: float = 0) -> tuple[int, ...]:
-    """Sizes one of which is the best: what consecutive tensors have, from the largest tensor to all tensors of a block.
+def candidate_sizes(block: tuple[int, ...], least_elements: float = 0) -> tuple[int, ...]:
+    """Sizes of a chunk one of which is the best on one rank: what consecutive tensors have, from the largest to all of a block.
 
     Between two of them the same tensors share a chunk, and only its tail grows. Blocks are used whole, so that a larger chunk would
-    only bring what is not needed. Multiples of `ALIGNED_ELEMENTS`, so that every chunk of a gathered group begins on a line of the
-    cache, and of `ranks`, so that a chunk can be divided over them. Those under `least_elements` are left out, but for the largest.
+    only bring what is not needed. Those under `least_elements` are left out, but for the largest.
     """
-    unit = math.lcm(ALIGNED_ELEMENTS, ranks)
     twice, count = block * 2, len(block)
     sums = {sum(twice[first:first + length]) for first in range(count) for length in range(1, count + 1)}
     least = min(max(max(block), least_elements), sum(block))
-    return tuple(sorted({-(-math.ceil(size) // unit) * unit for size in (*sums, least) if size >= least}))
+    return tuple(sorted({_aligned(math.ceil(size), 1) for size in (*sums, least) if size >= least}))
 
 
-def widest_groups(block: tuple[int, ...], num_blocks: int, chunk_elements: int, ranks: int) -> int:
+def _aligned(elements: int, ranks: int) -> int:
+    """At least so many elements of a group each of whose chunks begins on a line of the cache."""
+    unit = ALIGNED_ELEMENTS * ranks
+    return -(-elements // unit) * unit
+
+
+def widest_groups(block: tuple[int, ...], num_blocks: int, group_elements: int, ranks: int = 1) -> int:
     """The most communication groups that the pass of one block needs."""
-    starts, count = first_tensors(block, num_blocks, chunk_elements), len(block)
+    starts, count = first_tensors(block, num_blocks, group_elements, ranks), len(block)
 
     def group(tensor: int) -> int:
-        return (bisect_right(starts, tensor) - 1) // ranks
+        return bisect_right(starts, tensor)
 
     return max(group((number + 1) * count - 1) - group(number * count) + 1 for number in range(num_blocks))
 
 
-def score_bytes(block: tuple[int, ...], num_blocks: int, chunk_elements: int, ranks: int, width_bytes: int = 2) -> float:
-    """Bytes of one device that a chunk size costs: of its own chunks what is empty, and the groups that a pass needs (see above)."""
-    chunks = whole_groups(len(first_tensors(block, num_blocks, chunk_elements)), ranks)
-    empty = chunks * chunk_elements - num_blocks * sum(block)
-    needed = widest_groups(block, num_blocks, chunk_elements, ranks) * ranks * chunk_elements
+def score_bytes(block: tuple[int, ...], num_blocks: int, group_elements: int, ranks: int = 1, width_bytes: int = 2) -> float:
+    """Bytes of one device that a size costs: of its own chunks what is empty, and the groups that a pass needs (see above)."""
+    empty = len(first_tensors(block, num_blocks, group_elements, ranks)) * group_elements - num_blocks * sum(block)
+    needed = widest_groups(block, num_blocks, group_elements, ranks) * group_elements
     return (OPTIMIZER_BYTES + 2 * width_bytes) * empty / ranks + 2 * width_bytes * needed
 
 
 @lru_cache(maxsize=256)
-def _best(block: tuple[int, ...], num_blocks: int, ranks: int, least_elements: float, width_bytes: int) -> int:
-    sizes = candidate_sizes(block, ranks, least_elements)
-    return min(sizes, key=lambda size: (score_bytes(block, num_blocks, size, ranks, width_bytes), -size))
+def _best(block: tuple[int, ...], num_blocks: int, least_elements: float, width_bytes: int) -> int:
+    sizes = candidate_sizes(block, least_elements)
+    return min(sizes, key=lambda size: (score_bytes(block, num_blocks, size, 1, width_bytes), -size))
 
 
-def chunk_size_of(block: tuple[int, ...], num_blocks: int, ranks: int, cluster: Cluster, width_bytes: int = 2) -> int:
-    """Elements of the chunks of all homes of a pipeline rank with `num_blocks` blocks of tensors of `block` elements, in use order.
+def group_size_of(block: tuple[int, ...], num_blocks: int, ranks: int, cluster: Cluster, width_bytes: int = 2) -> int:
+    """Elements of the groups of all homes of a pipeline rank with `num_blocks` blocks of tensors of `block` elements, in use order.
 
-    ranks: data-parallel ranks; width_bytes: of a parameter. The least score among sizes that are moved well; where a block is too
-    small for that, a whole block. Equal scores: the larger.
+    ranks: data-parallel ranks, each of which owns as large a chunk of every group; width_bytes: of a parameter. Of several ranks all of
+    a block. Of one the least score among sizes that are moved well; where a block is too small for that, a whole block. Equal scores:
+    the larger.
     """
-    return _best(block, num_blocks, ranks, least_bytes(ranks, cluster) / width_bytes, width_bytes)
+    if ranks > 1:
+        return _aligned(sum(block), ranks)
+    return _best(block, num_blocks, least_bytes(cluster) / width_bytes, width_bytes)

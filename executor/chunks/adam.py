@@ -1,8 +1,9 @@
 """AdamW over chunks: each where its master and moments lie, on the device or on the host (PatrickStar's hybrid Adam, arXiv 2108.05818).
 
 torch's fused loop runs over views of the flat states, tensor by tensor, so that every parameter gets the values that it gets outside
-of chunks, to the last bit. Gradients of 16 bits are cast chunk by chunk; the parameters in the compute type are written from the master
-where that is, and come to the device by the schedule.
+of chunks, to the last bit; of one that crosses the border between two ranks' chunks each updates its own elements. Gradients of 16 bits
+are cast chunk by chunk; the parameters in the compute type are written from the master where that is, and come to the device by the
+schedule.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
 from costmodels.chunks.home import Home
 from costmodels.memory import StateBytes
+from executor.checkpoint.boxes import Box, Boxes, boxes_of
 from executor.chunks.chunk import Chunk, Place
 from executor.chunks.manager import ChunkManager
 from executor.chunks.memory import Holds
@@ -28,7 +31,7 @@ EPSILON = 1e-8  # torch.optim.AdamW's default, which the parameters outside of c
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One parameter that this rank owns: views of its states, and its place in the gradients of the chunk. `step` counts its updates."""
+    """What this rank owns of one parameter: flat views of its states, and its place in the chunk's gradients. `step` counts updates."""
 
     place: Place
     master: Tensor
@@ -36,9 +39,8 @@ class _Tensor:
     step: Tensor
 
     def within(self, flat: Tensor) -> Tensor:
-        """Its part of another state of the chunk."""
-        assert self.place.own_offset is not None, "this rank owns it"
-        return flat.narrow(0, self.place.own_offset, self.place.shape.numel()).view(self.place.shape)
+        """[elements] that this rank owns of another state of the chunk."""
+        return self.place.own.of(flat)
 
 
 class ChunkAdam:
@@ -113,21 +115,33 @@ class ChunkAdam:
 
 
 def _owned(chunk: Chunk) -> Iterator[_Tensor]:
-    for place in chunk.places:
-        if place.own_offset is not None:
-            step = torch.zeros((), dtype=torch.float32, device=chunk.master.device)
-            master, *moments = (
-                flat.narrow(0, place.own_offset, place.shape.numel()).view(place.shape) for flat in (chunk.master, *chunk.moments))
-            yield _Tensor(place, master, tuple(moments), step)
+    for place in chunk.owned:
+        step = torch.zeros((), dtype=torch.float32, device=chunk.master.device)
+        yield _Tensor(place, place.own.of(chunk.master), tuple(map(place.own.of, chunk.moments)), step)
 
 
 def _named(place: Place, part: Tensor) -> Tensor:
-    """`part`, this rank's, as the parameter is placed. torch's stager of checkpoints takes a DTensor with an offset for a plain tensor."""
-    whole = place.whole(part.as_strided(part.shape, part.stride(), 0))
+    """[elements] that this rank owns, as a checkpoint has them: the parameter as it is placed, or of a part of it the boxes."""
+    if place.own.count < place.shape.numel():
+        return _in_boxes(place, part)
+    part = part.view(place.shape)
+    whole = place.whole(part.as_strided(part.shape, part.stride(), 0))  # torch's stager takes a DTensor with an offset for a plain tensor
     if not isinstance(whole, DTensor):
         return part
     whole._local_tensor = part
     return whole
+
+
+def _in_boxes(place: Place, part: Tensor) -> Boxes:
+    """`part` of a parameter of which other ranks have the rest, where its elements lie in the whole."""
+    parameter = place.parameter
+    begin, shape = (0,) * len(place.shape), place.shape
+    if isinstance(parameter, DTensor):
+        shape = parameter.shape
+        begin = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)[1]
+    found = boxes_of(place.shape, place.own.first, place.own.first + place.own.count)
+    boxes = tuple(Box(tuple(map(sum, zip(begin, box.offset, strict=True))), box.shape) for box in found)
+    return Boxes(part, shape, boxes)
 
 
 def _decays(place: Place) -> bool:

@@ -1,4 +1,7 @@
-"""A communication group of chunks as one rank has it: all of them where they are used, and of its own chunk every state.
+"""A communication group of chunks as one rank has it: the whole run where it is used, and of its own chunk every state.
+
+A parameter is a view of the gathered run. It may cross the border between two ranks' chunks: each of them then owns a part of its
+elements, and what is done with states is done with flat parts.
 
                     device                                         host
     DEVICE          parameters, gradient, master, moments
@@ -10,7 +13,6 @@ In fp32 the parameters that the optimizer updates are the master itself: the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +55,31 @@ class Setting:
         return Buffer(elements, dtype, self.device, self.ledger, holds)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of a parameter's elements, in order, the `count` from `first` on that a rank owns; they lie in its chunk from `at` on."""
+
+    first: int
+    count: int
+    at: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """[count], a view of it in `flat`, a state of the own chunk."""
+        return flat.narrow(0, self.at, self.count)
+
+
+def own_part(offset: int, num_elements: int, chunk_elements: int, rank: int) -> Part:
+    """What data-parallel rank `rank` owns of a parameter that lies `offset` elements from its group's beginning; `count` 0: nothing."""
+    begin, end = max(offset, rank * chunk_elements), min(offset + num_elements, (rank + 1) * chunk_elements)
+    return Part(begin - offset, end - begin, begin - rank * chunk_elements) if begin < end else Part(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """A parameter as this rank computes with it.
 
-    name: `block3.qkv.weight`, as in the stage's body; offset: in the gathered group, elements; shape: of this rank's part
-    own_offset: in the own chunk, None where another data-parallel rank owns it; over_tp: its gradients are this rank's summands
+    name: `block3.qkv.weight`, as in the stage's body; offset: in the gathered group, elements; shape: on this tensor-parallel rank
+    own: what of it lies in the own chunk, the others' chunks have the rest; over_tp: its gradients are this rank's summands
     """
 
     name: str
@@ -66,11 +87,11 @@ class Place:
     parameter: nn.Parameter
     offset: int
     shape: torch.Size
-    own_offset: int | None
+    own: Part
     over_tp: bool
 
     def whole(self, part: Tensor) -> Tensor:
-        """`part`, this rank's of the parameter or of its gradient, as the parameter is placed."""
+        """`part`, the tensor-parallel rank's of the parameter or of its gradient, as the parameter is placed."""
         if not isinstance(self.parameter, DTensor):
             return part
         return DTensor.from_local(
@@ -166,10 +187,14 @@ class Chunk:
         return sum(storage.nbytes() for storage in storages.values())
 
     def take(self, place: Place, value: Tensor) -> None:
-        """The initial `value` of a parameter, if this rank owns it."""
+        """The initial `value` of a parameter, of which this rank keeps what it owns."""
         self.places.append(place)
-        if place.own_offset is not None:
-            self.master.narrow(0, place.own_offset, value.numel()).copy_(value.flatten())
+        place.own.of(self.master).copy_(value.flatten().narrow(0, place.own.first, place.own.count))
+
+    @property
+    def owned(self) -> list[Place]:
+        """The parameters of which this rank owns elements."""
+        return [place for place in self.places if place.own.count]
 
     def cast_master(self) -> None:
         """Write the parameters anew from the master."""
@@ -178,11 +203,15 @@ class Chunk:
         if self.home is Home.OPTIMIZER:
             self.own.flat.copy_(self.parameters)
 
-    def own_parts(self, flat: Tensor, wanted: Callable[[Place], bool] = lambda place: True) -> dict[str, Tensor]:
-        """By name the own tensors in `flat`, a state of the own chunk; views of it."""
-        own = ((place, place.own_offset) for place in self.places if wanted(place))
-        return {
-            place.name: flat.narrow(0, offset, place.shape.numel()).view(place.shape) for place, offset in own if offset is not None}
+    def joined(self, place: Place, flat: Tensor) -> Tensor:
+        """Of a parameter all that the ranks have of it in `flat`, a state of the own chunk; for one rank a view of it. Collective."""
+        part, group = place.own.of(flat), self._setting.group
+        if group is None:
+            return part.view(place.shape)
+        whole = torch.zeros(place.shape.numel(), dtype=flat.dtype, device=self._setting.device)
+        whole.narrow(0, place.own.first, place.own.count).copy_(part)
+        dist.all_reduce(whole, group=group)
+        return whole.view(place.shape)
 
     def begin_step(self) -> None:
         self._written.clear()

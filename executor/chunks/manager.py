@@ -23,7 +23,7 @@ from costmodels.chunks.home import Home
 from costmodels.chunks.price import sent_precision
 from costmodels.chunks.schedule import Does, Group, Moment, Op, RankChunks
 from costmodels.chunks.states import ChunkStates
-from executor.chunks.chunk import Chunk, Place, Setting
+from executor.chunks.chunk import Chunk, Place, Setting, own_part
 from executor.chunks.memory import Copies, Counts, Ledger
 from executor.parallel.place import parameters_summed_over_tp
 from executor.parallel.sharded import all_reduce
@@ -99,17 +99,16 @@ class ChunkManager:
         return sum(chunk.host_bytes for chunk in self.chunks) + self.setting.copies.host_bytes
 
     def values(self) -> dict[str, Tensor]:
-        """The fp32 parameters that this rank owns by name, as they are placed; views of the masters."""
-        return self._own("master")
+        """The fp32 parameters by name, as they are placed; views of the masters where one rank owns all. Collective."""
+        return self._joined("master")
 
     def gradients(self) -> dict[str, Tensor]:
-        """Between `end_step` and the update: the gradients of the parameters that this rank owns by name, as they are placed."""
-        return self._own("gradient")
+        """Between `end_step` and the update: the gradients of all parameters by name, as they are placed. Collective."""
+        return self._joined("gradient")
 
-    def _own(self, state: str) -> dict[str, Tensor]:
+    def _joined(self, state: str) -> dict[str, Tensor]:
         return {
-            place.name: place.whole(part) for chunk in self.chunks for place in chunk.places
-            for part in chunk.own_parts(getattr(chunk, state), lambda each, place=place: each is place).values()}
+            place.name: place.whole(chunk.joined(place, getattr(chunk, state))) for chunk in self.chunks for place in chunk.places}
 
     # building
 
@@ -119,25 +118,23 @@ class ChunkManager:
         summed = {id(parameter) for each in module.modules() for parameter in parameters_summed_over_tp(each)}
         index = next(i for i, group in enumerate(self.schedule.groups) if block in group.blocks)
         layout, prefix = self.schedule.groups[index].layout, f"block{block}."
-        for tensor, chunk, offset in zip(layout.tensors, layout.chunk_of, layout.offset_of, strict=True):
+        for tensor, number, offset in zip(layout.tensors, layout.group_of, layout.offset_of, strict=True):
             if tensor.name.startswith(prefix):
                 name = named.pop(tensor.name.removeprefix(prefix))
-                self._take(self._groups[index][chunk // layout.ranks], chunk % layout.ranks, offset, block, module, name, summed)
+                self._take(self._groups[index][number], offset, block, module, name, summed)
         if named:
             raise OrderError(f"block {block} has {', '.join(named)}, of which no chunk knows")
 
-    def _take(self, chunk: Chunk, owner: int, offset: int, block: int, module: nn.Module, name: str, summed: set[int]) -> None:
-        """`owner`: the data-parallel rank that has it in its own chunk."""
+    def _take(self, chunk: Chunk, offset: int, block: int, module: nn.Module, name: str, summed: set[int]) -> None:
         old = module.get_parameter(name)
         value = local(old.detach())
-        at = owner * chunk.elements + offset
-        with chunk.used.viewed(at, value.shape) as view:
+        with chunk.used.viewed(offset, value.shape) as view:
             parameter = nn.Parameter(_placed_as(old, view))
         path, _, last = name.rpartition(".")
         module.get_submodule(path).register_parameter(last, parameter)
         place = Place(
-            name=f"block{block}.{name}", block=block, parameter=parameter, offset=at, shape=value.shape,
-            own_offset=offset if owner == self.setting.rank else None, over_tp=id(old) in summed)
+            name=f"block{block}.{name}", block=block, parameter=parameter, offset=offset, shape=value.shape,
+            own=own_part(offset, value.numel(), chunk.elements, self.setting.rank), over_tp=id(old) in summed)
         chunk.take(place, value)
         if chunk not in (known := self._of_block.setdefault(block, [])):
             known.append(chunk)
@@ -180,7 +177,7 @@ class ChunkManager:
             chunk.wait()
         self.setting.copies.settle()
         if tp_group is not None:
-            summed = [part for chunk in self.chunks for part in chunk.own_parts(chunk.gradient, lambda place: place.over_tp).values()]
+            summed = [place.own.of(chunk.gradient) for chunk in self.chunks for place in chunk.owned if place.over_tp]
             all_reduce(summed, tp_group)
 
     def end_update(self) -> None:

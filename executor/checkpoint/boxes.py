@@ -1,0 +1,93 @@
+"""A part of a tensor's elements, in order, as torch.distributed.checkpoint can write and read it: cut into boxes.
+
+A run of elements of a matrix is the end of one row, some whole rows and the beginning of another: at most three boxes, each of which is
+a view of the run. Checkpoints have them as they have the shards of any tensor, so that they are read whole or in any other parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Where it begins in a tensor, and how far it goes, by dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def boxes_of(shape: Sequence[int], first: int, last: int) -> Iterator[Box]:
+    """The fewest boxes with the elements `first` to `last` - 1 of a tensor of `shape`, in their order."""
+    if len(shape) == 1:
+        yield Box((first,), (last - first,))
+        return
+    row = math.prod(shape[1:])
+    begin, end = -(-first // row), last // row  # whole rows
+    if begin > end:
+        yield from _in_row(shape, end, first, last)
+        return
+    if first < begin * row:
+        yield from _in_row(shape, begin - 1, first, begin * row)
+    if begin < end:
+        yield Box((begin, *(0 for _ in shape[1:])), (end - begin, *shape[1:]))
+    if end * row < last:
+        yield from _in_row(shape, end, end * row, last)
+
+
+def _in_row(shape: Sequence[int], index: int, first: int, last: int) -> Iterator[Box]:
+    start = index * math.prod(shape[1:])
+    for box in boxes_of(shape[1:], first - start, last - start):
+        yield Box((index, *box.offset), (1, *box.shape))
+
+
+class Boxes(Tensor):
+    """Of a tensor of `shape` the elements `flat` that this rank has, which lie in `boxes` one after the other.
+
+    It computes nothing. The methods with underscores are torch.distributed.checkpoint's protocol for tensors in parts.
+    """
+
+    flat: Tensor
+    boxes: tuple[Box, ...]
+
+    def __new__(cls, flat: Tensor, shape: Sequence[int], boxes: tuple[Box, ...]) -> Self:
+        found = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=flat.dtype, device=flat.device)  # type: ignore[attr-defined]
+        found.flat, found.boxes = flat, boxes
+        return found  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Boxes:
+        """A checkpoint's copy begins with `new_empty`, and takes the attributes over."""
+        if func is not torch.ops.aten.new_empty.default:
+            raise NotImplementedError(f"{func} of a part of a tensor")
+        return Boxes(args[0].flat, args[1], args[0].boxes)
+
+    def _parts(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+        at = 0
+        for box in self.boxes:
+            count = math.prod(box.shape)
+            where = ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
+            yield where, self.flat.narrow(0, at, count).view(box.shape)
+            at += count
+
+    def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.flat)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, where.offsets), type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=where, properties=properties, size=object.size()))
+            for where, _ in self._parts()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [where for where, _ in self._parts()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(part for where, part in self._parts() if where.offsets == index.offset)
