@@ -7,8 +7,9 @@ the points that no other point of the same rank and count beats become columns o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +32,12 @@ from planner.fronts import Ints, front
 from planner.homes import NOTHING, Homes, in_homes
 from planner.host_plans import sends_activations, with_host
 from planner.layer_plans import LayerOption, catalogue_of
-from planner.mixes import Hull, Mixes, Pairs, column_of, exhaustive, hulls, make_mixes, option_pairs, pure_mixes, sent_prices, widest
+from planner.mixes import Hulls, Mixes, Pairs, column_of, exhaustive, hulls, make_mixes, option_pairs, pure_mixes, widest
 from planner.request import Constraints
 from profiles.model import LayerKind
 
 Array = npt.NDArray[np.float64]
+T = TypeVar("T")
 PICOSECOND = 12  # decimals of seconds
 Mix = tuple[tuple[LayerOption, int], ...]
 _Kind = tuple[int, Sharding, bool, bool]  # what options depend on
@@ -74,7 +76,7 @@ class MixTable:
         self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self._known: dict[tuple[int, Sharding, bool, bool, int, int], Mixes] = {}
-        self._hulls: dict[tuple[_Kind, Tensors], dict[float, tuple[Hull, ...]]] = {}
+        self._hulls: dict[tuple[_Kind, Tensors], Hulls] = {}
         self._block_costs: dict[tuple[Mesh, int, int, Sharding], dict[Home, BlockCost]] = {}
         self._divisions: dict[_Kind, dict[Tensors, Sharding]] = {}
         self._tensors: dict[Sharding, Tensors] = {}
@@ -83,6 +85,14 @@ class MixTable:
         self._whole: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._sending: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._blocks: dict[tuple[Mesh, int, Sharding, bool, bool, bool, bool, bool], dict[int, _PerBlock]] = {}
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for a key."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
@@ -154,12 +164,11 @@ class MixTable:
             self._tensors[sharding] = tensors_of(sharding, self.book)
         return self._tensors[sharding]
 
-    def hulls(self, frame: Frame, rank: int, tensors: Tensors) -> dict[float, tuple[Hull, ...]]:
-        """What mixes of real numbers of blocks with these `tensors` reach, by price of a byte on the host (planner/mixes.py)."""
+    def hulls(self, frame: Frame, rank: int, tensors: Tensors) -> Hulls:
+        """What mixes of real numbers of blocks with these `tensors` reach (planner/mixes.py)."""
         key = self._kind(frame, rank), tensors
         if key not in self._hulls:
-            options = [option for option in self.options(frame, rank) if self.tensors(option.sharding) == tensors]
-            self._hulls[key] = {price: hulls(options, price) for price in sent_prices(options)}
+            self._hulls[key] = hulls([option for option in self.options(frame, rank) if self.tensors(option.sharding) == tensors])
         return self._hulls[key]
 
     def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:

@@ -29,6 +29,7 @@ from profiles.stack import Stack
 from profiles.units import GIB, MIB, gib
 
 STATE_BYTES = 24  # of a parameter on the host, padding included: more than any home needs
+FILLED = 4  # micro-batches for each virtual stage: the pipeline is full, and no pass is the first and the last of its chunk
 MOST_TIMES_LARGER = 64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
 
 
@@ -220,12 +221,18 @@ def enough_host_bytes(
 def _largest_part(lean: _Leanest, book: PriceBook) -> str:
     """What most of the memory of the fullest stage is."""
     as_large = Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.frame.chunked else Chunking()
-    memory = device_memory(to_strategy(lean.frame, lean.columns), lean.rank, book.within(as_large))
+    memory = device_memory(to_strategy(_shorter(lean.frame), lean.columns), lean.rank, book.within(as_large))
     parts = {
         "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
         "temporaries": memory.temporaries, "reserve (context, communicators, allocator)": memory.reserve}
     name = max(parts, key=lambda part: parts[part])
     return f"{name}, {gib(parts[name]):.1f} GiB"
+
+
+def _shorter(frame: Frame) -> Frame:
+    """The same in chunks with fewer micro-batches, which fill the pipeline as well: but for the ids of the batch it holds as much."""
+    enough = FILLED * frame.num_virtual_stages
+    return replace(frame, num_micro_batches=min(frame.num_micro_batches, enough)) if frame.chunked else frame
 
 
 def infeasible_error(
