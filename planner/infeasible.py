@@ -10,11 +10,10 @@ from functools import cache
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import device_memory
 from costmodels.chunks.price import Chunking
-from costmodels.memory import ideal_states
 from costmodels.recompute import Recompute
 from costmodels.strategy import Frame
 from planner.band import memory_margin
-from planner.bounds import may_fit
+from planner.bounds import in_reach, may_fit
 from planner.chunk_columns import rank_columns
 from planner.columns import Column, MixTable, block_counts, to_strategy
 from planner.homes import has_chunks
@@ -151,14 +150,10 @@ def smallest_cluster(
     Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for.
     """
     pins = replace(pins, pp=None, dp=None)
-    book = PriceBook(model, training, machine_for(cluster))
-    num_parameters = book.graph(1).num_parameters
     for nodes in range(cluster.nodes + 1, MOST_TIMES_LARGER * cluster.nodes + 1):
         larger = replace(cluster, nodes=nodes)
-        if sum(ideal_states(num_parameters, larger.num_gpus, training)) > limit:
-            continue
         table = MixTable(PriceBook(model, training, machine_for(larger), zero_ranks=pins.zero_ranks), pins.resolved())
-        if any(_fits(frame, table, limit) for frame in _least_memory_frames(model, larger, training, pins)):
+        if in_reach(table, limit) and any(_fits(frame, table, limit) for frame in _least_memory_frames(model, larger, training, pins)):
             return larger.num_gpus
     return None
 
