@@ -56,7 +56,8 @@ def print_chunks(plan: Plan, out: Console) -> None:
     heading = ("stage", "home", "blocks", "chunks", "elements", "of parameters", "used")
     rows = [_group_row(group, blocks[group.stage, group.home], width) for group in chunks.groups]
     say(out)
-    say(out, "  states in chunks, whose parameters lie as their states do", "dim")
+    gathered = f"; {plan.mesh.dp} in a row, one of each rank, are gathered together" if plan.mesh.dp > 1 else ""
+    say(out, f"  states in chunks, whose parameters lie as their states do{gathered}", "dim")
     print_table(out, heading, rows, left=("home", "blocks"))
     say(out)
     say(out, f"  what a step moves of one GPU, evicting by {chunks.eviction}; tensors may fill the budget", "dim")
