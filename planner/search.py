@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
@@ -165,29 +165,41 @@ class Session:
         """The prices of a choice, by where it has the token table."""
         return self.book.with_table(on_host=any(column.looks_up for column in choice.columns))
 
-    def columns(self, frame: Frame, make: Callable[[Columns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
-        """The columns of every rank, over all block counts with which the frame can take less than `cut_s`.
+    def columns(
+        self, frame: Frame, make: Callable[[Columns, int], list[Column]], cut_s: float, counts: Sequence[Collection[int]] | None = None,
+    ) -> list[list[Column]] | None:
+        """The columns of every rank, over all block counts, or those of `counts`, with which the frame can take less than `cut_s`.
 
         None as soon as one rank has none, because nothing fits its device, or of equal ranks one alone takes longer than the cut.
         """
         longest = self.prices.longest_rank(frame, cut_s, self.limit_bytes)
         options: list[list[Column]] = []
         for rank in range(frame.mesh.pp):
-            columns, counts = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
-            per_count = itertools.takewhile(bool, (make(columns, count) for count in counts))  # more blocks never need less memory
+            columns, possible = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
+            tried = (count for count in possible if counts is None or count in counts[rank])
+            per_count = itertools.takewhile(bool, (make(columns, count) for count in tried))  # more blocks never need less memory
             options.append(list(itertools.chain.from_iterable(per_count)))
-            if not options[-1] or (frame.equal_ranks and self._least_of_one_s(frame, options[-1]) > cut_s):
+            if not options[-1] or (frame.equal_ranks and all(self._too_slow(frame, column, cut_s) for column in options[-1])):
                 return None
         return options
 
-    def _least_of_one_s(self, frame: Frame, columns: Sequence[Column]) -> float:
-        """What the frame takes at least, by the columns of one rank."""
-        share, least_s = bubble_share(frame, self.prices.book), self.prices.time_bound(frame).total_s
-        return least_s + min((frame.num_micro_batches - share) * column.time_s + column.tail_s for column in columns)
-
     def relaxed(self, frame: Frame, cut_s: float) -> list[list[Column]] | None:
-        """Columns of real numbers of blocks (`RankColumns.relaxed`): what they cannot reach no plan of the frame can."""
-        return self.columns(frame, lambda rank, count: rank.relaxed(count, self.limit_bytes), cut_s)
+        """Columns of real numbers of blocks (`RankColumns.relaxed`): what they cannot reach no plan of the frame can.
+
+        Without those that alone take longer than the cut, as more blocks then do too.
+        """
+
+        def make(rank: Columns, count: int) -> list[Column]:
+            return [column for column in rank.relaxed(count, self.limit_bytes) if not self._too_slow(frame, column, cut_s)]
+
+        return self.columns(frame, make, cut_s)
+
+    def _too_slow(self, frame: Frame, column: Column, cut_s: float) -> bool:
+        """Whether the frame takes longer than the cut by one rank's column, whatever the others have."""
+        if frame.recomputes_ahead or cut_s == INFINITY:
+            return False
+        share, others_s = bubble_share(frame, self.prices.book), self.prices.time_bound(frame).total_s
+        return others_s + (frame.num_micro_batches - share) * column.time_s + column.tail_s > cut_s
 
 
 def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved]:
@@ -211,11 +223,12 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
         relaxed = session.relaxed(frame, cut_s)
         share = bubble_share(frame, prices.book)
         relaxed_s = lower_bound_s(frame, relaxed, num_layers, share) if relaxed else None
-        relaxed_values_s[frame] = relaxed_s or 0.0
-        prices.raise_bound(frame, limit, cut_s if relaxed_s is None else relaxed_s)
-        if relaxed_s is None or relaxed_s >= cut_s:
+        relaxed_values_s[frame] = min(relaxed_s or 0.0, cut_s)  # what takes longer than the cut is not among the columns
+        prices.raise_bound(frame, limit, cut_s if relaxed_s is None else min(relaxed_s, cut_s))
+        if relaxed is None or relaxed_s is None or relaxed_s >= cut_s:
             return None
-        options = session.columns(frame, lambda rank, count: rank.fastest(count, limit), cut_s)
+        counts = [{column.num_blocks for column in columns} for columns in relaxed]
+        options = session.columns(frame, lambda rank, count: rank.fastest(count, limit), cut_s, counts)
         least_s = lower_bound_s(frame, options, num_layers, share) if options else None
         if options is None or least_s is None or least_s >= cut_s:
             return None
