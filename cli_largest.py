@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def max_model(**options: Any) -> int:
     """Find the largest model that fits, with and without the host's memory, and what it costs to train.
 
-    A row for what the host may keep: nothing, the optimizer's states, and those, parameters and activations. Each model that is
-    tried is a search for its fastest plan; Ctrl-C prints what is known.
+    A row for what the host may keep: nothing, the optimizer's states, and those, parameters, activations and the token
+    table. Each model that is tried is a search for its fastest plan; Ctrl-C prints what is known.
     """
     from planner.options import require_writable
 

@@ -9,7 +9,7 @@ from cli_style import List, option, together
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 RECOMPUTE = ("none", "selective", "full")
 OFFLOAD = ("states", "activations", "optimizer", "parameters", "lookup")
-SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "none")
+SEARCHED_OFFLOAD = ("optimizer", "parameters", "activations", "lookup", "none")
 EVICTION = ("opt", "lru", "fifo")
 PRECISIONS = ("bf16", "fp16", "fp32")
 ATTENTION = ("flash", "unfused")
@@ -71,7 +71,8 @@ searching = together(
     option(PINS, "--tp-across-nodes", is_flag=True, help="Let tensor parallelism leave the node."),
     option(PINS, "--megatron-sharding", is_flag=True, help="Divide every operator over tp as Megatron does."),
     option(PINS, "--offload", type=List(click.Choice(SEARCHED_OFFLOAD)), metavar="WHAT,..",
-           help="What of the blocks the host may keep: optimizer (states), parameters (with those), activations; or none. "
+           help="What the host may keep: of the blocks optimizer (states), parameters (with those), activations; lookup, the token "
+                "table; or none. "
                 "[default: all with --host-memory, else only if nothing fits without]"),
     option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
            help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),

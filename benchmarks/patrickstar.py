@@ -45,6 +45,7 @@ from profiles.units import GB, GIB, MIB, tflops
 STACK = "megatron-deepspeed"  # software of the same year whose kernels were measured: un-fused attention, nothing hidden
 SMALLEST_BATCH = published.BATCHES[0]
 FAMILY = "gpt"
+FP32_BYTES = 4
 NOTES = {
     "scale": "the most blocks of the published model's width, B parameters; published: the largest that was run, not the limit",
     "tflops": "TFLOP/s of all GPUs, 8 FLOPs a parameter and token: published / predicted / predicted with every copy waited for; "
@@ -175,16 +176,19 @@ def _speeds(label: str, gpu: str, gpus: int, share: float) -> tuple[float, float
 
 
 def waited_s(plan: Plan) -> float:
-    """The step where every copy is waited for, and parameters that leave the device are copied too, as PatrickStar's scripts run it.
+    """The step where every copy is waited for, and more is copied, as PatrickStar's scripts run it.
 
-    ASYNC_MOVE is 0 in examples/run_transformers.sh; the host has no clean copies (EQUATIONS O4: another 2 bytes a parameter at HOST).
+    ASYNC_MOVE is 0 in examples/run_transformers.sh; the host has no clean copies (EQUATIONS O4: another 2 bytes a parameter at HOST);
+    what the host has updated comes in fp32 and is cast on the device (patrickstar/ops/chunk_io_buff.py: 2 more at OPTIMIZER).
     """
     if plan.chunks is None:
         return plan.predicted.step_time_s.value
-    rank, host = plan.chunks.ranks[0], [group for group in plan.chunks.groups if group.home is Home.HOST]
-    own = sum(group.num_chunks * group.chunk_elements for group in host) // plan.mesh.dp
-    out_bytes = rank.out_bytes + plan.training.precision.num_bytes * own
-    copies_s = copy_time(rank.in_bytes, plan.cluster).value_s + copy_time(out_bytes, plan.cluster, to_host=True).value_s
+    rank, width = plan.chunks.ranks[0], plan.training.precision.num_bytes
+    own = {
+        home: sum(group.num_chunks * group.chunk_elements for group in plan.chunks.groups if group.home is home) // plan.mesh.dp
+        for home in (Home.HOST, Home.OPTIMIZER)}
+    in_bytes, out_bytes = rank.in_bytes + (FP32_BYTES - width) * own[Home.OPTIMIZER], rank.out_bytes + width * own[Home.HOST]
+    copies_s = copy_time(in_bytes, plan.cluster).value_s + copy_time(out_bytes, plan.cluster, to_host=True).value_s
     return plan.predicted.step_time_s.value - plan.predicted.breakdown.host_comm_s.value + copies_s
 
 

@@ -70,6 +70,15 @@ class PriceBook(LayerBook[LayerKind]):
             self.model, replace(self.training, gradient_precision=Precision.FP32), self.machine, zero_ranks=self.zero_ranks,
             offload=self.offload, chunking=self.chunking))
 
+    def with_table(self, *, on_host: bool) -> PriceBook:
+        """The same with the token table on the host, or on the device."""
+        if self.looks_up(LayerKind.EMBEDDING) == on_host:
+            return self
+        offload = (*(what for what in self.offload if what is not Offload.LOOKUP), *((Offload.LOOKUP,) if on_host else ()))
+        other = self._once("other table", lambda: PriceBook(
+            self.model, self.training, self.machine, zero_ranks=self.zero_ranks, offload=offload))
+        return self._once(("other table", self.chunking), lambda: other.within(self.chunking))
+
     def looks_up(self, kind: LayerKind) -> bool:
         """Whether the host has the table of a layer of `kind`."""
         return kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload

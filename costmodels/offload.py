@@ -5,6 +5,10 @@ each parameter that the rank owns, lie on the host. The shard goes to the device
 gradient comes back after every reduction (4), and the host adds it to what it has (12 bytes of its memory) and runs Adam (28).
 Activations: costmodels/copies.py.
 
+A GPU copies at the bandwidth of its own lane of PCIe, or at its part of what the GPUs of a node share: uplinks of switches. Both ways
+at once are no slower. A process reaches its part of the host's memory, and no more than its NUMA domain gives (EQUATIONS O6). Where
+the machine's own profile measured copies, and Adam on one process of the host, those rates take the place of the lane's and bound
+the host's. No step with offload was measured.
 A GPU copies at the bandwidth of its own lane of PCIe, or at its part of what all of the node's GPUs share: uplinks of switches
 (EQUATIONS O6). Both ways at once are no slower. Where the machine's own profile measured copies, and Adam on one process of the
 host, those rates take the place of the lane's and bound the host's. No step with offload was measured.
@@ -26,6 +30,10 @@ ADAM_BYTES = 28  # parameter and moments read and written, gradient read
 # billion parameters in 0.22, 0.51, 1.03, 2.41 and 2.57 s on two sockets of six DDR4-2666 channels (255.9 GB/s), at 28 bytes a parameter
 # 0.50, 0.43, 0.42, 0.36 and 0.43 of it. Adam of all cores, one vectorised kernel: PyTorch's took six times as long there.
 HOST_SHARE = 0.43
+# Of the bandwidth of one NUMA domain, where the pages of one process are: STREAM on a DGX A100 (gist.github.com/v0dro,
+# 0559e1d9b205ca9ac0ad1a29fe10377b) with the threads of one, two and four domains: 37.2, 74.4 and 147.8 GB/s of 51.2 each. On two sockets
+# of a V100 node that is 0.37 of both, on the four domains of a DGX A100 that have GPUs 0.36 of all eight.
+NUMA_SHARE = 0.73
 HOST_BYTES_PER_S = 2e11  # assumed where nothing is stated: half of the 409.6 GB/s of two sockets of eight DDR4-3200 channels
 
 
@@ -73,8 +81,15 @@ def host_adam_time(num_parameters: float, cluster: Cluster) -> Seconds:
 
 
 def _host_rate(cluster: Cluster) -> tuple[float, bool]:
-    """Bytes a second of the host's memory for one rank, and whether they are those of one process as measured."""
-    stated = cluster.host_bytes_per_s
-    shared = (HOST_BYTES_PER_S if stated is None else HOST_SHARE * stated) / cluster.gpus_per_node
-    own = _measured(cluster).adam_bytes_per_s
-    return (own, True) if own is not None and own <= shared else (shared, False)
+    """Bytes a second of the host's memory for one of a node's P processes, and whether they are those of one process as measured.
+
+        min(HOST_SHARE W / P, NUMA_SHARE (W / domains) / min(P, GPUs of a domain))          W of the node (EQUATIONS O6)
+
+    What one process was measured to reach is taken as it is where there is no other, and bounds each of several.
+    Leaves out: states that outgrow their domain and spill into others, memory that is interleaved (`numactl --interleave`).
+    """
+    own, processes, stated = _measured(cluster).adam_bytes_per_s, cluster.gpus_per_node, cluster.host_bytes_per_s
+    shared = (HOST_BYTES_PER_S if stated is None else HOST_SHARE * stated) / processes
+    if stated is not None and cluster.numa_domains is not None and cluster.gpus_per_numa is not None:
+        shared = min(shared, NUMA_SHARE * stated / cluster.numa_domains / min(processes, cluster.gpus_per_numa))
+    return (own, True) if own is not None and (own <= shared or processes == 1) else (shared, False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from costmodels.book import PriceBook
 from costmodels.chunks.memory import prices_of
 from costmodels.occupancy import stashes, usable_bytes
 from costmodels.passes import hidden_passes
@@ -11,9 +12,11 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import LAST_KEEPS_ALL
 from costmodels.step import bubble_share, rank_edges, rank_receives
 from costmodels.strategy import Frame
-from planner.columns import MixTable, block_counts, end_kinds, fixed_price
 from planner.host_plans import sends_activations
 from planner.kept_options import ALL, named_operators
+from planner.mix_table import MixTable
+from planner.rank_prices import end_kinds, fixed_price
+from planner.stage_blocks import block_counts
 from profiles.model import LayerKind
 
 ENDS = (LayerKind.EMBEDDING, LayerKind.HEAD)
@@ -41,13 +44,9 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
     The pace is at least the fullest rank's blocks and at least the mean over the ranks; the tail at least what the
     blocks of the fullest rank cost once a step. Embedding, head, transfers and the ends of rows of halves are in the sum.
     """
-    book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
-    stages, share, outside = table.zero_stages(frame), bubble_share(frame, book), prices_of(frame, book)
-    block_s, block_tail_s = _least_block(frame, table)
-    ends_s = sum(
-        book.layer_time(kind, b, sharding).total_s
-        + min(outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in stages)
-        for kind in ENDS)
+    book, mesh = table.book, frame.mesh
+    share, (block_s, block_tail_s) = bubble_share(frame, book), _least_block(frame, table)
+    ends_s = sum(min(_end_s(kind, frame, ends, table) for ends in table.books_of_ends(frame, kind)) for kind in ENDS)
     transfers_s = sum(rank_receives(rank, frame, book).value_s for rank in range(mesh.pp))
     edges_s = mesh.pp * rank_edges(frame, book).value_s
     fullest = -(-book.model.num_layers // mesh.pp)
@@ -55,6 +54,13 @@ def time_bound(frame: Frame, table: MixTable) -> TimeBound:
     pace_s = max(total_s / mesh.pp, fullest * block_s)
     step_s = (frame.num_micro_batches - share) * pace_s + share * total_s + fullest * block_tail_s
     return TimeBound(step_s, block_s, share * total_s)
+
+
+def _end_s(kind: LayerKind, frame: Frame, book: PriceBook, table: MixTable) -> float:
+    """Seconds of embedding or head at least, per micro-batch."""
+    b, mesh, sharding, outside = frame.micro_batch_size, frame.mesh, frame.sharding, prices_of(frame, book)
+    data_s = min(outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in table.zero_stages(frame))
+    return book.layer_time(kind, b, sharding).total_s + data_s
 
 
 def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
@@ -156,10 +162,11 @@ def _block_bytes(frame: Frame, zero: int, table: MixTable) -> tuple[float, float
 
 def ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
     """What embedding and head of a rank hold at least at the peak."""
-    if not end_kinds(rank, frame):
+    kinds = end_kinds(rank, frame)
+    if not kinds:
         return 0.0
-    fixed = fixed_price(rank, frame, zero, table.book)
-    return fixed.states + fixed.held + max(0.0, fixed.head_workspace)
+    found = (fixed_price(rank, frame, zero, ends) for ends in table.books_of_ends(frame, kinds[0]))
+    return min(fixed.states + fixed.held + max(0.0, fixed.head_workspace) for fixed in found)
 
 
 def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
@@ -169,7 +176,7 @@ def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
     options = {*table.options(frame), *table.options(frame, mesh.pp - 1)}
     stored = 0.0
     for kind, count in ((LayerKind.BLOCK, book.model.num_layers), (LayerKind.EMBEDDING, 1), (LayerKind.HEAD, 1)):
-        held = [book.states(kind, mesh, sharding, zero) for zero in stages]
+        held = [ends.states(kind, mesh, sharding, zero) for ends in table.books_of_ends(frame, kind) for zero in stages]
         stored += count * min(states.states.total - sum(states.ideal) for states in held)
     kept = book.model.num_layers * min(option.saved_bytes - option.ideal_saved_bytes for option in options)
     buffers = min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)

@@ -20,8 +20,8 @@ from costmodels.occupancy import stashes, usable_bytes
 from costmodels.strategy import Frame
 from planner.bounds import TimeBound, ends_bytes, least_kept_bytes
 from planner.chunk_costs import once_s
-from planner.columns import MixTable
 from planner.fronts import Array
+from planner.mix_table import MixTable
 from profiles.model import LayerKind
 
 INFINITY = float("inf")

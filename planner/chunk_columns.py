@@ -12,28 +12,34 @@ from functools import cached_property
 
 import numpy as np
 
+from costmodels.book import PriceBook
 from costmodels.chunks.room import SHARD_GRADIENT_BYTES, numbers_bytes
 from costmodels.memory import owned_parameters
 from costmodels.occupancy import occupied_bytes, usable_bytes
 from costmodels.strategy import Frame
 from planner.chunk_costs import HomeCosts, Tensors
 from planner.chunk_mixes import ChunkMixes, Sent
-from planner.columns import Column, MixTable, Priced, RankColumns, end_kinds
+from planner.columns import Column, Priced, RankColumns
+from planner.either_table import EitherTable
 from planner.fronts import Array, Ints, front
+from planner.mix_table import MixTable
 from planner.mixes import Mixes, column_of, pure_mixes
+from planner.rank_prices import end_kinds
 from profiles.model import LayerKind
 
 STEPS = 128  # of what mixes may allocate, at which the relaxation is solved
+SHARES = 64  # of the host that are left for activations, in the relaxation
 MOST_SENDING = 16  # mixes with activations on the host that are tried with all homes, evenly along their front
 
 
 class ChunkColumns:
     """The columns of one pipeline rank of a frame in chunks, made for one block count at a time."""
 
-    def __init__(self, rank: int, frame: Frame, table: MixTable) -> None:
-        self.rank, self.frame, self.table, self.compute = rank, frame, table, RankColumns(rank, frame, table)
+    def __init__(self, rank: int, frame: Frame, table: MixTable, ends: PriceBook | None = None) -> None:
+        self.rank, self.frame, self.table, self.compute = rank, frame, table, RankColumns(rank, frame, table, ends)
         (self.zero,) = table.zero_stages(frame)
-        self.fixed, self.host_share_bytes = self.compute.fixed[self.zero], table.host_share_bytes
+        self.fixed = self.compute.fixed[self.zero]
+        self.host_share_bytes = table.host_share_bytes - self.fixed.host
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The mixes and homes within both limits that no other beats in time and in tail."""
@@ -64,37 +70,50 @@ class ChunkColumns:
         """Columns that no mix of real numbers of blocks, with any homes, can beat within `limit_bytes`: a bound, not a plan.
 
         What a mix allocates is in one of many intervals: its compute takes at least what any does that allocates as much as the end of
-        the interval, and its copies what they take with the room that the beginning leaves.
+        the interval, and its copies what they take with the room that the beginning leaves. So is what the host has left for what a
+        mix sends there beside the states of any homes.
         """
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
-        begins, compute_s = self._intervals(num_blocks)
-        for costs, _ in self._homes(num_blocks):
-            mixes = ChunkMixes(self.frame, costs, compute_s, begins, np.full(len(begins), -np.inf), -np.inf)
+        for costs, tensors in self._homes(num_blocks):
+            begins, compute_s = self._intervals(num_blocks, tensors)
+            left = np.clip(1 - costs.host_bytes / self.host_share_bytes, 0.0, 1.0) if self.host_share_bytes else np.zeros(len(costs.host))
+            mixes = ChunkMixes(
+                self.frame, costs, compute_s, begins, np.full(len(begins), -np.inf), -np.inf,
+                level=np.ceil(left * (compute_s.shape[1] - 1)).astype(np.int64))
             _, home, time_s = mixes.best(usable, self.host_share_bytes)
             found += [self._bound(num_blocks, costs, int(home[i]), float(time_s[i])) for i in front(time_s, costs.once_s[home])]
         return _unbeaten(found)
 
-    def _intervals(self, num_blocks: int) -> tuple[Array, Array]:
-        """Intervals of what the fullest pass of a block may allocate without chunks, the last first: their beginnings, and seconds."""
+    def _intervals(self, num_blocks: int, tensors: Tensors) -> tuple[Array, Array]:
+        """Intervals of what the fullest pass of a block may allocate without chunks, the last first: their beginnings, and seconds.
+
+        The seconds are by interval and, where blocks may send activations, by share of the host that is left for those, ascending.
+        """
         allocated = self._in_blocks(self.compute.priced(self._pure(num_blocks), self.zero))
         ends = np.linspace(float(allocated.min()), float(allocated.max()), STEPS)
-        compute_s = self._least_s(num_blocks, np.append(ends, np.inf))[::-1]
+        compute_s = self._least_s(num_blocks, np.append(ends, np.inf), tensors)[::-1]
         begins = np.insert(ends, 0, ends[0])[::-1]
-        possible = np.isfinite(compute_s)
+        possible = np.isfinite(compute_s).any(axis=1)
         return begins[possible], compute_s[possible]
 
-    def _least_s(self, num_blocks: int, allocated: Array) -> Array:
+    def _least_s(self, num_blocks: int, allocated: Array, tensors: Tensors) -> Array:
         """The least seconds of compute of any real numbers of blocks on each option that allocate so much, infinity where none do.
 
-        Of options with at most some workspace, the lower convex hull of kept bytes and seconds.
+        Of options with at most some workspace, the lower convex hull of kept bytes and seconds. With a price of every byte that goes
+        to the host, what is left when as much as there is room for is not paid for (a Lagrangian bound): the largest over all prices.
         """
         always = self._outside_bytes + self._lasting_bytes((LayerKind.HEAD,)) - self.fixed.used_up
         in_flight = self.compute.stashes * num_blocks / self.frame.virtual_stages
-        found: Array = np.full(len(allocated), np.inf)
-        for workspace, kept, time_s in self.table.hulls(self.frame, self.rank):
-            kept_each = (allocated - always - workspace) / in_flight
-            found = np.minimum(found, np.interp(kept_each, kept, time_s, left=np.inf))
-        return num_blocks * found + self.fixed.time_s
+        priced = self.table.hulls(self.frame, self.rank, tensors)
+        sent_bytes = np.linspace(0.0, 1.0, SHARES + 1 if len(priced) > 1 else 1) * self.host_share_bytes / in_flight
+        least: Array = np.full((len(allocated), len(sent_bytes)), -np.inf)
+        for price, own in priced.items():
+            found = np.full(len(allocated), np.inf)
+            for workspace, kept, time_s in own:
+                kept_each = (allocated - always - workspace) / in_flight
+                found = np.minimum(found, np.interp(kept_each, kept, time_s, left=np.inf))
+            least = np.maximum(least, found[:, None] - price * sent_bytes)
+        return num_blocks * least + self.fixed.time_s
 
     def _pure(self, num_blocks: int) -> Mixes:
         return pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
@@ -163,7 +182,7 @@ class ChunkColumns:
         return float(SHARD_GRADIENT_BYTES * sum(map(self._parameters, there)))
 
     def _parameters(self, kind: LayerKind) -> int:
-        book = self.table.book
+        book = self.compute.ends
         return owned_parameters(book.layer(kind, 1), self.frame.sharding, with_tied=book.counts_tied(self.frame.mesh))
 
     def _column(self, mixes: ChunkMixes, priced: Priced, rows: Ints, cell: tuple[int, int], time_s: float) -> Column:
@@ -176,15 +195,19 @@ class ChunkColumns:
 
     def _bound(self, num_blocks: int, costs: HomeCosts, home: int, time_s: float) -> Column:
         option, tail_s = self.table.options(self.frame, self.rank)[0], float(costs.once_s[home]) + self.fixed.tail_s
-        return Column(((option, num_blocks),), self.zero, time_s, tail_s, 0.0, 0.0, time_s, time_s, costs.homes(home))
+        homes, looks_up = costs.homes(home), self.compute.looks_up
+        return Column(((option, num_blocks),), self.zero, time_s, tail_s, 0.0, 0.0, time_s, time_s, homes, looks_up)
 
 
-Columns = RankColumns | ChunkColumns
+Columns = RankColumns | ChunkColumns | EitherTable
 
 
 def rank_columns(rank: int, frame: Frame, table: MixTable) -> Columns:
     """The columns of a pipeline rank of any frame."""
-    return ChunkColumns(rank, frame, table) if frame.chunked else RankColumns(rank, frame, table)
+    make = ChunkColumns if frame.chunked else RankColumns
+    first, *_ = (*end_kinds(rank, frame), LayerKind.BLOCK)
+    here, *there = (make(rank, frame, table, ends) for ends in table.books_of_ends(frame, first))
+    return EitherTable(here, *there) if there else here
 
 
 def _unbeaten(found: Sequence[Column]) -> list[Column]:

@@ -48,6 +48,12 @@ class ChunkMixes:
     at_ends: Array
     in_update: float
     sent: Sent | None = None
+    level: Ints | None = None
+
+    def compute(self, row: Ints, home: Ints) -> Array:
+        """Seconds of a micro-batch."""
+        found: Array = self.compute_s[row] if self.level is None else self.compute_s[row, self.level[home]]
+        return found
 
     def needed(self, row: Ints, home: Ints) -> Array:
         """Bytes of the device at its fullest."""
@@ -81,7 +87,7 @@ class ChunkMixes:
     def seconds(self, row: Ints, home: Ints, usable: float | Array) -> Array:
         """t of the module's head."""
         added_s = (1 - 1 / self.frame.num_micro_batches) * self.costs.added_s[home]
-        found: Array = self.compute_s[row] + self.costs.gathered_s[home] + np.maximum(0.0, self._waits(row, home, usable)) + added_s
+        found: Array = self.compute(row, home) + self.costs.gathered_s[home] + np.maximum(0.0, self._waits(row, home, usable)) + added_s
         return found
 
     def _waits(self, row: Ints, home: Ints, usable: float | Array) -> Array:
@@ -89,7 +95,7 @@ class ChunkMixes:
         spare = usable - self.needed(row, home) - self.costs.ahead_bytes[home]
         in_s, out_s = self._fetched_s(home, np.maximum(0.0, spare) / self.costs.block_bytes), self.costs.send_s[home]
         back_s, away_s = (self.sent.back_s[row], self.sent.out_s[row]) if self.sent else (0.0, 0.0)
-        beside_s = np.maximum(in_s + back_s, out_s + away_s) - self.compute_s[row] - self.costs.gathered_s[home]
+        beside_s = np.maximum(in_s + back_s, out_s + away_s) - self.compute(row, home) - self.costs.gathered_s[home]
         found: Array = np.where(spare >= 0, beside_s, in_s + out_s)
         return found
 

@@ -93,9 +93,10 @@ def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Compari
     Raises ConfigError for a plan without a price (planner/reprice.py). `names`: of `baselines.systems.baseline_names`.
     """
     ours = reprice(plan)
+    book = ours.book.with_table(on_host=False)  # no baseline has it on the host, and not every mesh of theirs could
     limit = limit_bytes(plan.cluster, plan.training.stack, options)
     filed_s, now_s = plan.predicted.step_time_s.value, ours.plan.predicted.step_time_s.value
     return Comparison(
         ours=_side("ours", ours.plan, ours.strategy, ours.price),
-        rows=tuple(_row(price_baseline(name, ours.book, limit), ours.book) for name in names),
+        rows=tuple(_row(price_baseline(name, book, limit), book) for name in names),
         limit_bytes=limit, filed_step_s=None if filed_s == now_s else filed_s)

@@ -17,15 +17,17 @@ from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble
-from planner.columns import MixTable, RankColumns, block_counts, to_strategy
+from planner.columns import RankColumns
 from planner.homes import Homes, illegal_chunks
 from planner.infeasible import limit_bytes
 from planner.kept_options import ALL, named_operators, with_kept_on_host
 from planner.levels import illegal_full_recompute
+from planner.mix_table import MixTable
 from planner.plan import Plan
 from planner.prediction import Candidates, Objective, SearchRecord, Status
 from planner.request import Constraints, SearchOptions
 from planner.space import illegal_frame, illegal_tensor_parallel
+from planner.stage_blocks import block_counts, to_strategy
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
@@ -111,13 +113,14 @@ def _check_holders(frame: Frame, zero: int, zero_ranks: int | None) -> None:
         raise ConfigError(f"--zero-ranks is {zero_ranks}: {reason}", hint="leave it out, or use a divisor of dp with --zero 1 or more")
 
 
-def _require_host(price: StepPrice, cluster: Cluster) -> None:
+def _require_host(price: StepPrice, cluster: Cluster, *, chunked: bool) -> None:
     """Raises InfeasibleError where the host of a node cannot hold what its devices offload; a node's ranks are taken for the fullest."""
     needed = max(memory.host for memory in price.memory) * cluster.gpus_per_node
     if needed > cluster.host_memory_bytes:
         raise InfeasibleError(
             f"the hosts need {gib(needed):,.1f} GiB a node for what is offloaded, they have {gib(cluster.host_memory_bytes):,.1f}",
-            hint="offload less, or shard more: --zero 1 or higher")
+            hint="keep fewer blocks on the host: --host-blocks and --host-optimizer say how many" if chunked else
+            "offload less, or shard more: --zero 1 or higher")
 
 
 def _check_split(frame: Frame, zero: int, recompute: Recompute) -> None:
@@ -205,7 +208,7 @@ def estimate_plan(
 
 def _assembled(strategy: Strategy, book: PriceBook) -> Plan:
     price = price_step(strategy, book)
-    _require_host(price, book.machine.cluster)
+    _require_host(price, book.machine.cluster, chunked=strategy.frame.chunked)
     record = SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.closed_form_s, 6), bound=0.0, gap=1.0,
         fastest_step_time_s=round(price.closed_form_s, 6),

@@ -16,10 +16,12 @@ from costmodels.strategy import Frame
 from planner.band import memory_margin
 from planner.bounds import may_fit
 from planner.chunk_columns import rank_columns
-from planner.columns import Column, MixTable, block_counts, to_strategy
+from planner.columns import Column
 from planner.homes import has_chunks
+from planner.mix_table import MixTable
 from planner.request import Constraints, SearchOptions
 from planner.space import enumerate_space
+from planner.stage_blocks import block_counts, to_strategy
 from profiles.errors import InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
@@ -50,6 +52,10 @@ class _Leanest:
     @property
     def column(self) -> Column:
         return self.columns[self.rank]
+
+    @property
+    def looks_up(self) -> bool:
+        return any(column.looks_up for column in self.columns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +184,10 @@ def shortfall(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: 
 
 
 def _homes(lean: _Leanest) -> str:
-    """Of the fullest stage, how many blocks leave the device."""
-    homes, count = lean.column.homes, lean.column.num_blocks
-    return f", {homes.host} of {count} blocks on the host and the optimizer of {homes.optimizer}" if lean.frame.chunked else ""
+    """Of the fullest stage, how many blocks leave the device; and whether the token table has left its own."""
+    homes, count, table = lean.column.homes, lean.column.num_blocks, ", the token table on the host" if lean.looks_up else ""
+    blocks = f", {homes.host} of {count} blocks on the host and the optimizer of {homes.optimizer}" if lean.frame.chunked else ""
+    return blocks + table
 
 
 def _host_text(enough: int | None, cluster: Cluster, pins: Constraints) -> str:
@@ -220,7 +227,8 @@ def enough_host_bytes(
 def _largest_part(lean: _Leanest, book: PriceBook) -> str:
     """What most of the memory of the fullest stage is."""
     as_large = Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.frame.chunked else Chunking()
-    memory = device_memory(to_strategy(lean.frame, lean.columns), lean.rank, book.within(as_large))
+    book = book.with_table(on_host=lean.looks_up).within(as_large)
+    memory = device_memory(to_strategy(lean.frame, lean.columns), lean.rank, book)
     parts = {
         "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
         "temporaries": memory.temporaries, "reserve (context, communicators, allocator)": memory.reserve}

@@ -8,9 +8,9 @@ that only its fraction of a block is lost. The relaxation itself is the bound th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, pairwise
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from planner.layer_plans import LayerOption
 _BY_ROW = ("counts", "chunk_counts", "saved_bytes", "ideal_saved_bytes", "workspace_bytes", "host_bytes", "window_bytes", "last_s")
 Hull = tuple[float, Array, Array]  # workspace, then kept bytes ascending and seconds of the corners
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
+MOST_PRICES = 8  # of a byte on the host, at which the relaxation of options that send activations is solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,30 +152,48 @@ def hull(options: Sequence[LayerOption]) -> list[int]:
 
 def _lower_hull(options: Sequence[LayerOption], indices: Sequence[int]) -> list[int]:
     """Andrew's monotone chain over (time, kept bytes), of the part where kept bytes fall."""
-    chain: list[int] = []
-    for i in sorted(indices, key=lambda i: (options[i].time_s, options[i].saved_bytes)):
-        x, y = options[i].time_s, options[i].saved_bytes
-        if chain and y >= options[chain[-1]].saved_bytes:
+    return _chain([(options[i].time_s, options[i].saved_bytes, i) for i in indices])
+
+
+def _chain(points: Iterable[tuple[float, float, int]]) -> list[int]:
+    """Of (x, y, index) the indices on the lower convex hull, where y falls, by increasing x."""
+    chain: list[tuple[float, float, int]] = []
+    for x, y, index in sorted(points):
+        if chain and y >= chain[-1][1]:
             continue
         while len(chain) > 1:
-            (x0, y0), (x1, y1) = ((options[c].time_s, options[c].saved_bytes) for c in chain[-2:])
+            (x0, y0, _), (x1, y1, _) = chain[-2:]
             if (x1 - x0) * (y - y0) > (y1 - y0) * (x - x0):
                 break
             chain.pop()
-        chain.append(i)
-    return chain
+        chain.append((x, y, index))
+    return [index for _, _, index in chain]
 
 
-def hulls(options: Sequence[LayerOption]) -> tuple[Hull, ...]:
-    """By workspace the lower convex hull of (kept bytes, seconds) of the options that need no more, where that is new."""
+def hulls(options: Sequence[LayerOption], sent_s_per_byte: float = 0.0) -> tuple[Hull, ...]:
+    """By workspace the lower convex hull of (kept bytes, seconds) of the options that need no more, where that is new.
+
+    What an option sends to the host is beside it twice, as workspace and, at `sent_s_per_byte`, as seconds.
+    """
     found: list[Hull] = []
-    for workspace in sorted({option.workspace_bytes for option in options}):
-        within = [option for option in options if option.workspace_bytes <= workspace]
-        chain = _lower_hull(within, range(len(within)))[::-1]
-        kept, time_s = (np.array([float(getattr(within[i], name)) for i in chain]) for name in ("saved_bytes", "time_s"))
-        if not found or not np.array_equal(kept, found[-1][1]):
+    needs = [option.workspace_bytes + option.host_bytes for option in options]
+    values_s = [option.time_s + sent_s_per_byte * option.host_bytes for option in options]
+    for workspace in sorted(set(needs)):
+        chain = _chain((values_s[i], option.saved_bytes, i) for i, option in enumerate(options) if needs[i] <= workspace)[::-1]
+        kept, time_s = np.array([float(options[i].saved_bytes) for i in chain]), np.array([values_s[i] for i in chain])
+        if not found or not (np.array_equal(kept, found[-1][1]) and np.array_equal(time_s, found[-1][2])):
             found.append((workspace, kept, time_s))
     return tuple(found)
+
+
+def sent_prices(options: Sequence[LayerOption]) -> tuple[float, ...]:
+    """Seconds a byte that the host keeps may be worth: what options without it pay for a byte less on the device, and nothing."""
+    if not any(option.on_host for option in options):
+        return (0.0,)
+    chain = [options[i] for i in _lower_hull(options, [i for i, option in enumerate(options) if not option.on_host])]
+    slopes = sorted({
+        (slower.time_s - faster.time_s) / (faster.saved_bytes - slower.saved_bytes) for faster, slower in pairwise(chain)})
+    return (0.0, *slopes[:: -(-len(slopes) // MOST_PRICES)])
 
 
 def _worth_it(mixes: Mixes, time_s: Array) -> Ints:

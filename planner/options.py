@@ -213,7 +213,7 @@ def _offload(options: Options) -> tuple[Offload, ...] | None:
 
 def offload_assumed(pins: Constraints, plan: Plan) -> tuple[str, ...]:
     """That a plan uses the host's memory though nobody asked for it."""
-    if pins.offload is not None or not (plan.chunks or any(found.keep_on_host for found in plan.layer_plans.values())):
+    if pins.offload is not None or not (plan.chunks or any(found.keep_on_host or found.offload for found in plan.layer_plans.values())):
         return ()
     return (f"--offload {','.join(SEARCHED_OFFLOAD)} (nothing fits the devices alone)",)
 

@@ -15,7 +15,7 @@ from planner.prediction import Objective
 from profiles.errors import ConfigError
 
 ZERO_STAGES = (0, 1, 2, 3)
-SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS)
+SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
 _EVERY: Mapping[str, tuple[Value, ...]] = {"zero": ZERO_STAGES, "recompute": tuple(Recompute), "tp_overlap": TP_OVERLAP_LEVELS}
 
 
@@ -32,7 +32,7 @@ class Constraints:
     zero_ranks          neighbours that hold one copy of sharded states together, on meshes whose dp it divides
     tp_overlap          levels of sub-pipelined tensor parallelism where tp > 1; None for those that the stack runs
     megatron_sharding   tensor parallelism divides every operator as Megatron does
-    offload             what of the blocks the host may keep, of SEARCHED_OFFLOAD; None: any of it, but only where nothing fits without
+    offload             what the host may keep, of SEARCHED_OFFLOAD; None: any of it, but only where nothing fits without
     """
 
     pp: tuple[int, ...] | None = None

@@ -28,15 +28,18 @@ from planner.branch import Outcome, best_of, branch, worth_replaying
 from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import Columns, rank_columns
 from planner.chunk_costs import host_share_bytes
-from planner.columns import Column, MixTable, RankColumns, block_counts, tied_ends, to_strategy
+from planner.columns import Column, RankColumns
 from planner.faults import can_place, failure_text
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.levels import illegal_full_recompute, paying
+from planner.mix_table import MixTable
 from planner.plan import Plan
 from planner.prediction import Candidates, Objective, SearchRecord, Status
+from planner.rank_prices import tied_ends
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.solver import Unsolved
 from planner.space import Pruned, Space, describe, enumerate_space, no_frame_error
+from planner.stage_blocks import block_counts, to_strategy
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from profiles.errors import ConfigError, InfeasibleError, SolverError
@@ -157,6 +160,10 @@ class Session:
         """What one solve may take: the time left within bounds, so that one hard frame cannot hold up all others."""
         left_s = self.left_s()
         return MOST_SOLVE_S if left_s is None else min(max(left_s, LEAST_SOLVE_S), MOST_SOLVE_S)
+
+    def book_of(self, choice: Choice) -> PriceBook:
+        """The prices of a choice, by where it has the token table."""
+        return self.book.with_table(on_host=any(column.looks_up for column in choice.columns))
 
     def columns(self, frame: Frame, make: Callable[[Columns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
         """The columns of every rank, over all block counts with which the frame can take less than `cut_s`.
@@ -303,7 +310,8 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
     for ends in counted_ends(num_layers, pp) if pp > 1 and frame.virtual_stages == 1 else ():
         blocks = equal_blocks(frame, num_layers, ends)
         ranks = [
-            [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes) if c.zero == chosen.zero]
+            [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes)
+             if (c.zero, c.looks_up) == (chosen.zero, chosen.looks_up)]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
         if all(ranks):
             passes = frame.num_micro_batches
@@ -312,7 +320,7 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
 
 def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
     """Merak's one knob of recompute on equal stages, the least that fits, where the frame has such: no plan is slower than the rule."""
-    frame, book, num_layers = solved.frame, session.book, session.book.model.num_layers
+    frame, book, num_layers = solved.frame, session.book_of(solved.choice), session.book.model.num_layers
     if frame.mesh.pp == 1 or frame.virtual_stages > 1 or frame.chunked:
         return
     allowed = session.prices.recompute or tuple(Recompute)
@@ -331,7 +339,8 @@ def _other_homes(solved: Solved, session: Session) -> Iterator[Strategy]:
     frame, passes = solved.frame, solved.frame.num_micro_batches
     if frame.chunked and frame.mesh.pp == 1:
         columns = rank_columns(0, frame, session.table).fastest(session.book.model.num_layers, session.limit_bytes)
-        for column in sorted(columns, key=lambda c: passes * c.time_s + c.tail_s)[:SCHEDULED]:
+        alike = (column for column in columns if column.looks_up == solved.choice.columns[0].looks_up)
+        for column in sorted(alike, key=lambda c: passes * c.time_s + c.tail_s)[:SCHEDULED]:
             yield to_strategy(frame, (column,))
 
 
@@ -340,14 +349,14 @@ def _idle_chunks(strategy: Strategy) -> bool:
     return strategy.frame.chunked and all(choice.home is Home.DEVICE for stage in strategy.stages for choice in stage)
 
 
-def _price(strategy: Strategy, session: Session) -> StepPrice | None:
+def _price(strategy: Strategy, book: PriceBook) -> StepPrice | None:
     """What a strategy takes, or None where the exact schedule of its chunks, or its host, needs more than there is."""
     try:
-        price = price_step(strategy, session.book)
+        price = price_step(strategy, book)
     except InfeasibleError:
         return None
     host = max(memory.host for memory in price.memory)
-    return price if host <= host_share_bytes(session.book.machine.cluster) * (1 + ROUNDING) else None
+    return price if host <= host_share_bytes(book.machine.cluster) * (1 + ROUNDING) else None
 
 
 def _replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> list[tuple[Solved, Strategy, StepPrice]]:
@@ -358,7 +367,8 @@ def _replay(outcome: Outcome[Solved], objective: Objective, session: Session) ->
             tried = [to_strategy(solved.frame, solved.choice.columns)]
             if objective is Objective.THROUGHPUT:
                 tried += [*_equal_stages(solved, session), *_by_the_rule(solved, session), *_other_homes(solved, session)]
-            priced = [(solved, strategy, price) for strategy in dict.fromkeys(tried) if (price := _price(strategy, session))]
+            book = session.book_of(solved.choice)
+            priced = [(solved, strategy, price) for strategy in dict.fromkeys(tried) if (price := _price(strategy, book))]
             replayed += [min(priced, key=lambda found: found[2].step_s)] if priced else []
     except KeyboardInterrupt:
         if not replayed:
@@ -393,7 +403,8 @@ def search(
     (best, strategy, price), *others = replayed
     record = _record(objective, best, fastest, outcome, space)
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
-    return Found(assemble(strategy, price, replace(record, runners_up=runners_up), session.book), fastest, outcome.interrupted)
+    plan = assemble(strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice))
+    return Found(plan, fastest, outcome.interrupted)
 
 
 def find_plan(

@@ -11,10 +11,10 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
-from planner.columns import shorter_ends
 from planner.homes import has_chunks, illegal_chunks
 from planner.levels import illegal_full_recompute, illegal_overlap
 from planner.request import Constraints
+from planner.stage_blocks import shorter_ends
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 from costmodels.passes import Ahead, hidden_passes
 from costmodels.step import closed_form_s
 from costmodels.strategy import Frame
-from planner.columns import Column, tied_ends
+from planner.columns import Column
+from planner.rank_prices import tied_ends
 from planner.request import SolverName
 from planner.solver import Problem, Unsolved, chosen, weighted
 from profiles.units import MIB, US_PER_S

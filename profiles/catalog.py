@@ -97,6 +97,8 @@ class _NodeDocument:
     pcie_gb_per_s: _Positive
     pcie_node_gb_per_s: _Positive | None = None
     host_gb_per_s: _Positive | None = None
+    numa_domains: _Count | None = None
+    gpus_per_numa: _Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +243,8 @@ def cluster_from_document(document: object, where: str) -> Cluster:
         pcie_bytes_per_s=_per_s(node.pcie_gb_per_s),
         pcie_node_bytes_per_s=None if node.pcie_node_gb_per_s is None else _per_s(node.pcie_node_gb_per_s),
         host_bytes_per_s=None if node.host_gb_per_s is None else _per_s(node.host_gb_per_s),
+        numa_domains=node.numa_domains,
+        gpus_per_numa=node.gpus_per_numa,
         calibration=cluster.calibration,
         profile=cluster.profile,
     )
@@ -270,7 +274,8 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             nic=_link_document(cluster.nic),
             host_memory_gib=_shortest(cluster.host_memory_bytes, GIB, _bytes),
             pcie_gb_per_s=_shortest(cluster.pcie_bytes_per_s, GB, _per_s),
-            pcie_node_gb_per_s=_if_known(cluster.pcie_node_bytes_per_s), host_gb_per_s=_if_known(cluster.host_bytes_per_s)),
+            pcie_node_gb_per_s=_if_known(cluster.pcie_node_bytes_per_s), host_gb_per_s=_if_known(cluster.host_bytes_per_s),
+            numa_domains=cluster.numa_domains, gpus_per_numa=cluster.gpus_per_numa),
         nodes=cluster.nodes,
         calibration=cluster.calibration,
         profile=cluster.profile,
@@ -291,7 +296,8 @@ def cluster_schema() -> dict[str, Any]:
 def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None) -> Cluster:
     """The same kind of machine with `num_gpus` devices, `gpus_per_node` to a node (the cluster's own, unless given).
 
-    Fewer devices than a node: one node of that many. A node of another size has NICs in proportion, at least one.
+    Fewer devices than a node: one node of that many. A node of another size has NICs in proportion, at least one, and uplinks to the
+    host, at least a lane: devices are taken in order, and those behind one switch share its uplink.
     Raises ConfigError when the devices do not fill whole nodes.
     """
     for flag, count in (("--gpus", num_gpus), ("--gpus-per-node", gpus_per_node)):
@@ -304,7 +310,10 @@ def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None)
             f"{num_gpus} GPUs do not fill whole nodes of {per_node} {cluster.device.name}",
             hint=f"use --gpus {below} or --gpus {below + per_node}, or set --gpus-per-node to a divisor of {num_gpus}")
     nics = max(1, math.ceil(cluster.nics_per_node * per_node / cluster.gpus_per_node))
-    return replace(cluster, nodes=num_gpus // per_node, gpus_per_node=per_node, nics_per_node=nics)
+    part, uplinks = per_node / cluster.gpus_per_node, cluster.pcie_node_bytes_per_s
+    return replace(
+        cluster, nodes=num_gpus // per_node, gpus_per_node=per_node, nics_per_node=nics,
+        pcie_node_bytes_per_s=None if uplinks is None else max(part * uplinks, min(uplinks, cluster.pcie_bytes_per_s)))
 
 
 def _names(folder: str) -> tuple[str, ...]:

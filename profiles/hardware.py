@@ -59,6 +59,8 @@ class Cluster:
     calibration: what the user's own runs say of the prices on it, None without any
     pcie_node_bytes_per_s: what all of a node's GPUs together move to the host, or from it; None where each has all of its lane
     host_bytes_per_s: bandwidth of a node's host memory, None for what is assumed (costmodels/offload.py)
+    numa_domains, gpus_per_numa: equal parts of that memory, and how many GPUs are attached to a part that has any; None where neither
+        is known. A process has its pages in the part of its GPU
     profile: what was measured on the machine itself, taken instead of the shipped profile of its device; None where nothing was
     """
 
@@ -75,6 +77,8 @@ class Cluster:
     pcie_bytes_per_s: float
     pcie_node_bytes_per_s: float | None = None
     host_bytes_per_s: float | None = None
+    numa_domains: int | None = None
+    gpus_per_numa: int | None = None
     calibration: Calibration | None = None
     profile: Profile | None = None
 
@@ -82,6 +86,10 @@ class Cluster:
         for field in ("nodes", "gpus_per_node", "nics_per_node"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"cluster {self.name}: {field} is {getattr(self, field)}, it must be at least 1")
+        if (self.numa_domains is None) is not (self.gpus_per_numa is None):
+            raise ConfigError(
+                f"cluster {self.name}: numa_domains is {self.numa_domains} and gpus_per_numa {self.gpus_per_numa}, "
+                "they are stated together", hint="state both in the cluster's node, or neither")
 
     @property
     def num_gpus(self) -> int:

@@ -14,7 +14,7 @@ from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.bounds import redundancy_bound_bytes, time_bound
-from planner.columns import MixTable
+from planner.mix_table import MixTable
 from planner.request import Constraints
 from planner.space import enumerate_space
 from profiles.catalog import load_cluster, with_gpus

@@ -21,15 +21,16 @@ from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.bounds import may_fit, time_bound
 from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import ChunkColumns
-from planner.columns import MixTable, block_counts, to_strategy
 from planner.homes import Homes
 from planner.infeasible import enough_host_bytes
+from planner.mix_table import MixTable
 from planner.options import offload_assumed
 from planner.pareto import find_front
 from planner.prediction import Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from planner.search import find_plan
 from planner.space import enumerate_space
+from planner.stage_blocks import block_counts, to_strategy
 from profiles.catalog import load_cluster, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster
@@ -196,7 +197,7 @@ def test_the_host_is_used_unasked_only_where_nothing_fits_without() -> None:
         plan = find_plan(found.model, found.cluster, found.training, constraints=asked, options=options)
         assert (plan.chunks is not None) == offloaded
         (said,) = offload_assumed(asked, plan) or ("",)
-        assert said == "--offload optimizer,parameters,activations (nothing fits the devices alone)" * offloaded
+        assert said == "--offload optimizer,parameters,activations,lookup (nothing fits the devices alone)" * offloaded
     with pytest.raises(InfeasibleError):
         find_plan(found.model, replace(found.cluster, device=replace(found.cluster.device, memory_bytes=6 * STATES)), found.training,
                   constraints=Constraints(offload=()), options=options)

@@ -13,9 +13,12 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame
-from planner.columns import MixTable, RankColumns, block_counts, end_kinds, to_strategy
+from planner.columns import RankColumns
+from planner.mix_table import MixTable
+from planner.rank_prices import end_kinds
 from planner.request import Constraints
 from planner.space import enumerate_space
+from planner.stage_blocks import block_counts, to_strategy
 from planner.stage_ilp import evaluate
 from profiles.catalog import load_stack
 from profiles.model import LayerKind

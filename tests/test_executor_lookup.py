@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
+from costmodels.schedules import Schedule
 from executor.options import Options
 from executor.train import build_trainer
 from planner.plan import Plan
@@ -48,6 +49,9 @@ PLANS = {
     "dp2-zero0": looked_up(make_plan(UNTIED, dp=2)),
     "dp2-zero3-llama": looked_up(make_plan(LLAMA, dp=2, zero=(3,), num_micro_batches=4)),
     "pp2": looked_up(make_plan(UNTIED, pp=2)),
+    "pp2-interleaved": looked_up(make_plan(LLAMA, pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2)),
+    "pp2-zbv": looked_up(make_plan(LLAMA, pp=2, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=4)),
+    "pp2-early-recompute": looked_up(make_plan(LLAMA, pp=2, schedule=Schedule.EARLY_RECOMPUTE, recompute="full")),
     "bf16-dp2-zero3-recomputed": looked_up(
         make_plan(UNTIED, dp=2, zero=(3,), recompute="full", recompute_ends=True, precision=Precision.BF16)),
 }

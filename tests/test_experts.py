@@ -16,9 +16,9 @@ from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
 from planner.bounds import redundancy_bound_bytes, time_bound
-from planner.columns import MixTable
 from planner.estimate import estimate_plan
 from planner.forbid import Ban
+from planner.mix_table import MixTable
 from planner.plan import read, to_yaml
 from planner.prediction import Objective
 from planner.reprice import reprice

@@ -15,10 +15,10 @@ from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame
 from planner.bounds import time_bound
-from planner.columns import MixTable
 from planner.estimate import estimate_plan
 from planner.forbid import parse_bans
 from planner.levels import illegal_overlap, paying
+from planner.mix_table import MixTable
 from planner.modules import narrowed
 from planner.plan import Plan, from_document, to_document
 from planner.report.names import pipeline_phrases

@@ -11,7 +11,7 @@ from costmodels.chunks.home import Home
 from costmodels.lookup import illegal_lookup, without_table
 from costmodels.mesh import Mesh
 from costmodels.occupancy import rank_memory
-from costmodels.offload import HOST_SHARE, Offload
+from costmodels.offload import NUMA_SHARE, Offload
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.step import price_step
@@ -64,7 +64,7 @@ def test_the_memory_of_a_step_loses_the_table_and_its_gradient():
 
 def test_a_micro_batch_on_one_gpu_by_hand():
     """2 sequences of 128 tokens: rows of fp32 are read and cast, 2 bytes an element cross PCIe each way, gradients are added."""
-    elements, rate = 2 * 128 * H, HOST_SHARE * 614.4e9
+    elements, rate = 2 * 128 * H, NUMA_SHARE * 614.4e9 / 2
     found = book_of(LOOKUP, gpus=1).data_parallel(LayerKind.EMBEDDING, 2, Mesh(pp=1, dp=1, tp=1), Sharding(), 0)
 
     assert found.forward.value_s == pytest.approx(6 * elements / rate + 2 * elements / 63e9, rel=1e-12)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from costmodels.sharding import Sharding
-from planner.columns import MixTable, RankColumns
+from planner.columns import RankColumns
 from planner.layer_plans import LayerOption
+from planner.mix_table import MixTable
 from planner.mixes import MOST_TUPLES, exhaustive, hull, make_mixes, option_pairs
 from planner.request import Constraints
 from planner.space import enumerate_space

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from costmodels.mesh import Mesh
+from costmodels.offload import Offload
 from planner.missing import Coverage
 from planner.module_plan import ModulePlan
 from planner.plan import Plan
@@ -152,7 +153,8 @@ def _facts(plan: Plan, context: Context, measured: Coverage | None) -> Iterator[
     yield "memory", f"{gib_text(worst.total)} GiB{of_memory} of {worst.capacity:.1f}", place + room
     if host := max(memory.host for memory in plan.predicted.memory_gib):
         node = f"{gib_text(host * plan.cluster.gpus_per_node)} GiB a node of {gib(plan.cluster.host_memory_bytes):,.0f}"
-        yield "host", f"{gib_text(host)} GiB for a GPU", node
+        looks_up = any(Offload.LOOKUP in layer_plan.offload for layer_plan in plan.layer_plans.values())
+        yield "host", f"{gib_text(host)} GiB for a GPU", f"{node}; tokens are looked up there" if looks_up else node
     yield proof(plan, context)
     front = plan.search.front
     if front:
