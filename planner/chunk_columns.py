@@ -28,6 +28,7 @@ from planner.rank_prices import end_kinds
 from profiles.model import LayerKind
 
 STEPS = 128  # of what mixes may allocate, at which the relaxation is solved
+ENDLESS = 2.0**60  # bytes
 SHARES = 64  # of the host that are left for activations, in the relaxation
 MOST_SENDING = 16  # mixes with activations on the host that are tried with all homes, evenly along their front
 
@@ -74,46 +75,37 @@ class ChunkColumns:
         mix sends there beside the states of any homes.
         """
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
+        allocated = self._in_blocks(self.compute.priced(self._pure(num_blocks), self.zero))
+        ends = np.linspace(float(allocated.min()), float(allocated.max()), STEPS)
+        begins = np.insert(ends, 0, ends[0])[::-1]
         for costs, tensors in self._homes(num_blocks):
-            begins, compute_s = self._intervals(num_blocks, tensors)
-            left = np.clip(1 - costs.host_bytes / self.host_share_bytes, 0.0, 1.0) if self.host_share_bytes else np.zeros(len(costs.host))
+            compute_s = self._least_s(num_blocks, np.append(ends, ENDLESS)[::-1], tensors)
+            some = np.isfinite(compute_s[:, -1])
             mixes = ChunkMixes(
-                self.frame, costs, compute_s, begins, np.full(len(begins), -np.inf), -np.inf,
-                level=np.ceil(left * (compute_s.shape[1] - 1)).astype(np.int64))
+                self.frame, costs, compute_s[some], begins[some], np.full(some.sum(), -np.inf), -np.inf,
+                share=np.ceil(self._left(costs) * (compute_s.shape[1] - 1)).astype(np.int64))
             _, home, time_s = mixes.best(usable, self.host_share_bytes)
             found += [self._bound(num_blocks, costs, int(home[i]), float(time_s[i])) for i in front(time_s, costs.once_s[home])]
         return _unbeaten(found)
 
-    def _intervals(self, num_blocks: int, tensors: Tensors) -> tuple[Array, Array]:
-        """Intervals of what the fullest pass of a block may allocate without chunks, the last first: their beginnings, and seconds.
-
-        The seconds are by interval and, where blocks may send activations, by share of the host that is left for those, ascending.
-        """
-        allocated = self._in_blocks(self.compute.priced(self._pure(num_blocks), self.zero))
-        ends = np.linspace(float(allocated.min()), float(allocated.max()), STEPS)
-        compute_s = self._least_s(num_blocks, np.append(ends, np.inf), tensors)[::-1]
-        begins = np.insert(ends, 0, ends[0])[::-1]
-        possible = np.isfinite(compute_s).any(axis=1)
-        return begins[possible], compute_s[possible]
+    def _left(self, costs: HomeCosts) -> Array:
+        """The share of the host that is left beside the states of blocks with any homes."""
+        return np.clip(1 - costs.host_bytes / max(1.0, self.host_share_bytes), 0.0, 1.0)
 
     def _least_s(self, num_blocks: int, allocated: Array, tensors: Tensors) -> Array:
         """The least seconds of compute of any real numbers of blocks on each option that allocate so much, infinity where none do.
 
-        Of options with at most some workspace, the lower convex hull of kept bytes and seconds. With a price of every byte that goes
-        to the host, what is left when as much as there is room for is not paid for (a Lagrangian bound): the largest over all prices.
+        By what is allocated and, where blocks may send activations, by share of the host that is left for those. Of options with at
+        most some workspace, the lower convex hull of kept bytes and seconds. With a price of every byte that goes to the host, what is
+        left when as much as there is room for is not paid for (a Lagrangian bound): the largest over all prices.
         """
         always = self._outside_bytes + self._lasting_bytes((LayerKind.HEAD,)) - self.fixed.used_up
-        in_flight = self.compute.stashes * num_blocks / self.frame.virtual_stages
-        priced = self.table.hulls(self.frame, self.rank, tensors)
-        sent_bytes = np.linspace(0.0, 1.0, SHARES + 1 if len(priced) > 1 else 1) * self.host_share_bytes / in_flight
-        least: Array = np.full((len(allocated), len(sent_bytes)), -np.inf)
-        for price, own in priced.items():
-            found = np.full(len(allocated), np.inf)
-            for workspace, kept, time_s in own:
-                kept_each = (allocated - always - workspace) / in_flight
-                found = np.minimum(found, np.interp(kept_each, kept, time_s, left=np.inf))
-            least = np.maximum(least, found[:, None] - price * sent_bytes)
-        return num_blocks * least + self.fixed.time_s
+        in_flight, reached = self.compute.stashes * num_blocks / self.frame.virtual_stages, self.table.hulls(self.frame, self.rank, tensors)
+        shares = np.linspace(0.0, 1.0, SHARES + 1 if len(reached.prices) > 1 else 1)
+        least_s = reached.least_s(allocated - always, in_flight)
+        paid_s = np.multiply.outer(reached.prices, shares * self.host_share_bytes / in_flight)
+        found: Array = num_blocks * np.max(least_s[:, :, None] - paid_s[:, None, :], axis=0) + self.fixed.time_s
+        return found
 
     def _pure(self, num_blocks: int) -> Mixes:
         return pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)

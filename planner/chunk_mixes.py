@@ -37,7 +37,7 @@ class Sent:
 class ChunkMixes:
     """Mixes, fastest first, each with less memory than those before it; rows and homes are indices.
 
-    compute_s    of a micro-batch
+    compute_s    of a micro-batch; with `share` also by its values, of which homes have one each
     allocated    without chunks, in the fullest pass of a block; at_ends: in one of embedding or head; in_update: in the update
     """
 
@@ -48,11 +48,11 @@ class ChunkMixes:
     at_ends: Array
     in_update: float
     sent: Sent | None = None
-    level: Ints | None = None
+    share: Ints | None = None
 
     def compute(self, row: Ints, home: Ints) -> Array:
         """Seconds of a micro-batch."""
-        found: Array = self.compute_s[row] if self.level is None else self.compute_s[row, self.level[home]]
+        found: Array = self.compute_s[row] if self.share is None else self.compute_s[row, self.share[home]]
         return found
 
     def needed(self, row: Ints, home: Ints) -> Array:

@@ -97,7 +97,8 @@ class ChunkGroup:
     """Blocks of one pipeline rank whose states have the same home: their parameters in use order, in chunks of one size.
 
     chunk_elements: of a chunk, the same for parameters, gradients and optimizer states
-    num_chunks: of the group, a multiple of dp; of dp chunks in a row each data-parallel rank owns one
+    num_chunks: of the group, a multiple of dp; dp chunks in a row are a block, gathered whole: each data-parallel rank owns one, and a
+        parameter may lie in two
     utilisation: share of the chunks' elements that are parameters
     """
 

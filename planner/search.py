@@ -23,7 +23,7 @@ from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
 from planner.baselines.space import counted_ends, equal_blocks
 from planner.baselines.stage_aware import Room, stage_aware
-from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_bytes, time_bound
+from planner.bounds import TimeBound, ahead_bound_s, in_reach, may_fit, redundancy_bound_bytes, time_bound
 from planner.branch import Outcome, best_of, branch, worth_replaying
 from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import Columns, rank_columns
@@ -168,7 +168,7 @@ class Session:
     def columns(self, frame: Frame, make: Callable[[Columns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
         """The columns of every rank, over all block counts with which the frame can take less than `cut_s`.
 
-        None as soon as one rank has none: nothing fits its device.
+        None as soon as one rank has none, because nothing fits its device, or of equal ranks one alone takes longer than the cut.
         """
         longest = self.prices.longest_rank(frame, cut_s, self.limit_bytes)
         options: list[list[Column]] = []
@@ -176,9 +176,14 @@ class Session:
             columns, counts = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
             per_count = itertools.takewhile(bool, (make(columns, count) for count in counts))  # more blocks never need less memory
             options.append(list(itertools.chain.from_iterable(per_count)))
-            if not options[-1]:
+            if not options[-1] or (frame.equal_ranks and self._least_of_one_s(frame, options[-1]) > cut_s):
                 return None
         return options
+
+    def _least_of_one_s(self, frame: Frame, columns: Sequence[Column]) -> float:
+        """What the frame takes at least, by the columns of one rank."""
+        share, least_s = bubble_share(frame, self.prices.book), self.prices.time_bound(frame).total_s
+        return least_s + min((frame.num_micro_batches - share) * column.time_s + column.tail_s for column in columns)
 
     def relaxed(self, frame: Frame, cut_s: float) -> list[list[Column]] | None:
         """Columns of real numbers of blocks (`RankColumns.relaxed`): what they cannot reach no plan of the frame can."""
@@ -233,27 +238,30 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
     if not outcome.finished:
         return outcome
     if outcome.solved:
-        _certify((*outcome.solved, *beaten), session)
+        tried = (*outcome.solved, *beaten)
+        others = set(possible).difference(found.frame for found in tried)
+        _certify(tried, min((prices.least_s(frame, limit) for frame in others), default=INFINITY), session)
     return replace(outcome, bound=min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
 
 
-def _certify(solved: Sequence[Solved], session: Session) -> None:
+def _certify(solved: Sequence[Solved], others_s: float, session: Session) -> None:
     """Raise the bounds of frames that might hold something better than the best: the master over relaxed columns.
 
-    Its optimum is below every way to choose an option of the catalogue for each layer by itself.
+    others_s: the least bound of all other frames; to raise one above it proves no more.
+    Its optimum is below every way to choose an option of the catalogue for each layer by itself that is below the best.
     """
     best, limit, num_layers = solved[0].value, session.limit_bytes, session.book.model.num_layers
     for frame in (found.frame for found in solved):
-        if session.prices.least_s(frame, limit) >= best * (1 - WORTH_PROVING):
+        if session.prices.least_s(frame, limit) >= min(others_s, best * (1 - WORTH_PROVING)):
             continue
-        relaxed = session.relaxed(frame, INFINITY)
+        relaxed = session.relaxed(frame, best)
         try:
             master = Master(frame, relaxed, num_layers, share=bubble_share(frame, session.book)) if relaxed else None
             choice = master.fastest(session.options.solver, session.solver_limit_s()) if master else None
         except (Unsolved, SolverError):  # the bound stays as it is
             continue
         if choice is not None and choice.proven:
-            session.prices.raise_bound(frame, limit, choice.step_s * (1 - ROUNDING))
+            session.prices.raise_bound(frame, limit, min(best, choice.step_s * (1 - ROUNDING)))
 
 
 def _require_infeasible(frame: Frame, options: Sequence[Sequence[Column]], session: Session) -> None:
@@ -387,6 +395,8 @@ def search(
     Raises SolverError, and KeyboardInterrupt before the first plan.
     """
     space, session = prices.space, Session(prices, options, on_progress, slack)
+    if not in_reach(prices.table, session.limit_bytes):
+        return None
     outcome = _search_fastest(space.frames, session) if fastest is None else Outcome((fastest,), fastest.bound, finished=True)
     if not outcome.solved and not outcome.finished:
         raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")

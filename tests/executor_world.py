@@ -6,9 +6,10 @@ import faulthandler
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 
@@ -29,7 +30,7 @@ from planner.plan import Plan
 
 __all__ = [
     "BF16_GRADIENT_TOLERANCE", "BF16_LOSS_TOLERANCE", "GRADIENT_TOLERANCE", "LOSS_TOLERANCE", "OPTIONS", "STEPS", "CountCollectives",
-    "Outcome", "forward", "gradient_error", "reference_layers", "reference_optimizer", "run_plans", "run_reference",
+    "Outcome", "Worlds", "forward", "gradient_error", "reference_layers", "reference_optimizer", "run_plans", "run_reference",
     "whole_gradients", "worst_gradient"]
 
 # of EXECUTOR.md in fp32: max |g - ref| / max(|ref| max, 1e-4) of first-step gradients, relative error of losses
@@ -47,6 +48,26 @@ def run_plans(plans: Sequence[Plan]) -> list[Outcome]:
     found = parity.run_plans(plans)
     assert all(outcome.agree for outcome in found)
     return found
+
+
+class Worlds:
+    """Plans by name. Those of as many ranks are run in one world, for to start it costs more than a plan; slow ones in another."""
+
+    def __init__(self, plans: Mapping[str, Plan], slow: Collection[str] = ()) -> None:
+        self.plans, self.slow = plans, slow
+        self._found: dict[str, Outcome] = {}
+
+    def params(self) -> list[object]:
+        """The names, the slow ones marked so."""
+        return [pytest.param(name, marks=pytest.mark.slow if name in self.slow else ()) for name in self.plans]
+
+    def outcome(self, name: str) -> Outcome:
+        if name not in self._found:
+            ranks, slow = self.plans[name].mesh.num_ranks, name in self.slow
+            together = {
+                other: plan for other, plan in self.plans.items() if plan.mesh.num_ranks == ranks and (other in self.slow) is slow}
+            self._found |= zip(together, run_plans(list(together.values())), strict=True)
+        return self._found[name]
 
 
 def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:

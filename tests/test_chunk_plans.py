@@ -14,6 +14,7 @@ from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
+from executor.check.shrink import shrunk
 from planner.check import priced
 from planner.chunk_levels import levels
 from planner.chunks import busiest_rank, rank_chunks_of
@@ -222,6 +223,15 @@ def test_a_plan_without_chunks_has_no_schedule_of_them():
     assert plan.chunks is None
     with pytest.raises(ConfigError, match="no chunks"):
         rank_chunks_of(plan, 0)
+
+
+def test_a_check_on_few_ranks_refuses_groups_that_are_not_those_of_the_blocks():
+    plan = chunked()
+    wrong = replace(plan, chunks=replace(plan.chunks, groups=plan.chunks.groups[1:]))
+
+    assert shrunk(plan).chunks is not None
+    with pytest.raises(ConfigError, match="has none, its blocks fill"):
+        shrunk(wrong)
 
 
 def test_a_dry_run_refuses_chunks():

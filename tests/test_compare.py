@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,10 @@ def printed(*arguments: str) -> str:
     return result.stdout
 
 
-def small_plan(pins: Constraints | None = None, model: str = "gpt-2.5b", batch: int = 16):
-    entry = load_model(model)
-    training = TrainingSpec(global_batch_size=batch, seq_length=entry.seq_length)
+@cache
+def small_plan(pins: Constraints | None = None):
+    entry = load_model("gpt-2.5b")
+    training = TrainingSpec(global_batch_size=16, seq_length=entry.seq_length)
     return find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training, constraints=pins)
 
 

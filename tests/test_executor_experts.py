@@ -29,6 +29,7 @@ from tests.executor_world import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     Outcome,
+    Worlds,
     run_plans,
     run_reference,
     worst_gradient,
@@ -56,11 +57,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
-@cache
-def outcomes(world: int) -> dict[str, Outcome]:
-    """All plans of `world` ranks, run in one world."""
-    plans = {name: plan for name, plan in PLANS.items() if plan.mesh.num_ranks == world}
-    return dict(zip(plans, run_plans(list(plans.values())), strict=True))
+WORLDS = Worlds(PLANS, slow=["ep2-zero1", "tp2", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4)])
 
 
 @cache
@@ -68,14 +65,11 @@ def reference() -> Outcome:
     return run_reference(PLANS["one-rank"])
 
 
-NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks >= 4 else ()) for name, plan in PLANS.items()]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WORLDS.params())
 @pytest.mark.multiproc
 def test_a_plan_with_experts_trains_like_one_process(name):
     plan = PLANS[name]
-    found, exact = outcomes(plan.mesh.num_ranks)[name], plan.training.precision is Precision.FP32
+    found, exact = WORLDS.outcome(name), plan.training.precision is Precision.FP32
 
     error, parameter = worst_gradient(found, reference())
 
@@ -83,12 +77,12 @@ def test_a_plan_with_experts_trains_like_one_process(name):
     assert found.losses == pytest.approx(reference().losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WORLDS.params())
 @pytest.mark.multiproc
 def test_every_rank_holds_exactly_the_predicted_bytes(name):
     plan = PLANS[name]
 
-    states = outcomes(plan.mesh.num_ranks)[name].states
+    states = WORLDS.outcome(name).states
 
     assert len(states) == plan.mesh.num_ranks
     assert {rank: measured for rank, (_, measured) in states.items()} == {rank: predicted for rank, (predicted, _) in states.items()}
@@ -96,7 +90,7 @@ def test_every_rank_holds_exactly_the_predicted_bytes(name):
 
 @pytest.mark.multiproc
 def test_the_experts_of_a_rank_are_its_part_of_all():
-    alone, divided = (outcomes(2)[name].states[0, 0, 0][1] for name in ("dp2", "ep2-zero0"))
+    alone, divided = (WORLDS.outcome(name).states[0, 0, 0][1] for name in ("dp2", "ep2-zero0"))
     experts = 2 * 4 * 3 * 32 * 24  # blocks, experts, matrices
 
     assert divided.parameters < alone.parameters - 4 * experts // 2
@@ -108,7 +102,7 @@ def test_the_experts_of_a_rank_are_its_part_of_all():
 ])
 @pytest.mark.multiproc
 def test_a_block_exchanges_tokens_as_often_as_is_priced(name, exchanges):
-    found = outcomes(2)[name].collectives
+    found = WORLDS.outcome(name).collectives
 
     assert found["all_to_all_single"] == exchanges * 2 * 2  # blocks, micro-batches
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ from tests.executor_world import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     OPTIONS,
-    Outcome,
+    Worlds,
     reference_layers,
     run_plans,
     run_reference,
@@ -85,26 +84,15 @@ PLANS: dict[str, Plan] = {
 
 SLOW = (
     "dp4-zero1-over-2", "dp4-zero2-over-2", "pp2-dp4-tied-zero2-over-2", "dp4-bf16-tied-zero3-over-2", "states-bf16",
-    "activations-full-recompute")
-NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PLANS]
+    "activations-full-recompute", "dp4-tp2-sp-zero3-over-2")
+WORLDS = Worlds(PLANS, SLOW)
 
 
-@cache
-def _outcomes(world: int, slow: bool) -> dict[str, Outcome]:
-    plans = {name: plan for name, plan in PLANS.items() if plan.mesh.num_ranks == world and (name in SLOW) == slow}
-    return dict(zip(plans, run_plans(list(plans.values())), strict=True))
-
-
-def outcome(name: str) -> Outcome:
-    """Of all plans of as many ranks in one world: to start it costs more than to train."""
-    return _outcomes(PLANS[name].mesh.num_ranks, name in SLOW)[name]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WORLDS.params())
 def test_a_plan_trains_like_one_process_wherever_its_states_are(name):
     plan = PLANS[name]
     validate(plan)
-    found, expected = outcome(name), run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
+    found, expected = WORLDS.outcome(name), run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
     exact = plan.training.precision is Precision.FP32
 
     error, parameter = worst_gradient(found, expected)
@@ -113,9 +101,9 @@ def test_a_plan_trains_like_one_process_wherever_its_states_are(name):
     assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WORLDS.params())
 def test_every_rank_holds_exactly_the_predicted_bytes_on_device_and_host(name):
-    states = outcome(name).states
+    states = WORLDS.outcome(name).states
 
     assert {rank: measured for rank, (_, measured) in states.items()} == {rank: predicted for rank, (predicted, _) in states.items()}
 
@@ -123,7 +111,7 @@ def test_every_rank_holds_exactly_the_predicted_bytes_on_device_and_host(name):
 @pytest.mark.parametrize(("zero", "gathers", "reduce_scatters"), [
     pytest.param(1, 6, 6, marks=pytest.mark.slow), pytest.param(2, 6, 12, marks=pytest.mark.slow), (3, 24, 12)])
 def test_copies_of_the_shards_are_added_up_once_a_step(zero, gathers, reduce_scatters):
-    found = outcome(f"dp4-zero{zero}-over-2").collectives
+    found = WORLDS.outcome(f"dp4-zero{zero}-over-2").collectives
 
     assert found["_allgather_base_"] == gathers
     assert found["_reduce_scatter_base_"] == reduce_scatters

@@ -4,7 +4,6 @@ holds the bytes that its placements say; the divisions that would not are refuse
 from __future__ import annotations
 
 import dataclasses
-from functools import cache
 
 import pytest
 import torch
@@ -46,6 +45,7 @@ from tests.executor_world import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     Outcome,
+    Worlds,
     run_plans,
     run_reference,
     worst_gradient,
@@ -76,6 +76,7 @@ PLANS: dict[str, Plan] = {
     "tp4-gpt": with_divisions(make_plan(SHORT_GPT, tp=4), SEQUENCE, PATCHWORK),
     "pp2-tp2-llama-gpipe": with_divisions(
         make_plan(SHORT_LLAMA, pp=2, tp=2, schedule=Schedule.GPIPE), BATCH_ATTENTION, HIDDEN_STREAM),
+    "tp2-llama-recomputed-token-mlp": with_divisions(make_plan(SHORT_LLAMA, tp=2, recompute=LONG), TOKEN_FEED_FORWARD, SEQUENCE),
     **{f"dp2-tp2-llama-zero{zero}": with_divisions(
         make_plan(SHORT_LLAMA, dp=2, tp=2, zero=(zero,), recompute=LONG), TOKEN_FEED_FORWARD, SEQUENCE)
         for zero in (0, 1, 2, 3)},
@@ -92,25 +93,18 @@ PLANS: dict[str, Plan] = {
 }
 
 
-NAMES = [pytest.param(name, marks=pytest.mark.slow if plan.mesh.num_ranks >= 4 else ()) for name, plan in PLANS.items()]
-
-
-@cache
-def outcomes(world: int) -> dict[str, Outcome]:
-    """All plans of `world` ranks, run in one world."""
-    plans = {name: plan for name, plan in PLANS.items() if plan.mesh.num_ranks == world}
-    return dict(zip(plans, run_plans(list(plans.values())), strict=True))
+WORLDS = Worlds(PLANS, slow=[name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4])
 
 
 def reference(plan: Plan) -> Outcome:
     return run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WORLDS.params())
 def test_a_plan_whose_operators_are_divided_one_by_one_trains_like_one_process(name):
     plan = PLANS[name]
     validate(plan)
-    found, expected = outcomes(plan.mesh.num_ranks)[name], reference(plan)
+    found, expected = WORLDS.outcome(name), reference(plan)
     exact = plan.training.precision is Precision.FP32
 
     error, parameter = worst_gradient(found, expected)
@@ -119,24 +113,25 @@ def test_a_plan_whose_operators_are_divided_one_by_one_trains_like_one_process(n
     assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WORLDS.params())
 def test_every_rank_holds_the_bytes_that_the_placements_say(name):
     plan = PLANS[name]
 
-    states = outcomes(plan.mesh.num_ranks)[name].states
+    states = WORLDS.outcome(name).states
 
     assert len(states) == plan.mesh.num_ranks
     assert {rank: measured for rank, (_, measured) in states.items()} == {rank: predicted for rank, (predicted, _) in states.items()}
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-def test_whole_weights_over_divided_tokens_are_reduced_over_tp_once_a_step(zero):
-    name = f"dp2-tp2-llama-zero{zero}"
-    micro_batches = PLANS[name].pipeline.num_micro_batches
-    over_dp = 1 if zero == 0 else 0
+@pytest.mark.parametrize(("name", "over_dp"), [
+    pytest.param("tp2-llama-recomputed-token-mlp", 0, id="alone"),
+    *(pytest.param(f"dp2-tp2-llama-zero{zero}", zero == 0, id=f"{zero}", marks=pytest.mark.slow) for zero in range(4))])
+def test_whole_weights_over_divided_tokens_are_reduced_over_tp_once_a_step(name, over_dp):
+    plan = PLANS[name]
+    micro_batches = plan.pipeline.num_micro_batches
     loss = 3 * micro_batches + 1  # three numbers a token, and the sum of all
 
-    found = outcomes(4)[name].collectives
+    found = WORLDS.outcome(name).collectives
 
     assert micro_batches == 2
     assert found["allreduce_"] == 1 + over_dp + loss

@@ -31,7 +31,7 @@ from tests.executor_world import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
     OPTIONS,
-    Outcome,
+    Worlds,
     run_plans,
     run_reference,
     worst_gradient,
@@ -61,14 +61,16 @@ def levels(name: str, plan: Plan) -> dict[str, Plan]:
     return {f"{name}-level-{level}": overlapped(plan, level) for level in (1, 2, 3)}
 
 
+GPT_LEVELS, LLAMA_LEVELS = levels("gpt", make_plan(SHORT, tp=2)), levels("llama", make_plan(SHORT_LLAMA, tp=2))
 PLANS = {
-    **levels("gpt", make_plan(SHORT, tp=2)),
-    **levels("llama", make_plan(SHORT_LLAMA, tp=2)),
+    **{name: GPT_LEVELS[name] for name in ("gpt-level-1", "gpt-level-3")},
+    "llama-level-2": LLAMA_LEVELS["llama-level-2"],
     "neox-level-3": overlapped(make_plan(NEOX, tp=2), 3),
     "gpt-level-2-a-list": overlapped(make_plan(SHORT, tp=2, recompute=LIST), 2),
     "llama-level-3-full-recompute": overlapped(make_plan(SHORT_LLAMA, tp=2, recompute="full"), 3),
 }
 SLOW = {
+    **{name: plan for name, plan in (GPT_LEVELS | LLAMA_LEVELS).items() if name not in PLANS},
     **levels("dp2-gpt-zero-mixed", make_plan(GPT, dp=2, zero=(0, 1, 2, 3), **FOUR)),
     **levels("dp2-llama-zero3-full-recompute", make_plan(LLAMA, dp=2, zero=(3,), recompute="full", **FOUR)),
     **levels("dp2-bf16-zero2", make_plan(SHORT, dp=2, zero=(2,), precision=Precision.BF16, **FOUR)),
@@ -77,27 +79,18 @@ SLOW = {
 }
 
 
-@cache
-def outcomes(world: int) -> dict[str, Outcome]:
-    """All plans of `world` ranks, run in one world."""
-    plans = PLANS if world == 2 else SLOW
-    return dict(zip(plans, run_plans(list(plans.values())), strict=True))
-
-
-@cache
-def reference(plan: Plan) -> Outcome:
-    return run_reference(plan)
+WORLDS = Worlds(PLANS | SLOW, SLOW)
 
 
 def alone(plan: Plan) -> Plan:
     return overlapped(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0)
 
 
-@pytest.mark.parametrize("name", [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", WORLDS.params())
 def test_halves_train_like_one_process(name):
-    plan = {**PLANS, **SLOW}[name]
+    plan = WORLDS.plans[name]
     validate(plan)
-    found, expected = outcomes(plan.mesh.num_ranks)[name], run_reference(alone(plan))
+    found, expected = WORLDS.outcome(name), run_reference(alone(plan))
     exact = plan.training.precision is Precision.FP32
 
     error, parameter = worst_gradient(found, expected)

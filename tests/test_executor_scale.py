@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from datetime import timedelta
-from functools import cache
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from planner.plan import Plan
 from profiles.errors import PlannerError
 from profiles.spec import Precision
 from tests.executor_plans import GPT, LLAMA, make_plan
-from tests.executor_world import OPTIONS, Outcome, run_plans, run_reference, worst_gradient
+from tests.executor_world import OPTIONS, Worlds, run_reference, worst_gradient
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -63,17 +62,14 @@ def values(trained: Trainer) -> list[torch.Tensor]:
     return [local(parameter.detach()).clone() for parameter in trained.pipeline.parameters]
 
 
-@cache
-def outcomes(world: int, slow: bool) -> dict[str, Outcome]:
-    plans = {name: plan for name, plan in PLANS.items() if plan.mesh.num_ranks == world and (name in SLOW) == slow}
-    return dict(zip(plans, run_plans(list(plans.values())), strict=True))
+WORLDS = Worlds(PLANS, SLOW)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PLANS])
+@pytest.mark.parametrize("name", WORLDS.params())
 def test_a_plan_trains_like_fp32_and_holds_the_predicted_bytes(name):
     plan = PLANS[name]
 
-    found = outcomes(plan.mesh.num_ranks, name in SLOW)[name]
+    found = WORLDS.outcome(name)
     expected = run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
 
     error, parameter = worst_gradient(found, expected)

@@ -48,10 +48,11 @@ def _fail() -> None:
 
 def _end(
     plan: Plan, path: Path, store: dist.TCPStore, action, *options: str, ranks=(1,), restart: int = 0, timeout_s: float = 60.0,
+    other_s: float = 5.0,
 ) -> list[int | None]:
     """Run `python -m executor` on two ranks, of which some act so when they read the batch of the fourth step; the exit codes.
 
-    A rank that never ends has None, and is ended.
+    A rank that has not ended `other_s` after the first has None, and is ended.
     """
     write(plan, path / "plan.yaml")
     torch.set_num_threads(1)
@@ -62,7 +63,7 @@ def _end(
         process.start()
     deadline = time.monotonic() + 2 * SLACK_S + timeout_s
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()) if process is processes[0] else 5.0)
+        process.join(max(0.0, deadline - time.monotonic()) if process is processes[0] else other_s)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
@@ -111,7 +112,7 @@ def test_a_rank_that_does_not_come_along_is_named_with_its_place(tmp_path, store
 
 @pytest.mark.multiproc
 def test_a_rank_that_is_stopped_is_named(tmp_path, store, capfd):
-    codes = _end(make_plan(GPT, pp=2), tmp_path, store, _stop, timeout_s=TIMEOUT_S)
+    codes = _end(make_plan(GPT, pp=2), tmp_path, store, _stop, timeout_s=TIMEOUT_S, other_s=0.1)
 
     assert codes == [1, None]
     assert capfd.readouterr().err.splitlines()[0] == (

@@ -47,15 +47,15 @@ FAULTS = {
 }
 
 
-def gpt_2_5b_on_16():
-    entry = load_model("gpt-2.5b")
+def gpt_1_5b_on_8():
+    entry = load_model("gpt-1.5b")
     training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
-    return entry.spec, with_gpus(load_cluster("a100-80gb"), 16), training
+    return entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training
 
 
 @pytest.fixture(scope="module")
 def whole():
-    return find_plan(*gpt_2_5b_on_16())
+    return find_plan(*gpt_1_5b_on_8())
 
 
 each_fault = pytest.mark.parametrize(("fault", "message"), list(FAULTS.values()), ids=list(FAULTS))
@@ -147,7 +147,7 @@ def test_a_solve_cut_off_by_its_limit_is_never_called_proven():
 def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message, fake_cbc, whole):
     calls = fake_cbc(fault, after=2)
 
-    plan = find_plan(*gpt_2_5b_on_16())
+    plan = find_plan(*gpt_1_5b_on_8())
 
     assert len(calls.read_text()) == 2 + MOST_FAILURES  # it gave up then
     assert plan.search.status is Status.FEASIBLE
@@ -161,7 +161,7 @@ def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message
 def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc, whole):
     fake_cbc("exit 3", after=2, times=1)
 
-    plan = find_plan(*gpt_2_5b_on_16())
+    plan = find_plan(*gpt_1_5b_on_8())
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.candidates.left == 1
@@ -172,7 +172,7 @@ def test_a_fault_on_one_candidate_leaves_only_that_one_open(fake_cbc, whole):
 def test_a_fault_on_the_first_candidate_does_not_end_the_search(fake_cbc):
     fake_cbc("exit 3", times=1)
 
-    plan = find_plan(*gpt_2_5b_on_16())
+    plan = find_plan(*gpt_1_5b_on_8())
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.gap > 0
@@ -183,7 +183,7 @@ def test_a_solver_that_fails_from_the_start_is_an_error(fake_cbc):
     calls = fake_cbc("exit 3")
 
     with pytest.raises(SolverError, match="its log ends: Segmentation near row 7"):
-        find_plan(*gpt_2_5b_on_16())
+        find_plan(*gpt_1_5b_on_8())
 
     assert len(calls.read_text()) == MOST_FAILURES
 
@@ -192,17 +192,17 @@ def test_a_solver_that_calls_everything_infeasible_is_not_believed(fake_cbc):
     fake_cbc(f'{LAST}echo "Infeasible - objective value 0" > "$last"')
 
     with pytest.raises(SolverError, match="cbc calls a problem infeasible that is not"):
-        find_plan(*gpt_2_5b_on_16())
+        find_plan(*gpt_1_5b_on_8())
 
 
 def test_a_fault_in_the_second_pass_of_the_memory_objective_keeps_a_plan(fake_cbc):
     first = fake_cbc("exit 3", after=1000)
-    find_plan(*gpt_2_5b_on_16())
+    find_plan(*gpt_1_5b_on_8())
     fastest = len(first.read_text())
     first.unlink()
     fake_cbc("exit 3", after=fastest)
 
-    plan = find_plan(*gpt_2_5b_on_16(), "memory")
+    plan = find_plan(*gpt_1_5b_on_8(), "memory")
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.solver_failure
@@ -212,7 +212,7 @@ def test_a_fault_in_the_second_pass_of_the_memory_objective_keeps_a_plan(fake_cb
 def test_a_fault_in_the_first_pass_leaves_the_memory_objective_unproven(fake_cbc):
     fake_cbc("exit 3", after=1, times=1)
 
-    plan = find_plan(*gpt_2_5b_on_16(), "memory")
+    plan = find_plan(*gpt_1_5b_on_8(), "memory")
 
     assert plan.search.status is Status.FEASIBLE
     assert "failed on 1 candidate," in plan.search.solver_failure
@@ -221,7 +221,7 @@ def test_a_fault_in_the_first_pass_leaves_the_memory_objective_unproven(fake_cbc
 def test_no_fault_leaves_no_word(fake_cbc, whole):
     fake_cbc("exit 3", after=1000)
 
-    assert to_yaml(find_plan(*gpt_2_5b_on_16())) == to_yaml(whole)
+    assert to_yaml(find_plan(*gpt_1_5b_on_8())) == to_yaml(whole)
     assert "solver_failure: null" in to_yaml(whole)
 
 
@@ -229,19 +229,19 @@ def test_highs_that_is_missing_is_an_error_with_exit_code_4(monkeypatch):
     monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
 
     with pytest.raises(SolverError, match="highs is not installed") as error:
-        find_plan(*gpt_2_5b_on_16(), options=SearchOptions(solver=SolverName.HIGHS))
+        find_plan(*gpt_1_5b_on_8(), options=SearchOptions(solver=SolverName.HIGHS))
 
     assert error.value.exit_code == 4
 
 
-BIG = ("--model", "gpt-2.5b", "--gpus", "16")
+SMALL = ("--model", "gpt-1.5b", "--gpus", "8")
 
 
 def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fake_cbc("exit 3", after=2)
 
-    done = CliRunner().invoke(main, BIG)
+    done = CliRunner().invoke(main, SMALL)
 
     assert done.exit_code == 0
     assert done.stderr.startswith(f"warning: the solver failed on {MOST_FAILURES} candidates, which nothing is proven about: cbc failed")
@@ -255,7 +255,7 @@ def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
 
     done = subprocess.run(
         ["python", "-c", "import sys, pulp; pulp.PULP_CBC_CMD.pulp_cbc_path = sys.argv.pop(1); import cli; cli.main()",
-         pulp.PULP_CBC_CMD.pulp_cbc_path, *BIG, "--output", str(tmp_path / "plan.yaml")],
+         pulp.PULP_CBC_CMD.pulp_cbc_path, *SMALL, "--output", str(tmp_path / "plan.yaml")],
         capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout) == (4, "")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,13 @@ def modules() -> list[Path]:
         path.relative_to(ROOT) for layer in LAYERS for path in (ROOT / f"{layer}.py", *(ROOT / layer).rglob("*.py")) if path.exists())
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Every module that a file imports, at its top or inside a function; `from a import b` is a.b, relative ones resolved."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     package = path.parent.parts
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -58,7 +64,6 @@ def imports(path: Path) -> Iterator[str]:
 def layer_of(name: str) -> int | None:
     top = name.split(".")[0].removesuffix(".py")
     return LAYERS.index(top) if top in LAYERS else None
-
 
 
 @pytest.mark.parametrize("path", modules(), ids=str)

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 
 from profiles.cases import Measured, Outcome, Record
 from profiles.errors import ConfigError, PlannerError
+from profiles.profile_comm import _measured_on
 from profiles.profiler import collectives, comm_run, launch
 from profiles.profiler.collectives import Effort, timing
 from profiles.profiler.comm_cases import COLLECTIVES, COMMUNICATOR, OVERLAP, POINT_TO_POINT, comm_cases, shape_of
@@ -302,12 +303,20 @@ def test_a_run_that_ends_without_a_word_is_started_so_often(tmp_path, monkeypatc
 
 
 @pytest.mark.multiproc
-def test_the_command_under_torchrun_writes_the_file_and_no_journal(tmp_path):
+def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_ends_the_journal(tmp_path):
     output, lines = tmp_path / "comm.yaml", []
-    found = launch.comm_records(2, output, device="cpu", largest="1KiB", told=lines.append)
     cases = comm_cases(PAIR, largest_bytes=1024, precision="fp32", product=512)
+    journal = open_journal(beside(output), _measured_on(PAIR, torch.device("cpu")))
+    earlier = [Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times={"time": timing([1e-6])})) for case in cases[2:]]
+    for record in earlier:
+        journal.append(record)
+    journal.close()
+
+    found = launch.comm_records(2, output, device="cpu", largest="1KiB", told=lines.append)
 
     assert [record.case for record in found.records] == list(cases)
+    assert list(found.records[2:]) == earlier
+    assert [record.outcome for record in found.records[:2]] == [Outcome.UNSUPPORTED, Outcome.MEASURED]
     assert (found.device, found.backend, found.nodes, found.ranks_per_node) == ("cpu", "gloo", 1, 2)
     assert not beside(output).exists()
     assert any(line.startswith(f"{len(cases)}/{len(cases)}  ") for line in lines)

@@ -83,7 +83,10 @@ PINS = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param(n, marks=pytest.mark.slow if i % 2 else ()) for i, n in enumerate(PINS)])
+PLAIN = ("recompute", "zero-of-several", "schedule")  # degrees: in the test of a whole mesh
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in PLAIN else pytest.mark.slow) for name in PINS])
 def pinned(request):
     """A pin, the pins, the request that does not fit with them, and what makes it fit."""
     name, pins = PINS[request.param]

@@ -90,28 +90,28 @@ def gpt_20b_on_64():
 
 @pytest.fixture(scope="module")
 def whole():
-    return find_plan(*gpt_20b_on_64())
+    return find_plan(*gpt_2_5b_on_16())
 
 
 @pytest.fixture(scope="module")
-def in_30_gib():
-    return find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=30 * GIB))
+def in_14_gib():
+    return find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB))
 
 
 def test_the_same_request_gives_the_same_bytes_twice(whole):
-    assert to_yaml(find_plan(*gpt_20b_on_64())) == to_yaml(whole)
+    assert to_yaml(find_plan(*gpt_2_5b_on_16())) == to_yaml(whole)
 
 
-def test_cbc_and_highs_find_the_same_optimum(in_30_gib):
-    highs = find_plan(*gpt_20b_on_64(), options=SearchOptions(memory_limit_bytes=30 * GIB, solver=SolverName.HIGHS))
+def test_cbc_and_highs_find_the_same_optimum(in_14_gib):
+    highs = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, solver=SolverName.HIGHS))
 
-    assert in_30_gib.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
+    assert in_14_gib.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
 
 
-def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_30_gib):
-    plan = in_30_gib
+def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_14_gib):
+    plan = in_14_gib
 
-    assert max(stage.total for stage in plan.predicted.memory_gib) <= 30.0
+    assert max(stage.total for stage in plan.predicted.memory_gib) <= 14.0
     assert plan.search.bound <= plan.search.value
     assert plan.search.gap == pytest.approx(1 - plan.search.bound / plan.search.value, abs=1e-5)
     assert plan.search.candidates.considered == plan.search.candidates.pruned + plan.search.candidates.solved
@@ -119,15 +119,14 @@ def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_30_gib):
 
 def test_the_memory_objective_is_leaner_and_within_the_slowdown(whole):
     fast = whole
-    lean = find_plan(*gpt_20b_on_64(), Objective.MEMORY, options=SearchOptions(max_slowdown=0.1))
+    lean = find_plan(*gpt_2_5b_on_16(), Objective.MEMORY, options=SearchOptions(max_slowdown=0.1))
 
     assert lean.predicted.redundancy_gib.total < fast.predicted.redundancy_gib.total
     assert lean.predicted.step_time_s.value <= 1.1 * fast.predicted.step_time_s.value * 1.02  # simulated against closed form
 
 
-def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap():
-    plan = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=7 * GIB, time_limit_s=1e-3))
-    ended = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=7 * GIB))
+def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap(in_14_gib):
+    plan, ended = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, time_limit_s=1e-3)), in_14_gib
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= ended.search.bound <= plan.search.value
@@ -142,7 +141,7 @@ def test_an_interrupt_after_the_first_plan_returns_it_as_feasible():
         if progress.incumbent is not None:
             raise KeyboardInterrupt
 
-    plan = find_plan(*gpt_20b_on_64(), on_progress=interrupt)
+    plan = find_plan(*gpt_2_5b_on_16(), on_progress=interrupt)
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= plan.search.value
@@ -162,7 +161,7 @@ def test_the_margin_of_the_stack_is_what_a_search_keeps_free(monkeypatch):
     residuals = Residuals(time_rows=50, time_band=0.001, memory_rows=50, memory_band=0.05, memory_margin=0.6)
     every = replace(residuals, memory_margin=0.0)
     monkeypatch.setattr("planner.band.shipped_terms", lambda: Terms(residuals={"all": every, "s": residuals}))
-    model, cluster, training = gpt_20b_on_64()
+    model, cluster, training = gpt_2_5b_on_16()
 
     kept = find_plan(model, cluster, replace(training, stack=Stack(name="s")))
     full = find_plan(model, cluster, training)
@@ -206,7 +205,7 @@ def test_an_interrupt_in_the_memory_search_falls_back_to_the_fastest_plan(whole,
         raise KeyboardInterrupt
 
     monkeypatch.setattr("planner.stage_ilp.Master.leanest", interrupt)
-    plan = find_plan(*gpt_20b_on_64(), "memory")
+    plan = find_plan(*gpt_2_5b_on_16(), "memory")
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= plan.search.value
