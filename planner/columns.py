@@ -65,6 +65,18 @@ class Column:
         return sum(count for _, count in self.mix)
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a rank may take in a plan of a frame: `repeats` micro-batches and its tail in `room_s` seconds."""
+
+    repeats: float
+    room_s: float
+
+    def within(self, time_s: Array, tail_s: Array) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = self.repeats * time_s + tail_s <= self.room_s
+        return found
+
+
 class MixTable:
     """Catalogue and mixes by (micro-batch, sharding, chunks, number of blocks), each made once."""
 
@@ -387,7 +399,7 @@ class RankColumns:
         if not found:
             return []
         values = np.array([[*(getattr(priced, name)[row] for name in names), priced.allocated[row]] for priced, row in found])
-        return [self.column(*found[index]) for index in _unbeaten_rows(values)]
+        return [self.column(*found[index]) for index in unbeaten_rows(values)]
 
     def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """Per ZeRO stage a column that no mix of real numbers of blocks can beat within `limit_bytes`: a bound, not a plan.
@@ -408,7 +420,7 @@ class RankColumns:
                 time_s += self.fixed[zero].time_s
                 found.append(Column(((options[0], num_blocks),), zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s))
         values = np.array([[c.time_s, c.tail_s, c.plain_s, c.ramp_s, 0.0] for c in found])
-        return [found[index] for index in _unbeaten_rows(values)] if found else []
+        return [found[index] for index in unbeaten_rows(values)] if found else []
 
     def _least_plain_and_ramp(self, num_blocks: int, zero: int, blocks_s: float) -> tuple[float, float]:
         """What no mix is below whose blocks take at least `blocks_s`: its least without recompute, of the ramps no more than that."""
@@ -467,7 +479,7 @@ def _least_share(own: Array, room: Array) -> tuple[Array, Array]:
     return share, (over == 0) | ((second <= room) & (share <= 1.0))
 
 
-def _unbeaten_rows(values: Array) -> list[int]:
+def unbeaten_rows(values: Array) -> list[int]:
     """The rows that no other beats or equals in every column but the last; of rows that are equal the one with the least last."""
     kept: list[int] = []
     best = np.empty((len(values), values.shape[1] - 1))
