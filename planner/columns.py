@@ -72,7 +72,7 @@ class Pace:
     repeats: float
     room_s: float
 
-    def within(self, time_s: Array, tail_s: Array) -> npt.NDArray[np.bool_]:
+    def within(self, time_s: Array, tail_s: Array | float) -> npt.NDArray[np.bool_]:
         found: npt.NDArray[np.bool_] = self.repeats * time_s + tail_s <= self.room_s
         return found
 

@@ -14,12 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from costmodels.book import PriceBook
+from costmodels.chunks.home import Home
 from costmodels.occupancy import usable_bytes
 from costmodels.step import StepPrice, bubble_share, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.bounds import redundancy_bound_bytes
 from planner.branch import Outcome, best_of, branch
-from planner.chunk_columns import ChunkColumns, Columns
+from planner.chunk_columns import ChunkColumns, Columns, lean_step_bytes
 from planner.chunk_costs import host_share_bytes
 from planner.columns import Column, Pace, to_strategy
 from planner.prediction import Objective
@@ -59,7 +60,7 @@ def search_leanest_on_host(
     """
     dropped: list[float] = []
     bounded = (
-        (redundancy_bound_bytes(frame, session.table), frame)
+        (redundancy_bound_bytes(frame, session.table) + _least_home_bytes(frame, session, closed_s), frame)
         for frame in frames
         if session.prices.may_fit(frame, session.limit_bytes) and session.prices.least_s(frame, session.limit_bytes) <= closed_s)
     outcome = branch(
@@ -88,6 +89,7 @@ def _solve(
             return None
         if tried == 0:
             bound = choice.redundant_bytes if choice.proven else max(bound, least)
+            bound -= 2 * frame.chunked * frame.mesh.num_ranks * lean_step_bytes(frame, session.book)  # of mixes, and of columns
             dropped.append(bound)
         found = _priced(frame, choice, bound, session)
         if found is None:
@@ -97,6 +99,35 @@ def _solve(
             return found
         slowest_s = min(slowest_s, choice.step_s) * step_s / found.price.step_s
     return None
+
+
+def _least_home_bytes(frame: Frame, session: Session, slowest_s: float) -> float:
+    """By how much the states on the devices of a frame in chunks are more than with all blocks at their leanest home, at least.
+
+    In the time that `slowest_s` leaves besides compute, the host updates but so many blocks, and fetches but so many. Of a rank this is
+    convex in its blocks, so that the ranks together hold no less than with equal shares. Infinite where compute takes all of the time.
+    """
+    if not frame.chunked:
+        return 0.0
+    table, catalogue, time = session.table, session.table.catalogue, session.time_bound(frame)
+    passes, blocks = frame.num_micro_batches, session.book.model.num_layers / frame.mesh.pp
+    repeats, room_s = passes - bubble_share(frame, session.book), slowest_s - time.total_s
+    spare_s = room_s - repeats * blocks * time.block_s
+    if spare_s < 0:
+        return float("inf")
+    least = []
+    for layout in catalogue.fastest_s(frame.micro_batch_size, frame.sharding):
+        costs = table.block_costs(frame, catalogue.with_layout(layout, frame.sharding))
+        held = {home: float(cost.device.total) for home, cost in costs.items()}
+        updated = min(blocks, *(spare_s / cost.host_adam_s for cost in costs.values() if cost.host_adam_s))
+        on_host = 0.0
+        if Home.HOST in costs:
+            swept_s = repeats * costs[Home.HOST].fetch_s / passes  # all but the first pass of a step find none of the last block's
+            on_host = min(updated, 1 + room_s / (2 * passes * swept_s) if swept_s else blocks)
+        others = held.get(Home.OPTIMIZER, held[Home.DEVICE])
+        total = on_host * held.get(Home.HOST, 0.0) + (updated - on_host) * others + (blocks - updated) * held[Home.DEVICE]
+        least.append(total - blocks * min(held.values()))
+    return frame.mesh.num_ranks * min(least)
 
 
 def _columns(session: Session, pace: Pace, rank: Columns, count: int) -> list[Column]:
