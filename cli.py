@@ -77,17 +77,9 @@ def main(ctx: click.Context, **options: Any) -> int | None:
 
 
 def _search(options: dict[str, Any]) -> int:
-    from planner.options import (
-        all_assumed,
-        constraints,
-        offload_assumed,
-        question_of,
-        require_no_front,
-        require_possible,
-        require_writable,
-        search_options,
-    )
+    from planner.options import all_assumed, constraints, offload_assumed, question_of, require_no_front, require_possible, search_options
     from planner.report.summary import Context
+    from profiles.files import require_writable
 
     output: Path = options["output"]
     require_no_front(options)
@@ -287,8 +279,9 @@ def estimate(**options: Any) -> None:
     from costmodels.recompute import Recompute
     from planner.chunk_options import chunk_request
     from planner.estimate import estimate_plan
-    from planner.options import frame, question_of, require_writable
+    from planner.options import frame, question_of
     from planner.report.summary import Context
+    from profiles.files import require_writable
 
     output = options["output"]
     if output not in (None, STDOUT):

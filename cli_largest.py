@@ -37,7 +37,7 @@ def max_model(**options: Any) -> int:
     A row for what the host may keep: nothing, the optimizer's states, and those, parameters, activations and the token
     table. Each model that is tried is a search for its fastest plan; Ctrl-C prints what is known.
     """
-    from planner.options import require_writable
+    from profiles.files import require_writable
 
     output: Path | None = options["output"]
     if output not in (None, STDOUT):

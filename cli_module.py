@@ -38,12 +38,13 @@ def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
 def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     """Trace the module, search its plan, write it and print its summary; the exit code."""
     from planner.module_options import assumed_of, module_question
-    from planner.options import all_assumed, constraints, require_writable, search_options
+    from planner.options import all_assumed, constraints, search_options
     from planner.partition.plan import plan_module
     from planner.partition.stages import StageRule, parse_stages
     from planner.report.progress import progress_bar
     from planner.report.summary import Context
     from planner.report.text import console
+    from profiles.files import require_writable
 
     output: Path = options["output"]
     if output != STDOUT:

@@ -110,8 +110,8 @@ def _draw(found: OwnProfile, plot: Path, *, quiet: bool) -> None:
 
 def _measure(options: dict[str, Any]) -> int:
     """Operators in processes of their own, then collectives under torchrun; the file is written after each of both."""
-    from planner.options import require_writable
     from planner.report.text import console, say
+    from profiles.files import require_writable
 
     output: Path = options["output"]
     require_writable(output, hint="choose another file with -o")

@@ -101,11 +101,10 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     what `plan profile` measured, the new profile keeps those curves beside the factors.
     """
     from planner.calibrate import calibrate
-    from planner.options import require_writable
     from planner.report.calibration import print_calibration
     from planner.report.text import console, say
     from planner.runs import read
-    from profiles.files import write_text
+    from profiles.files import require_writable, write_text
     from profiles.own import to_document, to_yaml
 
     if output != STDOUT:

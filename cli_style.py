@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 from profiles.errors import PlannerError, unknown_name_error
+from profiles.interrupts import on_ctrl_c
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -144,15 +144,8 @@ def noticing_ctrl_c() -> Iterator[list[int]]:
         interrupts.append(number)
         raise KeyboardInterrupt
 
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:  # a background job of a shell: Ctrl-C is not meant for it
+    with on_ctrl_c(on_interrupt):
         yield interrupts
-        return
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def print_json(value: object) -> None:

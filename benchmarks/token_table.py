@@ -1,6 +1,6 @@
 """What the token table on the host is worth: a large vocabulary over few blocks, with the table on the devices and wherever it pays.
 
-    python benchmarks/token_table.py                # two minutes of one core
+    python benchmarks/token_table.py                # three minutes of one core
     python benchmarks/token_table.py --json
 
 Blocks of GPT's width 4096, 256k tokens, a head of its own; the same search twice, with and without `lookup` in what the host may keep.

@@ -39,7 +39,7 @@ class ActivationBytes:
 class LayerStates:
     """Bytes of the states of one layer on one rank, without redundancy, ZeRO's buffers, and fp32 copies for the optimizer's step.
 
-    host: what the host keeps of them for this rank; `states`, and `ideal`, are the device's then
+    host: what the host keeps of them for this rank; `states` are the device's then, `ideal` is one copy wherever it lies
     """
 
     states: StateBytes
@@ -217,7 +217,7 @@ class LayerBook(ABC, Generic[K]):
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
                 states=layer_states(layer, sharding, zero, shards, self.training, with_tied=with_tied, offloaded=offloaded),
-                ideal=(0.0, 0.0, 0.0) if offloaded else ideal_states(whole, mesh.ranks_per_stage, self.training),
+                ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
                 zero_buffer=buffer,
                 step_copies=step_copy_bytes(layer, sharding, zero, shards, self.training, with_tied=with_tied),
                 host=HOST_STATE_BYTES * owned * offloaded)

@@ -206,16 +206,18 @@ def ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
 
 
 def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
-    """Redundant bytes of the cluster: every layer at its leanest ZeRO stage, recompute and sharding, one stash a layer."""
+    """Redundant bytes of the cluster: every layer at its leanest ZeRO stage, recompute, sharding and home, one stash a layer."""
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
     stages = table.zero_stages(frame)
     options = {*table.options(frame), *table.options(frame, mesh.pp - 1)}
     stored = 0.0
     for kind, count in ((LayerKind.BLOCK, book.model.num_layers), (LayerKind.EMBEDDING, 1), (LayerKind.HEAD, 1)):
-        held = [ends.states(kind, mesh, sharding, zero) for ends in table.books_of_ends(frame, kind) for zero in stages]
-        stored += count * min(states.states.total - sum(states.ideal) for states in held)
+        held = [prices_of(frame, ends).states(kind, mesh, sharding, zero) for ends in table.books_of_ends(frame, kind) for zero in stages]
+        there = [_block_bytes(frame, zero, table)[0] for zero in stages] if frame.chunked and kind is LayerKind.BLOCK else [
+            states.states.total for states in held]
+        stored += count * min(total - sum(states.ideal) for total, states in zip(there, held, strict=True))
     kept = book.model.num_layers * min(option.saved_bytes - option.ideal_saved_bytes for option in options)
-    buffers = min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
+    buffers = 0 if frame.chunked else min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
     head, workspace = book.activations(LayerKind.HEAD, b, sharding), min(option.workspace_bytes for option in options)
     temporaries = (mesh.pp - 1) * workspace + max(workspace - head.saved, head.workspace) + mesh.pp * buffers
     return mesh.ranks_per_stage * (stored + kept + temporaries)

@@ -77,6 +77,20 @@ class ChunkMixes:
         least = found_s.argmin(axis=0), np.arange(len(home))
         return rows[least], home, found_s[least]
 
+    def budgets(self, usable: float, host_share_bytes: float) -> tuple[Ints, Ints, Array, Array]:
+        """Every row with all homes, on what it needs and, where that makes copies run beside compute, on that and room for them.
+
+        Of what fits the rows, the homes, bytes of the device, and the seconds of a micro-batch.
+        """
+        row, home = (index.ravel() for index in np.meshgrid(np.arange(len(self.compute_s)), np.arange(len(self.costs.host)), indexing="ij"))
+        sent = self.sent.host_bytes[row] if self.sent else 0.0
+        needed = np.where(self.costs.host_bytes[home] + sent <= host_share_bytes, self.needed(row, home), np.inf)
+        ahead = self.costs.ahead_bytes[home]
+        fits, roomy = np.flatnonzero(needed <= usable), np.flatnonzero((needed + ahead <= usable) & (ahead > 0))
+        row, home = (np.concatenate([index[fits], index[roomy]]) for index in (row, home))
+        budget = np.concatenate([needed[fits], (needed + ahead)[roomy]])
+        return row, home, budget, self.seconds(row, home, budget)
+
     def _best_of_all(self, home: Ints, usable: float, within: npt.NDArray[np.bool_]) -> tuple[Ints, Ints, Array]:
         rows, homes = (index.ravel() for index in np.meshgrid(np.arange(len(self.compute_s)), home, indexing="ij"))
         fits = within.ravel() & (self.needed(rows, homes) <= usable)

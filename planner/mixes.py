@@ -239,11 +239,11 @@ def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
     numbers = {layout: n for n, layout in enumerate(dict.fromkeys(option.layout for option in mixes.options))}
     layout = (mixes.chunk_counts > 0) @ np.array([2 ** numbers[option.layout] for option in mixes.options])
     _, group = np.unique(np.stack([layout.astype(float), mixes.workspace_bytes, mixes.window_bytes]), axis=1, return_inverse=True)
-    kept = [_skyline(group.ravel(), time_s, held) for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)]
+    kept = [skyline(group.ravel(), time_s, held) for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)]
     return np.unique(np.concatenate(kept))
 
 
-def _skyline(group: Ints, time_s: Array, held: Array) -> Ints:
+def skyline(group: Ints, time_s: Array, held: Array) -> Ints:
     """Of every group the rows whose `held` is below that of all faster rows."""
     order = np.lexsort((held, time_s, group))
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))

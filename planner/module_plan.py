@@ -1,7 +1,7 @@
 """The plan of a model that was traced, not described: which of its shards run on which stage, and how.
 
-It shares the parts of the plan of a built-in model (planner/plan.py): cluster, training, mesh, pipeline, prediction, search. A shard is a
-run of operators in the order in which the module ran them; the executor traces the module again and cuts it at the same places.
+It shares the parts of the plan of a built-in model (planner/plan.py): cluster, training, mesh, pipeline, prediction, search. A shard
+is a run of operators in the order in which the module ran them; the executor traces the module again and cuts it at the same places.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -30,6 +29,7 @@ from planner.space import illegal_tensor_parallel
 from profiles.applied import applied, cluster_of, precision_of, stack_of
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
+from profiles.files import require_writable
 from profiles.hardware import Cluster, Device
 from profiles.measured import machine_for
 from profiles.module import ModuleSource
@@ -345,15 +345,3 @@ def require_front(options: Options) -> None:
     require_writable(output, hint="choose another file with --output")
     if options["plot"] is not None:
         require_plot(options["plot"])
-
-
-def require_writable(path: Path, *, hint: str = "choose another file with --output, or - for stdout") -> None:
-    """Raises ConfigError when a file could not be put at `path`: found before the search, not after it."""
-    folder = path.parent
-    if not folder.is_dir():
-        reason = "not a folder" if folder.exists() else "no such folder"
-        raise ConfigError(f"cannot write {path}: {folder}: {reason}", hint=hint)
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"cannot write {path}: {'a folder' if path.is_dir() else 'not a regular file'}", hint=hint)
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"cannot write {path}: no permission to write in {folder}", hint=hint)

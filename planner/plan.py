@@ -164,6 +164,13 @@ class Plan:
     chunks: Chunks | None = None
 
 
+def host_gib(plan: Plan) -> float:
+    """Of the host of the fullest node: what it holds for each of its devices. The ranks of a stage follow each other."""
+    per_stage, a_node = plan.mesh.dp * plan.mesh.tp, plan.cluster.gpus_per_node
+    held = [plan.predicted.memory_gib[rank // per_stage].host for rank in range(plan.mesh.num_ranks)]
+    return max(sum(held[first:first + a_node]) for first in range(0, len(held), a_node))
+
+
 def frame_of(plan: Plan) -> Frame:
     """The outer choices of a plan."""
     pipeline = plan.pipeline

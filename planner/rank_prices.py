@@ -42,7 +42,8 @@ class PerBlock:
     """What one block on each option of the catalogue costs at one ZeRO stage, by option; `waiting`: its weight gradient that waits.
 
     Zero where no recompute runs ahead: recompute_s; longer_s, by how much the backward is longer than the forward; whole_saved
-    and whole_workspace, what is kept and temporary without recompute. Of a frame in chunks the compute alone (planner/chunk_columns.py)
+    and whole_workspace, what is kept and temporary without recompute. Of a frame in chunks the compute alone
+    (planner/chunk_columns.py)
     """
 
     time_s: Array

@@ -1,4 +1,4 @@
-"""Writing a file whole or not at all."""
+"""Writing a file whole or not at all, and whether that could be done."""
 
 from __future__ import annotations
 
@@ -25,3 +25,15 @@ def write_text(text: str, path: Path, *, hint: str) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", hint=hint) from None
+
+
+def require_writable(path: Path, *, hint: str = "choose another file with --output, or - for stdout") -> None:
+    """Raises ConfigError when a file could not be put at `path`: found before the search, not after it."""
+    folder = path.parent
+    if not folder.is_dir():
+        reason = "not a folder" if folder.exists() else "no such folder"
+        raise ConfigError(f"cannot write {path}: {folder}: {reason}", hint=hint)
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"cannot write {path}: {'a folder' if path.is_dir() else 'not a regular file'}", hint=hint)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write {path}: no permission to write in {folder}", hint=hint)

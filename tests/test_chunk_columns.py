@@ -26,14 +26,12 @@ from planner.homes import Homes
 from planner.infeasible import _shorter, enough_host_bytes
 from planner.mix_table import MixTable
 from planner.options import offload_assumed
-from planner.pareto import find_front
-from planner.prediction import Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from planner.search import find_plan
 from planner.space import enumerate_space
 from planner.stage_blocks import block_counts, to_strategy
 from profiles.catalog import load_cluster, with_gpus
-from profiles.errors import ConfigError, InfeasibleError
+from profiles.errors import InfeasibleError
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Precision, TrainingSpec
@@ -241,14 +239,6 @@ def test_the_host_is_used_unasked_only_where_nothing_fits_without() -> None:
     with pytest.raises(InfeasibleError):
         find_plan(found.model, replace(found.cluster, device=replace(found.cluster.device, memory_bytes=6 * STATES)), found.training,
                   constraints=Constraints(offload=()), options=options)
-
-
-def test_the_memory_objective_says_that_it_is_of_devices() -> None:
-    found = instance(1, 6 * STATES)
-    with pytest.raises(ConfigError, match="redundancy is counted on devices"):
-        find_plan(found.model, found.cluster, found.training, Objective.MEMORY, constraints=PINS)
-    with pytest.raises(ConfigError, match="redundancy is counted on devices"):
-        find_front(found.model, found.cluster, found.training, constraints=PINS)
 
 
 def test_an_error_says_how_much_memory_the_hosts_lack_and_that_much_is_enough() -> None:

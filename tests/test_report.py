@@ -15,7 +15,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.estimate import estimate_plan
-from planner.options import Asked, parse_size, question, require_writable
+from planner.options import Asked, parse_size, question
 from planner.plan import Plan
 from planner.prediction import Band, ErrorBand, Objective, Quantity, RunnerUp, Status
 from planner.report.catalogue import print_stacks, stack_rows
@@ -29,6 +29,7 @@ from planner.report.text import FIXED_WIDTH, aligned, console, gib_text, joined,
 from planner.request import Progress
 from planner.space import Pruned
 from profiles.errors import ConfigError
+from profiles.files import require_writable
 from profiles.profiler import progress as profiling
 from profiles.provenance import Kind
 from profiles.stack import AttentionKernel, Stack

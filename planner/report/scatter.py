@@ -8,9 +8,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.options import require_writable
 from planner.validation.priced import Priced
 from profiles.errors import ConfigError
+from profiles.files import require_writable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

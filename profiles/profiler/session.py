@@ -7,8 +7,6 @@ was killed goes on where it was, and one that ran out of time where it stopped.
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from profiles.cases import Case, Outcome, Record
+from profiles.interrupts import on_ctrl_c
 from profiles.profiler.child import Program
 from profiles.profiler.journal import Journal
 from profiles.profiler.progress import OnProgress, Progress
@@ -144,13 +143,5 @@ def _noticed_ctrl_c() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         interrupts.append(number)
 
-    here = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT)
-    if not here or before is signal.SIG_IGN:  # a background job of a shell: Ctrl-C is not meant for it
+    with on_ctrl_c(on_interrupt):
         yield interrupts
-        return
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
