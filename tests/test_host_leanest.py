@@ -37,8 +37,8 @@ CASES = [
 
 
 def asked(gpus: int, states: int, precision: Precision = Precision.FP32, **changes: object) -> Instance:
-    """Six blocks on devices that have room for the states of `states` blocks."""
-    return instance(gpus, states * STATES, precision, 8, **changes)
+    """Six blocks on devices that have room for the states of `states` blocks, with a host of one NUMA domain."""
+    return instance(gpus, states * STATES, precision, 8, **{"numa_domains": None, "gpus_per_numa": None, **changes})
 
 
 def lean(one: Instance, offload: tuple[Offload, ...] | None, slowdown: float = 0.1, **options: object) -> Plan:
@@ -124,7 +124,8 @@ def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure(
         plan = lean(one, offload)
         assert plan.search.fastest_step_time_s == fastest.search.fastest_step_time_s
         assert plan.predicted.redundancy_gib.total < fastest.predicted.redundancy_gib.total
-        assert plan.predicted.step_time_s.value <= 1.1 * fastest.predicted.step_time_s.value * (1 + 1e-5)
+        longest_s = 1.1 * max(fastest.predicted.step_time_s.value, fastest.search.fastest_step_time_s)  # simulated, in the closed form
+        assert plan.predicted.step_time_s.value <= longest_s * (1 + 1e-5)
 
 
 def test_with_nothing_said_the_host_is_left_alone_where_the_devices_are_enough() -> None:
