@@ -100,9 +100,12 @@ class PriceBook(LayerBook[LayerKind]):
             host=plain.host + own.forward + own.backward)
 
     def states(self, kind: LayerKind, mesh: Mesh, sharding: Sharding, zero: int) -> LayerStates:
-        """As of any layer, with the table that the host has."""
+        """As of any layer, with the table that the host has, of which one copy counts wherever it lies."""
         plain = super().states(kind, mesh, sharding, zero)
-        return replace(plain, host=plain.host + self.lookup(1, mesh).host_bytes) if self.looks_up(kind) else plain
+        if not self.looks_up(kind):
+            return plain
+        whole = self.with_table(on_host=False).states(kind, mesh, sharding, zero)
+        return replace(plain, host=plain.host + self.lookup(1, mesh).host_bytes, ideal=whole.ideal)
 
     @property
     def plain_dropout(self) -> bool:

@@ -103,7 +103,8 @@ def _operator_states(
     """Parameter, gradient and optimizer bytes of one operator on a device, and how few they could be."""
     mesh, sharding, training = frame.mesh, frame.sharding_of(choice), book.training
     outside = prices_of(frame, book).training
-    whole = sum(p.num_elements for p in operator.parameters if not p.tied)
+    everywhere = (each for each in book.graph(1).layer_class(choice.kind).operators if each.name == operator.name)
+    whole = sum(p.num_elements for each in everywhere for p in each.parameters if not p.tied)
     if in_chunks(choice, frame):
         over = writes_over_parameters(training, frame.num_micro_batches)
         own, (widths, _) = sharding.parameter_elements(operator) / mesh.dp, state_widths(choice.home, training, over)

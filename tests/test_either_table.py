@@ -19,11 +19,12 @@ from planner.compare import compare
 from planner.either_table import EitherTable
 from planner.estimate import estimate_plan
 from planner.plan import read, write
-from planner.prediction import Status
+from planner.prediction import Objective, Status
 from planner.reprice import reprice
 from planner.request import SEARCHED_OFFLOAD, SearchOptions
 from planner.search import find_plan
 from planner.space import enumerate_space
+from profiles.units import GIB
 from tests.instances import PINS, Instance, every_strategy, peak_bytes, random_instance, redundant_bytes
 from tests.uniform import frame_of
 
@@ -79,6 +80,24 @@ def test_a_search_equals_the_enumeration_of_both(seed, tmp_path):
     assert plan.search.value <= WORTH_REPLAYING * fastest_s + 1e-6
     assert plan.predicted.step_time_s.value <= 1.05 * min(price.step_s for price in fitting)
     assert reprice(read(tmp_path / "plan.yaml")).plan.predicted == plan.predicted
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_without_the_host(seed):
+    instance = untied(seed)
+    slowest_s = 1.2 * min(price.closed_form_s for _, price, there in prices(seed) if not there)
+    found = [
+        (redundant_bytes(strategy, price), peak_bytes(price), there) for strategy, price, there in prices(seed)
+        if max(price.closed_form_s, price.step_s) <= slowest_s]
+    alone = min(redundant for redundant, _, there in found if not there)
+    peaks = [peak for redundant, peak, there in found if not there and redundant <= alone * (1 + 1e-6) + 1]  # it is one of these
+    most, least = (
+        min(redundant for redundant, peak, _ in found if peak <= fullest + 1) / GIB for fullest in (min(peaks), max(peaks)))
+
+    plan = find_plan(
+        instance.model, instance.cluster, instance.training, Objective.MEMORY, constraints=LOOKUP, options=SearchOptions(max_slowdown=0.2))
+
+    assert least - 1e-4 <= plan.predicted.redundancy_gib.total <= most + 1e-4
 
 
 def frames(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD):
