@@ -92,7 +92,7 @@ def _facts(front: Front, paths: Sequence[Path], context: Context) -> Iterator[tu
 
 
 def _tie_facts(front: Front) -> Iterator[tuple[str, str]]:
-    band = front.points[0].plan.predicted.error_band
+    band = next((band for point in front.points if (band := point.plan.predicted.error_band)), None)  # none of what the host keeps
     if band is None:
         yield "ties", "unknown: no measured steps on this device"
         return
