@@ -3,7 +3,7 @@
 What the host takes off the devices is paid for in time, which the slowdown limits, and in memory of the host, which is one more limit.
 A device fills only the budget that its column was priced with, one a pipeline rank: with more it would keep parameters that it can fetch
 again. Every answer is priced with the exact schedules of its chunks, on those budgets, and takes no longer than the slowdown allows
-in the simulated step either; where it does, the frame is asked again for a plan that much faster.
+in the simulated step either; where it would, the frame is asked again for a faster one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from profiles.errors import InfeasibleError
 if TYPE_CHECKING:
     from planner.search import Session
 
-TRIES = 4  # how often a frame whose exact step is too long is asked for a faster plan
+TRIES = 6  # how often a frame whose exact step is too long is asked for a faster plan
 ROUNDING = 1e-9  # relative: sums of the same terms in another order
 
 
@@ -75,32 +75,47 @@ def search_leanest_on_host(
 def _solve(
     frame: Frame, bound: float, cut: float, session: Session, slowest_s: float, step_s: float, dropped: list[float],
 ) -> Lean | None:
-    """The answer of one frame; what is below the cut in the closed form alone is `dropped`, and bounds what was proven."""
+    """The answer of one frame; where its closed form has a leaner one that takes too long, the bound of that is `dropped`.
+
+    Then what the closed form may take is halved in on: less where the exact step is too long, more where it is not.
+    """
+    choice = _choose(frame, cut, session, slowest_s)
+    if choice is None:
+        return None
+    least = choice.redundant_bytes if choice.proven else bound
+    least -= 2 * frame.chunked * frame.mesh.num_ranks * lean_step_bytes(frame, session.book)  # a step of mixes, and one of columns
+    found = _priced(frame, choice, least, session)
+    if found is None or found.price.step_s <= step_s:
+        dropped += [least] if found is None else []
+        return found
+    high_s, best = choice.step_s, None
+    low_s = high_s * (step_s / found.price.step_s) ** 2
+    for _ in range(TRIES):
+        middle_s = (low_s + high_s) / 2
+        choice = _choose(frame, cut, session, middle_s)
+        found = None if choice is None else _priced(frame, choice, least, session)
+        if choice and not (found and found.price.step_s <= step_s):
+            high_s = min(middle_s, choice.step_s)
+            continue
+        low_s, best = middle_s, found or best
+        cut = best.value if best else cut
+    dropped += [] if best else [least]
+    return best
+
+
+def _choose(frame: Frame, cut: float, session: Session, slowest_s: float) -> Choice | None:
+    """The least redundant choice of a frame in `slowest_s` of the closed form, None where it is not below `cut`."""
     num_layers, share = session.book.model.num_layers, bubble_share(frame, session.book)
-    for tried in range(TRIES):
-        pace = Pace(frame.num_micro_batches - share, slowest_s - session.time_bound(frame).total_s)
-        options = session.columns(frame, partial(_columns, session, pace), slowest_s)
-        if options is None:
-            return None
-        least_s, least = lower_bound_s(frame, options, num_layers, share), columns_redundancy_bound_bytes(frame, options, num_layers)
-        if least_s is None or least is None or least_s > slowest_s or least >= cut:
-            return None
-        master = Master(frame, options, num_layers, tied=session.book.tied, share=share)
-        choice = master.leanest(slowest_s, session.options.solver, session.solver_limit_s())
-        if choice is None or choice.redundant_bytes >= cut:
-            return None
-        if tried == 0:
-            bound = choice.redundant_bytes if choice.proven else max(bound, least)
-            bound -= 2 * frame.chunked * frame.mesh.num_ranks * lean_step_bytes(frame, session.book)  # of mixes, and of columns
-            dropped.append(bound)
-        found = _priced(frame, choice, bound, session)
-        if found is None:
-            return None
-        if found.price.step_s <= step_s:
-            dropped.remove(bound)
-            return found
-        slowest_s = min(slowest_s, choice.step_s) * step_s / found.price.step_s
-    return None
+    pace = Pace(frame.num_micro_batches - share, slowest_s - session.time_bound(frame).total_s)
+    options = session.columns(frame, partial(_columns, session, pace), slowest_s)
+    if options is None:
+        return None
+    least_s, least = lower_bound_s(frame, options, num_layers, share), columns_redundancy_bound_bytes(frame, options, num_layers)
+    if least_s is None or least is None or least_s > slowest_s or least >= cut:
+        return None
+    master = Master(frame, options, num_layers, tied=session.book.tied, share=share)
+    choice = master.leanest(slowest_s, session.options.solver, session.solver_limit_s())
+    return choice if choice and choice.redundant_bytes < cut else None
 
 
 def _least_home_bytes(frame: Frame, session: Session, slowest_s: float) -> float:

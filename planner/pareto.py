@@ -10,7 +10,8 @@ Of what these find, the plans that no other beats or equals in all three are the
 searches without it come first, so that no point is worse than without the host; then, with it,
 
     fastest, fastest within X    X from the least peak without the host to the least with it, at fewer limits: such a search takes longer
-    leanest within Y             at the same Y, of the fastest without the host where there is one (planner/host_leanest.py)
+    leanest within Y             at the same Y up to HOST_SLOWDOWN, of the fastest without the host where there is one
+                                 (planner/host_leanest.py)
 
 Proven, each under the closed-form price and within the gap that the point's own search states: no plan whose peak is
 within X is faster than the point found within X; no plan within the slowdown Y is less redundant than the point found
@@ -41,6 +42,7 @@ ANY_SLOWDOWN = 99.0  # finite for the solver's sake: steps up to 100 times the f
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, ANY_SLOWDOWN)
 DEFAULT_POINTS, LEAST_POINTS = 16, 3  # three ends: fastest, least peak, least redundant
 HOST_SHARE = 3  # of so many memory limits one is searched with the host
+HOST_SLOWDOWN = 0.2  # up to which slowdown the leanest is searched with the host: the more time, the more columns
 CLOSEST = 0.02  # share by which a memory limit is at least below the peak of the plan before it
 GIB_DIGITS = 4
 
@@ -249,13 +251,14 @@ def _with_host(
 ) -> None:
     """What the host adds to the front, `lean` without it at each of the slowdowns; nothing where nothing fits with it either."""
     walk.prices, walk.nothing_within_bytes = Prices(*asked), None
-    walk.planned += len(slowdowns) + num_limits // HOST_SHARE + 3
+    walk.planned += sum(slowdown <= HOST_SLOWDOWN for slowdown in slowdowns) + num_limits // HOST_SHARE + 3
     peaks = [_peak_bytes(plan) for plan in walk.found]
     first = walk.fastest()
     if first is None:
         return
     for slowdown, found in zip(slowdowns, lean or [None] * len(slowdowns), strict=True):
-        walk.leaner(slowdown, found or first)
+        if slowdown <= HOST_SLOWDOWN:
+            walk.leaner(slowdown, found or first)
     least = least_peak_bytes(*asked)
     _tighten(walk, min((*peaks, _peak_bytes(first.plan))), round(least or MIB), num_limits // HOST_SHARE)
 

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from costmodels.chunks.held import rank_chunks
+from costmodels.chunks.home import Eviction
+from costmodels.chunks.price import Chunking
 from costmodels.memory import ideal_states
 from costmodels.offload import Offload
+from costmodels.recompute import Recompute
+from costmodels.step import price_step
 from planner.chunks import rank_chunks_of
 from planner.pareto import Front, find_front, plan_paths
 from planner.plan import Plan, host_gib, read, to_yaml, write
@@ -28,7 +33,7 @@ from profiles.errors import InfeasibleError
 from profiles.spec import Precision
 from profiles.units import GIB
 from tests.instances import Instance
-from tests.test_chunk_columns import STATES, instance
+from tests.test_chunk_columns import STATES, chunked_frames, every_strategy, instance
 
 DIGIT_GIB = 1e-4  # of a plan file
 CASES = [
@@ -112,6 +117,28 @@ def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it
     for rank in plan.chunks.ranks:
         chunks = rank_chunks_of(back, rank.stage)
         assert rank.smallest_bytes <= chunks.most_bytes <= rank.device_bytes == chunks.device_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slowdown", [0.05, 0.2, 1.0])
+def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules(slowdown: float) -> None:
+    """Also where the closed form is furthest from them: slow PCIe, six small blocks."""
+    one, offload = instance(1, 20 * STATES, Precision.FP32, 4, pcie_bytes_per_s=3e9), (Offload.OPTIMIZER, Offload.PARAMETERS)
+    pins, book, found = Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,)), one.book(), []
+    (frame,) = chunked_frames(one, pins)
+    for strategy in every_strategy(frame):
+        needed = rank_chunks(strategy, 0, book, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes
+        for more in (0, 3_200_000):
+            price = price_step(strategy, book.within(Chunking(device_bytes=needed + more)))
+            found.append((price.step_s, sum(rank.total for rank in price.redundant)))
+    plan = find_plan(
+        one.model, one.cluster, one.training, Objective.MEMORY, constraints=pins,
+        options=SearchOptions(memory_margin=0.0, max_slowdown=slowdown))
+    best = min(redundant for step_s, redundant in found if step_s <= (1 + slowdown) * plan.search.fastest_step_time_s)
+    copy = sum(ideal_states(_num_parameters(plan), 1, plan.training))
+
+    assert plan.chunks is not None
+    assert plan.predicted.redundancy_gib.total * GIB <= best + 0.12 * copy
 
 
 def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from costmodels.mesh import Mesh
-from planner.pareto import HOST_SHARE, Front, Point
+from planner.pareto import HOST_SHARE, HOST_SLOWDOWN, Front, Point
 from planner.plan import Plan
 from planner.report.names import blocks_by_plan, found_text, graph_of, recompute_names, recompute_text
 from planner.report.summary import Context, print_header
@@ -77,7 +77,8 @@ def _facts(front: Front, paths: Sequence[Path], context: Context) -> Iterator[tu
     if front.uses_host:
         yield "host", (
             f"GiB of a node's host, which has {gib(first.cluster.host_memory_bytes):,.0f}, in neither of the two; states that lie there "
-            f"are not on the GPUs, so that redund. may be below zero; searched at one of {HOST_SHARE} memory limits")
+            f"are not on the GPUs, so that redund. may be below zero; with it one of {HOST_SHARE} memory limits is searched, and "
+            f"slowdowns up to {percent(HOST_SLOWDOWN)}")
     yield "proven", (
         f"largest gap {percent(max(point.plan.search.gap for point in front.points))} over the points, each at its own limit; "
         f"{front.num_searches} searches{took}; plans between two limits were not looked for")
@@ -91,7 +92,7 @@ def _facts(front: Front, paths: Sequence[Path], context: Context) -> Iterator[tu
 
 
 def _tie_facts(front: Front) -> Iterator[tuple[str, str]]:
-    band = front.points[0].plan.predicted.error_band
+    band = next((band for point in front.points if (band := point.plan.predicted.error_band)), None)  # none of what the host keeps
     if band is None:
         yield "ties", "unknown: no measured steps on this device"
         return
