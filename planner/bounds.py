@@ -177,7 +177,10 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
         most = [most_blocks(rank, partial(ends, rank)) for rank in range(pp)]
         return all(map(ge, most, fewest)) and sum(most) >= table.book.model.num_layers
 
-    return enough(lambda *_: 0.0) and enough(lambda rank, zero: ends_bytes(rank, frame, zero, table))
+    if not enough(lambda *_: 0.0):
+        return False
+    # where half of the room is enough, embedding and head are not asked: they cost more to price than they rule out
+    return enough(lambda *_: usable / 2) or enough(lambda rank, zero: ends_bytes(rank, frame, zero, table))
 
 
 def _block_bytes(frame: Frame, zero: int, table: MixTable) -> tuple[float, float]:
