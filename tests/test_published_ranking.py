@@ -22,7 +22,7 @@ def request_20b():
 
 @pytest.fixture(scope="module")
 def small():
-    return request_of("gpt-2.5b", 4, "h100-80gb", 32)
+    return request_of("gpt-2.5b", 2, "h100-80gb", 8)
 
 
 @pytest.fixture(scope="module")
