@@ -51,7 +51,8 @@ tracing = together(
     option(PINS, "--cross-skips", is_flag=True, help="Of a traced module: let skip connections cross stages."),
 )
 searching = together(
-    option(AIM, "--max-slowdown", type=float, metavar="SHARE", help="Of the memory objective, over the fastest. [default: 0.1]"),
+    option(AIM, "--max-slowdown", type=float, metavar="SHARE", 
+           help="Of the memory objective, over the fastest: without the host, where that fits. [default: 0.1]"),
     option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
     option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
     option(PINS, "--pp", type=List(click.IntRange(1)), metavar="N,..", help="Pipeline stages allowed."),
@@ -73,7 +74,7 @@ searching = together(
     option(PINS, "--offload", type=List(click.Choice(SEARCHED_OFFLOAD)), metavar="WHAT,..",
            help="What the host may keep: of the blocks optimizer (states), parameters (with those), activations; lookup, the token "
                 "table; or none. "
-                "[default: all with --host-memory, else only if nothing fits without]"),
+                "[default, for every objective: all with --host-memory, else only if nothing fits without]"),
     option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
            help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),
     option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
@@ -81,7 +82,8 @@ searching = together(
 )
 aim = together(
     option(AIM, "--objective", type=click.Choice(("throughput", "memory", "pareto")), default="throughput", show_default=True,
-           help="Fastest step, least redundant memory within --max-slowdown, or the front of time and memory."),
+           help="Fastest step, least redundant memory within --max-slowdown, or the front of time and memory. Memory is that of the "
+                "GPUs: the host takes states off them as --offload allows, never to hold more than without it."),
     option(AIM, "--points", type=int, metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
 )
 explaining = option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why.")

@@ -16,21 +16,30 @@ _CHUNKS = "Chunks"
 
 @click.command("show", cls=Command, epilog=(
     "  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s\n"
-    "  plan show plan.yaml --chunks --plot moments.png"))
+    "  plan show plan.yaml --chunks --plot moments.png\n  plan show run.json"))
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @option(_CHUNKS, "--chunks", is_flag=True, help="Instead the fullest moments of a GPU whose plan has chunks.")
 @option(_CHUNKS, "--rank", type=click.IntRange(0), metavar="N", help="Of this pipeline rank. [default: the one that moves most]")
 @option(_CHUNKS, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw every moment: .png, .svg or .pdf.")
 @as_json
 def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_json: bool) -> None:
-    """Print the summary of a plan file, its layer plans, its chunks, the placement of every operator, and what is redundant."""
+    """Print the summary of a plan file, its layer plans, its chunks, the placement of every operator, and what is redundant.
+
+    Of a run's file, run.json, what was predicted beside what was measured.
+    """
     from planner.module_plan import ModulePlan, read
     from planner.report.chunks import print_chunks
     from planner.report.layers import print_layers
     from planner.report.redundancy import print_redundancy
     from planner.report.summary import Context
     from planner.report.text import console
+    from planner.runs import is_run
 
+    if is_run(plan_file):
+        if chunks or rank is not None or plot is not None:
+            raise click.UsageError(f"{plan_file} is of a run, --chunks is for plans: give the plan that was run")
+        _show_run(plan_file, as_json=as_json)
+        return
     if chunks:
         _show_chunks(plan_file, rank, plot, as_json=as_json)
         return
@@ -47,6 +56,19 @@ def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_
     print_layers(plan, out)
     print_chunks(plan, out)
     print_redundancy(plan, out)
+
+
+def _show_run(run_file: Path, *, as_json: bool) -> None:
+    from planner.report.run import print_record
+    from planner.report.text import console
+    from planner.runs import read
+    from profiles.schema import document
+
+    run = read(run_file)
+    if as_json:
+        print_json(document(run))
+    else:
+        print_record(run, console(sys.stdout))
 
 
 def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_json: bool) -> None:
@@ -70,6 +92,6 @@ def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_jso
     if as_json:
         print_json(levels_document(moments, rank, found.device_bytes))
     else:
-        print_levels(moments, rank, found.device_bytes, console(sys.stdout))
+        print_levels(moments, rank, found, console(sys.stdout))
     if plot:
         click.echo(f"wrote {plot}", err=as_json)

@@ -346,7 +346,7 @@ def chunk_sizes(sizes: Sequence[int] = (64, 128, 256, 288, 384), ranks: int = 8)
         used = model.num_layers * sum(block) / (groups_after(block, model.num_layers, group, ranks)[-1] * group)
         rows.append((
             name, f"{max(block) / MIB:.1f}", *at_sizes, f"{found / MIB:.0f}", f"{100 * share:.1f} %",
-            f"{group / ranks / MIB:.1f}", f"{100 * used:.2f} %"))
+            f"{group / ranks / MIB:.1f}", f"{100 * used:.1f} %"))
     return Table(part="chunks", heading=heading, rows=tuple(rows))
 
 

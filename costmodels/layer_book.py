@@ -14,7 +14,7 @@ from costmodels.memory import StateBytes, ideal_states, layer_states, owned_para
 from costmodels.mesh import Mesh
 from costmodels.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
 from costmodels.pace import layouts_of
-from costmodels.recompute import Again, Recompute, ideal_saved_bytes, saved_bytes, workspace_bytes
+from costmodels.recompute import Again, Recompute, backward_bytes, host_bytes_by_operator, ideal_saved_bytes, saved_bytes, workspace_of
 from costmodels.sharding import Sharding
 from profiles.measured import Machine
 from profiles.model import LayerClass
@@ -39,7 +39,7 @@ class ActivationBytes:
 class LayerStates:
     """Bytes of the states of one layer on one rank, without redundancy, ZeRO's buffers, and fp32 copies for the optimizer's step.
 
-    host: what the host keeps of them for this rank; `states`, and `ideal`, are the device's then
+    host: what the host keeps of them for this rank; `states` are the device's then, `ideal` is one copy wherever it lies
     """
 
     states: StateBytes
@@ -128,7 +128,15 @@ class LayerBook(ABC, Generic[K]):
         return self._once(("waiting", kind, micro_batch_size, sharding), make)
 
     def _workspace_bytes(self, kind: K, layer: LayerClass, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]) -> int:
-        return workspace_bytes(layer, sharding, again, self.training.stack)
+        stack = self.training.stack
+        widest = self._once(("widest", kind, micro_batch_size, sharding), lambda: max(backward_bytes(layer, sharding, stack)))
+        whole, kept = (self._saved_bytes(kind, micro_batch_size, sharding, names) for names in ((), again))
+        return workspace_of(whole, kept, widest, stack)
+
+    def _saved_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, again: tuple[str, ...]) -> int:
+        return self._once(
+            ("saved", kind, micro_batch_size, sharding, again),
+            lambda: saved_bytes(self.kept_layer(kind, micro_batch_size), sharding, again, self.training.stack))
 
     def activations(
         self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE, on_host: tuple[str, ...] = (),
@@ -139,14 +147,27 @@ class LayerBook(ABC, Generic[K]):
         """
 
         def make() -> ActivationBytes:
-            layer, again, stack = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level), self.training.stack
-            saved = saved_bytes(layer, sharding, again, stack, on_host)
-            host = saved_bytes(layer, sharding, again, stack) - saved if on_host else 0
-            workspace = self._workspace_bytes(kind, layer, micro_batch_size, sharding, again)
+            layer, again = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level)
+            ideal = ideal_saved_bytes(layer, sharding.tp, again, on_host)
+            if on_host:
+                whole = self.activations(kind, micro_batch_size, sharding, level)
+                sent = self.host_bytes(kind, micro_batch_size, sharding, level)
+                host = sum(num_bytes for name, num_bytes in sent.items() if name in on_host)
+                return ActivationBytes(saved=whole.saved - host, ideal_saved=ideal, workspace=whole.workspace + host, host=host)
             return ActivationBytes(
-                saved=saved, ideal_saved=ideal_saved_bytes(layer, sharding.tp, again, on_host), workspace=workspace + host, host=host)
+                saved=self._saved_bytes(kind, micro_batch_size, sharding, again), ideal_saved=ideal,
+                workspace=self._workspace_bytes(kind, layer, micro_batch_size, sharding, again), host=0)
 
         return self._once(("activations", kind, micro_batch_size, sharding, level, on_host), make)
+
+    def host_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> dict[str, int]:
+        """Of one layer of `kind` and one micro-batch the bytes that each operator sends to the host where it is one of those that do."""
+
+        def make() -> dict[str, int]:
+            layer, again = self.kept_layer(kind, micro_batch_size), self.recompute_operators(kind, level)
+            return host_bytes_by_operator(layer, sharding, again, self.training.stack)
+
+        return self._once(("sent", kind, micro_batch_size, sharding, level), make)
 
     def remade_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> int:
         """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch: what it would keep without, less that."""
@@ -196,7 +217,7 @@ class LayerBook(ABC, Generic[K]):
             whole = owned_parameters(layer, Sharding(), with_tied=False)
             return LayerStates(
                 states=layer_states(layer, sharding, zero, shards, self.training, with_tied=with_tied, offloaded=offloaded),
-                ideal=(0.0, 0.0, 0.0) if offloaded else ideal_states(whole, mesh.ranks_per_stage, self.training),
+                ideal=ideal_states(whole, mesh.ranks_per_stage, self.training),
                 zero_buffer=buffer,
                 step_copies=step_copy_bytes(layer, sharding, zero, shards, self.training, with_tied=with_tied),
                 host=HOST_STATE_BYTES * owned * offloaded)

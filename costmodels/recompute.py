@@ -186,8 +186,13 @@ def workspace_bytes(layer: LayerClass, sharding: Sharding, recompute: Iterable[s
     gathered input, a row-parallel one the whole gradient of its output; the libraries' workspaces of the stack are there
     all the time. Left out: workspaces inside kernels.
     """
-    remade = saved_bytes(layer, sharding, stack=stack) - saved_bytes(layer, sharding, recompute, stack)
-    return max(0, remade) + max(backward_bytes(layer, sharding, stack)) + stack.workspace_bytes
+    whole, kept = saved_bytes(layer, sharding, stack=stack), saved_bytes(layer, sharding, recompute, stack)
+    return workspace_of(whole, kept, max(backward_bytes(layer, sharding, stack)), stack)
+
+
+def workspace_of(whole_bytes: int, kept_bytes: int, backward_bytes: int, stack: Stack) -> int:
+    """The same of a layer that keeps `whole_bytes` without recompute and `kept_bytes` with it, by the most that an operator adds."""
+    return max(0, whole_bytes - kept_bytes) + backward_bytes + stack.workspace_bytes
 
 
 def backward_bytes(layer: LayerClass, sharding: Sharding, stack: Stack) -> Iterator[int]:

@@ -3,6 +3,11 @@
 For a tensor x that is divided into q parts over the n devices of a stage: bytes_x (1/q - 1/n). Parameters, gradients and
 optimizer states are redundant along the axes that do not shard them, kept activations (times the micro-batches in flight)
 along those that do not divide them; temporaries are redundant in whole, and a maximum over time, not a sum.
+
+The one copy of the states is that of the whole model, wherever it lies: states that the host keeps are not on the device, q is
+infinite there, and their class counts - bytes_x / n. So of two plans of a model the one whose devices hold fewer states has the fewer
+redundant bytes, and a plan whose devices hold less than one copy of a class has less than none of it. Activations that are not kept, or
+that the host keeps, are in neither term. What the host holds is no part of it (`RankMemory.host`).
 """
 
 from __future__ import annotations
@@ -12,7 +17,7 @@ from dataclasses import dataclass, fields
 
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import prices_of
-from costmodels.chunks.price import ideal_bytes, state_widths, writes_over_parameters
+from costmodels.chunks.price import state_widths, writes_over_parameters
 from costmodels.memory import ideal_states, operator_states, owned_parameters
 from costmodels.occupancy import RankMemory, held_bytes, rank_layers, stashes
 from costmodels.recompute import gradient_bytes, ideal_bytes_by_operator, recompute_operators, saved_bytes_by_operator
@@ -62,12 +67,10 @@ def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: Pri
 
 
 def _ideal(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[float, float, float]:
-    """Of one layer; of a block in chunks by its home, without padding."""
+    """Of one layer, wherever its states lie; of a block in chunks without padding."""
     if not in_chunks(choice, frame):
         return prices_of(frame, book).states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).ideal
-    whole = owned_parameters(book.layer(choice.kind, 1), Sharding())
-    over = writes_over_parameters(book.training, frame.num_micro_batches)
-    return ideal_bytes(choice.home, whole, frame.mesh.ranks_per_stage, book.training, over)
+    return ideal_states(owned_parameters(book.layer(choice.kind, 1), Sharding()), frame.mesh.ranks_per_stage, book.training)
 
 
 def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: PriceBook) -> dict[str, RedundantBytes]:
@@ -105,8 +108,7 @@ def _operator_states(
         over = writes_over_parameters(training, frame.num_micro_batches)
         own, (widths, _) = sharding.parameter_elements(operator) / mesh.dp, state_widths(choice.home, training, over)
         held = widths.parameters * own, widths.gradients * own, widths.optimizer * own
-        return held, ideal_bytes(choice.home, whole, mesh.ranks_per_stage, training, over)
+        return held, ideal_states(whole, mesh.ranks_per_stage, training)
     states = operator_states(
         operator, sharding, choice.zero, book.shards(mesh), outside, with_tied=mesh.pp > 1, offloaded=book.offloads_states)
-    least = (0.0, 0.0, 0.0) if book.offloads_states else ideal_states(whole, mesh.ranks_per_stage, outside)
-    return (states.parameters, states.gradients, states.optimizer), least
+    return (states.parameters, states.gradients, states.optimizer), ideal_states(whole, mesh.ranks_per_stage, outside)

@@ -18,7 +18,8 @@ class RankUse:
 
     states       parameters, gradients, optimizer states
     activations  the most that is kept for backward passes between two actions of the schedule
-    temporaries  what the fullest moment holds beyond both; below zero where gradients are not there with most activations
+    temporaries  what the fullest moment holds beyond both
+    apart        what it holds less than both, which are never there together: with most activations gradients may still be missing
     saved        what one micro-batch keeps on all layers of the rank
     """
 
@@ -27,11 +28,12 @@ class RankUse:
     temporaries: int
     saved: int
     sent: tuple[Sent, ...]
+    apart: int = 0
 
     @property
     def held(self) -> int:
         """Bytes of tensors at the fullest moment."""
-        return self.states.total + self.activations + self.temporaries
+        return self.states.total + self.activations + self.temporaries - self.apart
 
 
 def predicted_use(strategy: Strategy, rank: int, book: PriceBook) -> RankUse:

@@ -172,7 +172,7 @@ class Trainer:
     @property
     def on_host_bytes(self) -> int:
         """What chunks hold of the host's memory."""
-        return self.adam.manager.host_bytes if self.adam is not None else 0
+        return self.adam.host_bytes if self.adam is not None else 0
 
     @property
     def copied_bytes(self) -> tuple[int, int]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import ge
 
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import prices_of
+from costmodels.chunks.price import writes_over_parameters
+from costmodels.memory import ideal_states
 from costmodels.occupancy import stashes, usable_bytes
 from costmodels.passes import hidden_passes
 from costmodels.recompute import Recompute
@@ -119,13 +124,34 @@ def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
     return usual_s * (1 - share * (ranks + hidden) / (frame.num_micro_batches - 1 + ranks))
 
 
+def in_reach(table: MixTable, limit_bytes: float) -> bool:
+    """Whether `limit_bytes` of every device, and the hosts where they may keep something, hold the states of the model once.
+
+    Where not, nothing fits, whatever the candidate.
+    """
+    book = table.book
+    cluster, training = book.machine.cluster, book.training
+    parameters, gradients, optimizer = ideal_states(book.graph(1).num_parameters, 1, training)
+    least = parameters + optimizer + (0.0 if training.stack.frees_gradients else gradients)
+    return least <= cluster.num_gpus * (limit_bytes + table.host_share_bytes * bool(table.offload))
+
+
 def least_kept_bytes(frame: Frame, table: MixTable) -> float:
     """What any block keeps at least of a micro-batch on its device."""
-    sends = (ALL,) if sends_activations(frame, table.offload) else ()
-    return min(
-        table.book.activations(
-            LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level, named_operators(sends, level, table.book)).ideal_saved
-        for level in ((Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels))
+    return _least_kept_bytes(frame, table, sends=sends_activations(frame, table.offload))
+
+
+def _least_kept_bytes(frame: Frame, table: MixTable, *, sends: bool) -> float:
+    """The same, or with `sends` False on device and host together: what is not kept by the one is by the other."""
+
+    def make() -> float:
+        book, levels = table.book, (Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels
+        return min(
+            book.activations(
+                LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level, named_operators((ALL,) * sends, level, book)).ideal_saved
+            for level in levels)
+
+    return table.once(("kept", frame.micro_batch_size, frame.sharding, frame.splits_backward, sends), make)
 
 
 def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
@@ -133,20 +159,25 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
 
     Without the workspace of blocks, and without a catalogue: it rules out most candidates that are far too large.
     """
-    usable, pp, v = usable_bytes(limit_bytes, frame.mesh, table.book), frame.mesh.pp, frame.virtual_stages
-    kept = least_kept_bytes(frame, table)
+    usable, pp = usable_bytes(limit_bytes, frame.mesh, table.book), frame.mesh.pp
     states = {zero: _block_bytes(frame, zero, table) for zero in table.zero_stages(frame)}
-    share, most = table.host_share_bytes if frame.chunked else 0.0, 0
-    for rank in range(pp):
-        held = stashes(LayerKind.BLOCK, rank, frame) * kept / v
-        rooms = {zero: usable - ends_bytes(rank, frame, zero, table) for zero in states}
-        here = max(
-            int(min(room / max(device + held, 1.0), (room + share) / (both + held))) if room > 0 else 0  # the host may keep all
-            for (device, both), room in ((states[zero], room) for zero, room in rooms.items()))
-        if here < min(block_counts(rank, frame, table.book.model.num_layers), default=0):
-            return False
-        most += here
-    return most >= table.book.model.num_layers
+    kept, anywhere = least_kept_bytes(frame, table), _least_kept_bytes(frame, table, sends=False)
+    share = table.host_share_bytes if frame.chunked or kept < anywhere else 0.0
+    fewest = [next(block_counts(rank, frame, table.book.model.num_layers), 0) for rank in range(pp)]
+
+    def most_blocks(rank: int, ends: Callable[[int], float]) -> int:
+        in_flight, most = stashes(LayerKind.BLOCK, rank, frame) / frame.virtual_stages, 0
+        for zero, (device, both) in states.items():
+            room = usable - ends(zero)
+            if room > 0:  # the host may keep all
+                most = max(most, int(min(room / max(device + in_flight * kept, 1.0), (room + share) / (both + in_flight * anywhere))))
+        return most
+
+    def enough(ends: Callable[[int, int], float]) -> bool:
+        most = [most_blocks(rank, partial(ends, rank)) for rank in range(pp)]
+        return all(map(ge, most, fewest)) and sum(most) >= table.book.model.num_layers
+
+    return enough(lambda *_: 0.0) and enough(lambda rank, zero: ends_bytes(rank, frame, zero, table))
 
 
 def _block_bytes(frame: Frame, zero: int, table: MixTable) -> tuple[float, float]:
@@ -154,10 +185,15 @@ def _block_bytes(frame: Frame, zero: int, table: MixTable) -> tuple[float, float
     if not frame.chunked:
         own = float(table.book.states(LayerKind.BLOCK, frame.mesh, frame.sharding, zero).states.total)
         return own, own
-    costs = [
-        cost for layout in table.catalogue.fastest_s(frame.micro_batch_size, frame.sharding)
-        for cost in table.block_costs(frame, table.catalogue.with_layout(layout, frame.sharding)).values()]
-    return min(float(cost.device.total) for cost in costs), min(float(cost.device.total + cost.host.total) for cost in costs)
+
+    def make() -> tuple[float, float]:
+        costs = [
+            cost for layout in table.catalogue.fastest_s(frame.micro_batch_size, frame.sharding)
+            for cost in table.block_costs(frame, table.catalogue.with_layout(layout, frame.sharding)).values()]
+        return min(float(cost.device.total) for cost in costs), min(float(cost.device.total + cost.host.total) for cost in costs)
+
+    in_parameters = writes_over_parameters(table.book.training, frame.num_micro_batches)
+    return table.once(("states", frame.mesh, frame.micro_batch_size, frame.sharding, in_parameters), make)
 
 
 def ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
@@ -170,16 +206,18 @@ def ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
 
 
 def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
-    """Redundant bytes of the cluster: every layer at its leanest ZeRO stage, recompute and sharding, one stash a layer."""
+    """Redundant bytes of the cluster: every layer at its leanest ZeRO stage, recompute, sharding and home, one stash a layer."""
     book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
     stages = table.zero_stages(frame)
     options = {*table.options(frame), *table.options(frame, mesh.pp - 1)}
     stored = 0.0
     for kind, count in ((LayerKind.BLOCK, book.model.num_layers), (LayerKind.EMBEDDING, 1), (LayerKind.HEAD, 1)):
-        held = [ends.states(kind, mesh, sharding, zero) for ends in table.books_of_ends(frame, kind) for zero in stages]
-        stored += count * min(states.states.total - sum(states.ideal) for states in held)
+        held = [prices_of(frame, ends).states(kind, mesh, sharding, zero) for ends in table.books_of_ends(frame, kind) for zero in stages]
+        there = [_block_bytes(frame, zero, table)[0] for zero in stages] if frame.chunked and kind is LayerKind.BLOCK else [
+            states.states.total for states in held]
+        stored += count * min(total - sum(states.ideal) for total, states in zip(there, held, strict=True))
     kept = book.model.num_layers * min(option.saved_bytes - option.ideal_saved_bytes for option in options)
-    buffers = min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
+    buffers = 0 if frame.chunked else min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
     head, workspace = book.activations(LayerKind.HEAD, b, sharding), min(option.workspace_bytes for option in options)
     temporaries = (mesh.pp - 1) * workspace + max(workspace - head.saved, head.workspace) + mesh.pp * buffers
     return mesh.ranks_per_stage * (stored + kept + temporaries)

@@ -69,14 +69,14 @@ def worth_replaying(solved: Sequence[S]) -> float:
 
 def branch(
     objective: Objective, bounded: Iterable[tuple[float, Frame]], solve: Solve[S], cut: Callable[[Sequence[S]], float], *,
-    left_s: Callable[[], float | None], on_progress: OnProgress | None, known: S | None = None,
+    left_s: Callable[[], float | None], on_progress: OnProgress | None, known: S | None = None, incumbent: S | None = None,
 ) -> Outcome[S]:
     """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
 
     left_s: seconds until the time limit (negative after it), or None without one. `known` is the answer when no frame was solved;
-    without it an interrupt, or the solver's last error, is raised again.
+    without it an interrupt, or the solver's last error, is raised again. `incumbent` is one to be beaten, of another search.
     """
-    solved: list[S] = []
+    solved: list[S] = [] if incumbent is None else [incumbent]
     open_ = Unanswered()
     ordered: list[tuple[float, int, Frame]] = []
     proven, finished, interrupted, reached = 0.0, True, False, 0  # `proven`: the least bound of the frames still to solve

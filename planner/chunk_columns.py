@@ -14,20 +14,23 @@ import numpy as np
 
 from costmodels.book import PriceBook
 from costmodels.chunks.room import SHARD_GRADIENT_BYTES, numbers_bytes
-from costmodels.memory import owned_parameters
+from costmodels.memory import ideal_states, owned_parameters
 from costmodels.occupancy import occupied_bytes, usable_bytes
+from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
 from planner.chunk_costs import HomeCosts, Tensors
 from planner.chunk_mixes import ChunkMixes, Sent
-from planner.columns import Column, Priced, RankColumns
+from planner.columns import Column, Pace, Priced, RankColumns, unbeaten_rows
 from planner.either_table import EitherTable
 from planner.fronts import Array, Ints, front
 from planner.mix_table import MixTable
-from planner.mixes import Mixes, column_of, pure_mixes
+from planner.mixes import Mixes, column_of, pure_mixes, skyline
 from planner.rank_prices import end_kinds
 from profiles.model import LayerKind
 
+LEAN_STEP = 1 / 256  # of one copy of the states
 STEPS = 128  # of what mixes may allocate, at which the relaxation is solved
+ENDLESS = 2.0**60  # bytes
 SHARES = 64  # of the host that are left for activations, in the relaxation
 MOST_SENDING = 16  # mixes with activations on the host that are tried with all homes, evenly along their front
 
@@ -49,6 +52,38 @@ class ChunkColumns:
             for i in front(time_s, mixes.costs.once_s[home]):
                 found.append(self._column(mixes, priced, rows, (int(row[i]), int(home[i])), float(time_s[i])))
         return _unbeaten(found)
+
+    def leanest(self, num_blocks: int, limit_bytes: float, pace: Pace) -> list[Column]:
+        """The mixes, homes and budgets within both limits and `pace` that no other beats in time, tail and redundant bytes together.
+
+        A budget is what the mix needs at its fullest, or that and the room in which copies run beside compute. Activations that are
+        kept are one copy: redundant is the rest of the budget, less one copy of the states (EQUATIONS R). Bytes are compared in steps
+        of `lean_step_bytes`.
+        """
+        usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
+        mixes, ideal = self.table.get(self.frame, self.rank, num_blocks), self._ideal_states(num_blocks)
+        step = lean_step_bytes(self.frame, self.table.book)
+        for own, priced, rows in self._mixes(mixes, num_blocks, pace):
+            kept = self.fixed.ideal_held + self.compute.stashes * mixes.ideal_saved_bytes[rows]
+            row, home, budget, time_s = own.budgets(usable, self.host_share_bytes)
+            tail_s, redundant = own.costs.once_s[home] + self.fixed.tail_s, budget - kept[row] - ideal
+            within = np.flatnonzero(pace.within(time_s, tail_s))
+            if not len(within):
+                continue
+            steps = np.ceil(redundant / step)
+            within = within[skyline(home[within], time_s[within], steps[within])]
+            for i in within[unbeaten_rows(np.stack([steps, time_s, tail_s, redundant], axis=1)[within])]:
+                found.append(replace(
+                    self._column(own, priced, rows, (int(row[i]), int(home[i])), float(time_s[i])), redundant_bytes=float(redundant[i]),
+                    memory_bytes=occupied_bytes(float(budget[i]), self.frame.mesh, self.table.book)))
+        values = np.array([(np.ceil(c.redundant_bytes / step), c.time_s, c.tail_s, c.redundant_bytes) for c in found]).reshape(-1, 4)
+        return [found[index] for index in unbeaten_rows(values)]
+
+    def _ideal_states(self, num_blocks: int) -> float:
+        """One copy of the states of embedding, head and so many blocks, of which the ranks of a stage have equal parts."""
+        book = self.table.book
+        whole = owned_parameters(book.layer(LayerKind.BLOCK, 1), Sharding())
+        return self.fixed.ideal_states + num_blocks * sum(ideal_states(whole, self.frame.mesh.ranks_per_stage, book.training))
 
     def smallest(self, num_blocks: int) -> Column:
         """The mix and homes with the lowest peak of a device within its share of the host, whatever their time."""
@@ -74,46 +109,37 @@ class ChunkColumns:
         mix sends there beside the states of any homes.
         """
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
+        allocated = self._in_blocks(self.compute.priced(self._pure(num_blocks), self.zero))
+        ends = np.linspace(float(allocated.min()), float(allocated.max()), STEPS)
+        begins = np.insert(ends, 0, ends[0])[::-1]
         for costs, tensors in self._homes(num_blocks):
-            begins, compute_s = self._intervals(num_blocks, tensors)
-            left = np.clip(1 - costs.host_bytes / self.host_share_bytes, 0.0, 1.0) if self.host_share_bytes else np.zeros(len(costs.host))
+            compute_s = self._least_s(num_blocks, np.append(ends, ENDLESS)[::-1], tensors)
+            some = np.isfinite(compute_s[:, -1])
             mixes = ChunkMixes(
-                self.frame, costs, compute_s, begins, np.full(len(begins), -np.inf), -np.inf,
-                level=np.ceil(left * (compute_s.shape[1] - 1)).astype(np.int64))
+                self.frame, costs, compute_s[some], begins[some], np.full(some.sum(), -np.inf), -np.inf,
+                share=np.ceil(self._left(costs) * (compute_s.shape[1] - 1)).astype(np.int64))
             _, home, time_s = mixes.best(usable, self.host_share_bytes)
             found += [self._bound(num_blocks, costs, int(home[i]), float(time_s[i])) for i in front(time_s, costs.once_s[home])]
         return _unbeaten(found)
 
-    def _intervals(self, num_blocks: int, tensors: Tensors) -> tuple[Array, Array]:
-        """Intervals of what the fullest pass of a block may allocate without chunks, the last first: their beginnings, and seconds.
-
-        The seconds are by interval and, where blocks may send activations, by share of the host that is left for those, ascending.
-        """
-        allocated = self._in_blocks(self.compute.priced(self._pure(num_blocks), self.zero))
-        ends = np.linspace(float(allocated.min()), float(allocated.max()), STEPS)
-        compute_s = self._least_s(num_blocks, np.append(ends, np.inf), tensors)[::-1]
-        begins = np.insert(ends, 0, ends[0])[::-1]
-        possible = np.isfinite(compute_s).any(axis=1)
-        return begins[possible], compute_s[possible]
+    def _left(self, costs: HomeCosts) -> Array:
+        """The share of the host that is left beside the states of blocks with any homes."""
+        return np.clip(1 - costs.host_bytes / max(1.0, self.host_share_bytes), 0.0, 1.0)
 
     def _least_s(self, num_blocks: int, allocated: Array, tensors: Tensors) -> Array:
         """The least seconds of compute of any real numbers of blocks on each option that allocate so much, infinity where none do.
 
-        Of options with at most some workspace, the lower convex hull of kept bytes and seconds. With a price of every byte that goes
-        to the host, what is left when as much as there is room for is not paid for (a Lagrangian bound): the largest over all prices.
+        By what is allocated and, where blocks may send activations, by share of the host that is left for those. Of options with at
+        most some workspace, the lower convex hull of kept bytes and seconds. With a price of every byte that goes to the host, what is
+        left when as much as there is room for is not paid for (a Lagrangian bound): the largest over all prices.
         """
         always = self._outside_bytes + self._lasting_bytes((LayerKind.HEAD,)) - self.fixed.used_up
-        in_flight = self.compute.stashes * num_blocks / self.frame.virtual_stages
-        priced = self.table.hulls(self.frame, self.rank, tensors)
-        sent_bytes = np.linspace(0.0, 1.0, SHARES + 1 if len(priced) > 1 else 1) * self.host_share_bytes / in_flight
-        least: Array = np.full((len(allocated), len(sent_bytes)), -np.inf)
-        for price, own in priced.items():
-            found = np.full(len(allocated), np.inf)
-            for workspace, kept, time_s in own:
-                kept_each = (allocated - always - workspace) / in_flight
-                found = np.minimum(found, np.interp(kept_each, kept, time_s, left=np.inf))
-            least = np.maximum(least, found[:, None] - price * sent_bytes)
-        return num_blocks * least + self.fixed.time_s
+        in_flight, reached = self.compute.stashes * num_blocks / self.frame.virtual_stages, self.table.hulls(self.frame, self.rank, tensors)
+        shares = np.linspace(0.0, 1.0, SHARES + 1 if len(reached.prices) > 1 else 1)
+        least_s = reached.least_s(allocated - always, in_flight)
+        paid_s = np.multiply.outer(reached.prices, shares * self.host_share_bytes / in_flight)
+        found: Array = num_blocks * np.max(least_s[:, :, None] - paid_s[:, None, :], axis=0) + self.fixed.time_s
+        return found
 
     def _pure(self, num_blocks: int) -> Mixes:
         return pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
@@ -123,10 +149,11 @@ class ChunkColumns:
         for tensors, sharding in self.table.divisions(self.frame, self.rank).items():
             yield self.table.homes(self.frame, sharding, num_blocks), tensors
 
-    def _mixes(self, mixes: Mixes, num_blocks: int) -> Iterator[tuple[ChunkMixes, Priced, Ints]]:
+    def _mixes(self, mixes: Mixes, num_blocks: int, pace: Pace | None = None) -> Iterator[tuple[ChunkMixes, Priced, Ints]]:
         """By way to divide the weights, which all blocks of a mix share, the front of the mixes, and which rows of `priced` they are.
 
-        Mixes that send activations to the host are apart from the others.
+        Mixes that send activations to the host are apart from the others. pace: of those within it, the front has all that no other beats
+        in time, in what it allocates and in what of that is no ideal activation together.
         """
         priced, used = self.compute.priced(mixes, self.zero), mixes.counts > 0
         numbers = numbers_bytes(self.frame, self.rank, num_blocks, self.table.book)
@@ -135,8 +162,15 @@ class ChunkColumns:
             alike = ~used[:, [kind != tensors for kind in kinds]].any(axis=1)
             for sends in (False, True):
                 rows = np.flatnonzero(alike & ((mixes.host_bytes > 0) == sends))
-                rows = rows[front(priced.time_s[rows], allocated[rows])]
-                rows = rows[priced.allocated[rows] <= np.minimum.accumulate(priced.allocated[rows])] if len(rows) else rows
+                if pace:
+                    rows = rows[pace.within(priced.time_s[rows], 0.0)]
+                    step = lean_step_bytes(self.frame, self.table.book)
+                    beyond = allocated[rows] - self.compute.stashes * mixes.ideal_saved_bytes[rows]
+                    values = [np.ceil(beyond / step), np.ceil(allocated[rows] / step), priced.time_s[rows], beyond]
+                    rows = rows[unbeaten_rows(np.stack(values, axis=1))]
+                else:
+                    rows = rows[front(priced.time_s[rows], allocated[rows])]
+                    rows = rows[priced.allocated[rows] <= np.minimum.accumulate(priced.allocated[rows])] if len(rows) else rows
                 if not len(rows):
                     continue
                 if sends and len(rows) > MOST_SENDING:
@@ -197,6 +231,11 @@ class ChunkColumns:
         option, tail_s = self.table.options(self.frame, self.rank)[0], float(costs.once_s[home]) + self.fixed.tail_s
         homes, looks_up = costs.homes(home), self.compute.looks_up
         return Column(((option, num_blocks),), self.zero, time_s, tail_s, 0.0, 0.0, time_s, time_s, homes, looks_up)
+
+
+def lean_step_bytes(frame: Frame, book: PriceBook) -> float:
+    """Redundant bytes of a device that are too few to tell columns apart: a share of what it has of one copy of the states."""
+    return LEAN_STEP * sum(ideal_states(book.graph(1).num_parameters, frame.mesh.num_ranks, book.training))
 
 
 Columns = RankColumns | ChunkColumns | EitherTable

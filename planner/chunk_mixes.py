@@ -37,7 +37,7 @@ class Sent:
 class ChunkMixes:
     """Mixes, fastest first, each with less memory than those before it; rows and homes are indices.
 
-    compute_s    of a micro-batch
+    compute_s    of a micro-batch; with `share` also by its values, of which homes have one each
     allocated    without chunks, in the fullest pass of a block; at_ends: in one of embedding or head; in_update: in the update
     """
 
@@ -48,11 +48,11 @@ class ChunkMixes:
     at_ends: Array
     in_update: float
     sent: Sent | None = None
-    level: Ints | None = None
+    share: Ints | None = None
 
     def compute(self, row: Ints, home: Ints) -> Array:
         """Seconds of a micro-batch."""
-        found: Array = self.compute_s[row] if self.level is None else self.compute_s[row, self.level[home]]
+        found: Array = self.compute_s[row] if self.share is None else self.compute_s[row, self.share[home]]
         return found
 
     def needed(self, row: Ints, home: Ints) -> Array:
@@ -76,6 +76,20 @@ class ChunkMixes:
         found_s = np.stack([self.seconds(row, home, usable) for row in rows])
         least = found_s.argmin(axis=0), np.arange(len(home))
         return rows[least], home, found_s[least]
+
+    def budgets(self, usable: float, host_share_bytes: float) -> tuple[Ints, Ints, Array, Array]:
+        """Every row with all homes, on what it needs and, where that makes copies run beside compute, on that and room for them.
+
+        Of what fits the rows, the homes, bytes of the device, and the seconds of a micro-batch.
+        """
+        row, home = (index.ravel() for index in np.meshgrid(np.arange(len(self.compute_s)), np.arange(len(self.costs.host)), indexing="ij"))
+        sent = self.sent.host_bytes[row] if self.sent else 0.0
+        needed = np.where(self.costs.host_bytes[home] + sent <= host_share_bytes, self.needed(row, home), np.inf)
+        ahead = self.costs.ahead_bytes[home]
+        fits, roomy = np.flatnonzero(needed <= usable), np.flatnonzero((needed + ahead <= usable) & (ahead > 0))
+        row, home = (np.concatenate([index[fits], index[roomy]]) for index in (row, home))
+        budget = np.concatenate([needed[fits], (needed + ahead)[roomy]])
+        return row, home, budget, self.seconds(row, home, budget)
 
     def _best_of_all(self, home: Ints, usable: float, within: npt.NDArray[np.bool_]) -> tuple[Ints, Ints, Array]:
         rows, homes = (index.ravel() for index in np.meshgrid(np.arange(len(self.compute_s)), home, indexing="ij"))

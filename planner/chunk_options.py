@@ -25,6 +25,11 @@ def chunk_request(question: Question, options: Options) -> tuple[tuple[Offload, 
     host, optimizer = (_count(name, what, named, question.model.num_layers, options) for name, what in _COUNTS.items())
     if options["host_blocks"] is None and host and options["host_optimizer"]:
         raise ConfigError("--host-optimizer is of blocks whose parameters stay, with parameters all go", hint="add --host-blocks N")
+    blocks = question.model.num_layers
+    if options["host_blocks"] is not None and host + (options["host_optimizer"] or 0) > blocks:
+        raise ConfigError(
+            f"--host-blocks {host} and --host-optimizer {optimizer} are {host + optimizer} blocks, the model has {blocks}",
+            hint=f"use --host-optimizer {blocks - host}, or leave it out for all the others")
     limit = options["memory_limit"]
     return whole, ChunkRequest(
         host_blocks=host, optimizer_blocks=optimizer, eviction=Eviction(options["eviction"] or Eviction.OPT),

@@ -61,6 +61,11 @@ def rechunked(plan: Plan) -> Plan:
     return replace(plan, chunks=chunks_of(strategy, ample.within(replace(ample.chunking, device_bytes=smallest))))
 
 
+def require_own_chunks(plan: Plan) -> None:
+    """Raises ConfigError where the groups of chunks in a plan are not those that its blocks fill."""
+    strategy_of(plan, book_of(plan))
+
+
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
     """The chunk schedule of one pipeline rank of a plan, made again.
 

@@ -56,6 +56,18 @@ class Column:
         return sum(count for _, count in self.mix)
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a rank may take in a plan of a frame: `repeats` micro-batches and its tail in `room_s` seconds."""
+
+    repeats: float
+    room_s: float
+
+    def within(self, time_s: Array, tail_s: Array | float) -> npt.NDArray[np.bool_]:
+        found: npt.NDArray[np.bool_] = self.repeats * time_s + tail_s <= self.room_s
+        return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
     """Mixes of one block count at one ZeRO stage, by row: seconds as in `Column`, bytes to allocate, redundant bytes."""
@@ -163,7 +175,7 @@ class RankColumns:
         if not found:
             return []
         values = np.array([[*(getattr(priced, name)[row] for name in names), priced.allocated[row]] for priced, row in found])
-        return [self.column(*found[index]) for index in _unbeaten_rows(values)]
+        return [self.column(*found[index]) for index in unbeaten_rows(values)]
 
     def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """Per ZeRO stage a column that no mix of real numbers of blocks can beat within `limit_bytes`: a bound, not a plan.
@@ -242,7 +254,7 @@ def _least_share(own: Array, room: Array) -> tuple[Array, Array]:
     return share, (over == 0) | ((second <= room) & (share <= 1.0))
 
 
-def _unbeaten_rows(values: Array) -> list[int]:
+def unbeaten_rows(values: Array) -> list[int]:
     """The rows that no other beats or equals in every column but the last; of rows that are equal the one with the least last."""
     kept: list[int] = []
     best = np.empty((len(values), values.shape[1] - 1))
@@ -256,4 +268,4 @@ def _unbeaten_rows(values: Array) -> list[int]:
 def unbeaten(found: Sequence[Column]) -> list[Column]:
     """The columns that no other beats or equals in time, in tail and in what counts in the ramps; of equals the one with least memory."""
     values = np.array([[c.time_s, c.tail_s, c.plain_s, c.ramp_s, c.memory_bytes] for c in found]).reshape(-1, 5)
-    return [found[index] for index in _unbeaten_rows(values)]
+    return [found[index] for index in unbeaten_rows(values)]

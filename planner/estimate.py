@@ -113,13 +113,14 @@ def _check_holders(frame: Frame, zero: int, zero_ranks: int | None) -> None:
         raise ConfigError(f"--zero-ranks is {zero_ranks}: {reason}", hint="leave it out, or use a divisor of dp with --zero 1 or more")
 
 
-def _require_host(price: StepPrice, cluster: Cluster) -> None:
+def _require_host(price: StepPrice, cluster: Cluster, *, chunked: bool) -> None:
     """Raises InfeasibleError where the host of a node cannot hold what its devices offload; a node's ranks are taken for the fullest."""
     needed = max(memory.host for memory in price.memory) * cluster.gpus_per_node
     if needed > cluster.host_memory_bytes:
         raise InfeasibleError(
             f"the hosts need {gib(needed):,.1f} GiB a node for what is offloaded, they have {gib(cluster.host_memory_bytes):,.1f}",
-            hint="offload less, or shard more: --zero 1 or higher")
+            hint="keep fewer blocks on the host: --host-blocks and --host-optimizer say how many" if chunked else
+            "offload less, or shard more: --zero 1 or higher")
 
 
 def _check_split(frame: Frame, zero: int, recompute: Recompute) -> None:
@@ -207,7 +208,7 @@ def estimate_plan(
 
 def _assembled(strategy: Strategy, book: PriceBook) -> Plan:
     price = price_step(strategy, book)
-    _require_host(price, book.machine.cluster)
+    _require_host(price, book.machine.cluster, chunked=strategy.frame.chunked)
     record = SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.closed_form_s, 6), bound=0.0, gap=1.0,
         fastest_step_time_s=round(price.closed_form_s, 6),

@@ -10,11 +10,10 @@ from functools import cache
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import device_memory
 from costmodels.chunks.price import Chunking
-from costmodels.memory import ideal_states
 from costmodels.recompute import Recompute
 from costmodels.strategy import Frame
 from planner.band import memory_margin
-from planner.bounds import may_fit
+from planner.bounds import in_reach, may_fit
 from planner.chunk_columns import rank_columns
 from planner.columns import Column
 from planner.homes import has_chunks
@@ -31,6 +30,7 @@ from profiles.stack import Stack
 from profiles.units import GIB, MIB, gib
 
 STATE_BYTES = 24  # of a parameter on the host, padding included: more than any home needs
+FILLED = 4  # micro-batches for each virtual stage: the pipeline is full, and no pass is the first and the last of its chunk
 MOST_TIMES_LARGER = 64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
 
 
@@ -156,14 +156,10 @@ def smallest_cluster(
     Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for.
     """
     pins = replace(pins, pp=None, dp=None)
-    book = PriceBook(model, training, machine_for(cluster))
-    num_parameters = book.graph(1).num_parameters
     for nodes in range(cluster.nodes + 1, MOST_TIMES_LARGER * cluster.nodes + 1):
         larger = replace(cluster, nodes=nodes)
-        if sum(ideal_states(num_parameters, larger.num_gpus, training)) > limit:
-            continue
         table = MixTable(PriceBook(model, training, machine_for(larger), zero_ranks=pins.zero_ranks), pins.resolved())
-        if any(_fits(frame, table, limit) for frame in _least_memory_frames(model, larger, training, pins)):
+        if in_reach(table, limit) and any(_fits(frame, table, limit) for frame in _least_memory_frames(model, larger, training, pins)):
             return larger.num_gpus
     return None
 
@@ -228,12 +224,18 @@ def _largest_part(lean: _Leanest, book: PriceBook) -> str:
     """What most of the memory of the fullest stage is."""
     as_large = Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.frame.chunked else Chunking()
     book = book.with_table(on_host=lean.looks_up).within(as_large)
-    memory = device_memory(to_strategy(lean.frame, lean.columns), lean.rank, book)
+    memory = device_memory(to_strategy(_shorter(lean.frame), lean.columns), lean.rank, book)
     parts = {
         "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
         "temporaries": memory.temporaries, "reserve (context, communicators, allocator)": memory.reserve}
     name = max(parts, key=lambda part: parts[part])
     return f"{name}, {gib(parts[name]):.1f} GiB"
+
+
+def _shorter(frame: Frame) -> Frame:
+    """The same in chunks with fewer micro-batches, which fill the pipeline as well: but for the ids of the batch it holds as much."""
+    enough = FILLED * frame.num_virtual_stages
+    return replace(frame, num_micro_batches=min(frame.num_micro_batches, enough)) if frame.chunked else frame
 
 
 def infeasible_error(

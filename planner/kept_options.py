@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
 from costmodels.copies import hidden_s
-from costmodels.recompute import Again, host_bytes_by_operator
+from costmodels.recompute import Again
 from costmodels.sharding import Sharding
 from costmodels.strategy import Strategy
 from profiles.errors import unknown_name_error
@@ -34,8 +34,7 @@ def named_operators(names: Collection[str], level: Again, book: PriceBook) -> tu
 
 
 def _kept_bytes(micro_batch_size: int, sharding: Sharding, level: Again, book: PriceBook) -> dict[str, int]:
-    layer, again = book.kept_layer(LayerKind.BLOCK, micro_batch_size), book.recompute_operators(LayerKind.BLOCK, level)
-    return host_bytes_by_operator(layer, sharding, again, book.training.stack)
+    return book.host_bytes(LayerKind.BLOCK, micro_batch_size, sharding, level)
 
 
 def with_kept_on_host(strategy: Strategy, operators: tuple[str, ...]) -> Strategy:

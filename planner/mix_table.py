@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
 from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
 from costmodels.chunks.price import BlockCost
@@ -14,11 +17,12 @@ from costmodels.strategy import Frame
 from planner.chunk_costs import HomeCosts, Tensors, block_costs, home_costs, host_share_bytes, tensors_of
 from planner.host_plans import sends_activations, with_host
 from planner.layer_plans import LayerOption, catalogue_of
-from planner.mixes import Hull, Mixes, Pairs, hulls, make_mixes, option_pairs, sent_prices
+from planner.mixes import Hulls, Mixes, Pairs, hulls, make_mixes, option_pairs
 from planner.rank_prices import PerBlock, block_prices
 from planner.request import Constraints
 from profiles.model import LayerKind
 
+T = TypeVar("T")
 _Kind = tuple[int, Sharding, bool, bool]  # what options depend on
 
 
@@ -31,7 +35,7 @@ class MixTable:
         self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
         self._known: dict[tuple[int, Sharding, bool, bool, int, int], Mixes] = {}
-        self._hulls: dict[tuple[_Kind, Tensors], dict[float, tuple[Hull, ...]]] = {}
+        self._hulls: dict[tuple[_Kind, Tensors], Hulls] = {}
         self._block_costs: dict[tuple[Mesh, int, int, Sharding], dict[Home, BlockCost]] = {}
         self._divisions: dict[_Kind, dict[Tensors, Sharding]] = {}
         self._tensors: dict[Sharding, Tensors] = {}
@@ -40,6 +44,14 @@ class MixTable:
         self._whole: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._sending: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
         self._blocks: dict[tuple[Mesh, int, Sharding, bool, bool, bool, bool, bool], dict[int, PerBlock]] = {}
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for a key."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
@@ -120,12 +132,11 @@ class MixTable:
             self._tensors[sharding] = tensors_of(sharding, self.book)
         return self._tensors[sharding]
 
-    def hulls(self, frame: Frame, rank: int, tensors: Tensors) -> dict[float, tuple[Hull, ...]]:
-        """What mixes of real numbers of blocks with these `tensors` reach, by price of a byte on the host (planner/mixes.py)."""
+    def hulls(self, frame: Frame, rank: int, tensors: Tensors) -> Hulls:
+        """What mixes of real numbers of blocks with these `tensors` reach (planner/mixes.py)."""
         key = self._kind(frame, rank), tensors
         if key not in self._hulls:
-            options = [option for option in self.options(frame, rank) if self.tensors(option.sharding) == tensors]
-            self._hulls[key] = {price: hulls(options, price) for price in sent_prices(options)}
+            self._hulls[key] = hulls([option for option in self.options(frame, rank) if self.tensors(option.sharding) == tensors])
         return self._hulls[key]
 
     def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:

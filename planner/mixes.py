@@ -18,9 +18,8 @@ from planner.fronts import Array, Ints, new_lows
 from planner.layer_plans import LayerOption
 
 _BY_ROW = ("counts", "chunk_counts", "saved_bytes", "ideal_saved_bytes", "workspace_bytes", "host_bytes", "window_bytes", "last_s")
-Hull = tuple[float, Array, Array]  # workspace, then kept bytes ascending and seconds of the corners
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
-MOST_PRICES = 8  # of a byte on the host, at which the relaxation of options that send activations is solved
+MOST_PRICES = 6  # of a byte on the host, at which the relaxation of options that send activations is solved
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +169,51 @@ def _chain(points: Iterable[tuple[float, float, int]]) -> list[int]:
     return [index for _, _, index in chain]
 
 
-def hulls(options: Sequence[LayerOption], sent_s_per_byte: float = 0.0) -> tuple[Hull, ...]:
-    """By workspace the lower convex hull of (kept bytes, seconds) of the options that need no more, where that is new.
+@dataclass(frozen=True, slots=True)
+class Hulls:
+    """What mixes of real numbers of blocks reach: lower convex hulls of kept bytes and seconds of a block, as the lines along their sides.
 
-    What an option sends to the host is beside it twice, as workspace and, at `sent_s_per_byte`, as seconds.
+    By price of a byte on the host, and by workspace: `kept` is the least, `first_s` and `slope` are of the lines, by side.
     """
-    found: list[Hull] = []
+
+    prices: Array
+    workspace: Array
+    kept: Array
+    first_s: Array
+    slope: Array
+
+    def least_s(self, room: Array, in_flight: float) -> Array:
+        """By price and `room`, the least seconds of a block where workspace and `in_flight` of what it keeps fit, infinity where not."""
+        each = (room - self.workspace[:, :, None]) / in_flight
+        beyond = each - self.kept[:, :, None]
+        found = self.first_s[:, :, 0, None] + self.slope[:, :, 0, None] * beyond
+        for side in range(1, self.slope.shape[2]):
+            found = np.maximum(found, self.first_s[:, :, side, None] + self.slope[:, :, side, None] * beyond)
+        least: Array = np.where(beyond >= 0, found, np.inf).min(axis=1)
+        return least
+
+
+def hulls(options: Sequence[LayerOption]) -> Hulls:
+    """Those of options with at most some workspace, for every workspace and some prices.
+
+    What an option sends to the host is beside it twice, as workspace and, at the price, as seconds.
+    """
+    prices = sent_prices(options)
+    found = [_hulls(options, price) for price in prices]
+    most, sides = max(map(len, found)), max(len(kept) for own in found for _, kept, _ in own)
+    shape = len(prices), most
+    made = Hulls(np.array(prices), np.zeros(shape), np.zeros(shape), np.full((*shape, sides), -np.inf), np.zeros((*shape, sides)))
+    for i, own in enumerate(found):
+        for j, (workspace, kept, time_s) in enumerate(own + own[-1:] * (most - len(own))):
+            made.workspace[i, j], made.kept[i, j] = workspace, kept[0]
+            slope = np.append(np.diff(time_s) / np.diff(kept), 0.0)
+            made.slope[i, j, : len(kept)], made.first_s[i, j, : len(kept)] = slope, time_s - slope * (kept - kept[0])
+    return made
+
+
+def _hulls(options: Sequence[LayerOption], sent_s_per_byte: float) -> list[tuple[float, Array, Array]]:
+    """By workspace, ascending, the kept bytes and seconds of the corners, where they are new."""
+    found: list[tuple[float, Array, Array]] = []
     needs = [option.workspace_bytes + option.host_bytes for option in options]
     values_s = [option.time_s + sent_s_per_byte * option.host_bytes for option in options]
     for workspace in sorted(set(needs)):
@@ -183,7 +221,7 @@ def hulls(options: Sequence[LayerOption], sent_s_per_byte: float = 0.0) -> tuple
         kept, time_s = np.array([float(options[i].saved_bytes) for i in chain]), np.array([values_s[i] for i in chain])
         if not found or not (np.array_equal(kept, found[-1][1]) and np.array_equal(time_s, found[-1][2])):
             found.append((workspace, kept, time_s))
-    return tuple(found)
+    return found
 
 
 def sent_prices(options: Sequence[LayerOption]) -> tuple[float, ...]:
@@ -201,11 +239,11 @@ def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
     numbers = {layout: n for n, layout in enumerate(dict.fromkeys(option.layout for option in mixes.options))}
     layout = (mixes.chunk_counts > 0) @ np.array([2 ** numbers[option.layout] for option in mixes.options])
     _, group = np.unique(np.stack([layout.astype(float), mixes.workspace_bytes, mixes.window_bytes]), axis=1, return_inverse=True)
-    kept = [_skyline(group.ravel(), time_s, held) for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)]
+    kept = [skyline(group.ravel(), time_s, held) for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)]
     return np.unique(np.concatenate(kept))
 
 
-def _skyline(group: Ints, time_s: Array, held: Array) -> Ints:
+def skyline(group: Ints, time_s: Array, held: Array) -> Ints:
     """Of every group the rows whose `held` is below that of all faster rows."""
     order = np.lexsort((held, time_s, group))
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))

@@ -6,7 +6,11 @@ One objective is minimised while a limit on another is tightened (Haimes, Lasdon
     fastest within X   min time   s.t. peak of every device <= X           X from just below that plan's peak to the least
     leanest within Y   min redundancy   s.t. time <= (1 + Y) fastest       Y in SLOWDOWNS, then up to ANY_SLOWDOWN
 
-Of what these find, the plans that no other beats or equals in all three are the front.
+Of what these find, the plans that no other beats or equals in all three are the front. Where the host may keep something, the same
+searches without it come first, so that no point is worse than without the host; then, with it,
+
+    fastest, fastest within X    X from the least peak without the host to the least with it, at fewer limits: such a search takes longer
+    leanest within Y             at the same Y, of the fastest without the host where there is one (planner/host_leanest.py)
 
 Proven, each under the closed-form price and within the gap that the point's own search states: no plan whose peak is
 within X is faster than the point found within X; no plan within the slowdown Y is less redundant than the point found
@@ -24,10 +28,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from planner.infeasible import infeasible_error, least_peak_bytes, limit_bytes
-from planner.plan import Plan
+from planner.plan import Plan, host_gib
 from planner.prediction import FrontPoint, Objective
-from planner.request import Constraints, OnProgress, SearchOptions
-from planner.search import Found, Prices, Solved, require_on_device, search
+from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
+from planner.search import Found, Prices, Solved, search, search_leaner
 from profiles.errors import ConfigError, SolverError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
@@ -36,9 +40,11 @@ from profiles.units import GIB, MIB
 ANY_SLOWDOWN = 99.0  # finite for the solver's sake: steps up to 100 times the fastest
 SLOWDOWNS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, ANY_SLOWDOWN)
 DEFAULT_POINTS, LEAST_POINTS = 16, 3  # three ends: fastest, least peak, least redundant
+HOST_SHARE = 3  # of so many memory limits one is searched with the host
 CLOSEST = 0.02  # share by which a memory limit is at least below the peak of the plan before it
 GIB_DIGITS = 4
 
+Request = tuple[ModelSpec, Cluster, TrainingSpec, Constraints]
 OnSearch = Callable[[str, int, int], None]  # what is looked for, searches done, searches planned
 
 
@@ -62,6 +68,11 @@ class Point:
     def redundancy_gib(self) -> float:
         """Over all GPUs."""
         return self.plan.predicted.redundancy_gib.total
+
+    @property
+    def host_gib(self) -> float:
+        """Of the host of the fullest node, no part of the three."""
+        return host_gib(self.plan)
 
     @property
     def values(self) -> tuple[float, float, float]:
@@ -88,6 +99,11 @@ class Front:
     usable_gib: float
     nothing_within_gib: float | None
     num_searches: int
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether any point keeps something on the host."""
+        return any(point.host_gib for point in self.points)
 
     def leaner_tie(self, point: Point) -> int | None:
         """The number of the leanest point that the prices cannot tell from `point` in step time, or None.
@@ -156,20 +172,26 @@ class _Walk:
             self.nothing_within_bytes = max(within_bytes, self.nothing_within_bytes or 0)
         return found and self._kept(found, keep=keep, memory_limit_gib=limit_gib)
 
-    def leanest(self, slowdown: float, fastest: Solved) -> None:
-        """Keep the least redundant plan at most `slowdown` slower than `fastest`."""
-        options, known = replace(self.options, max_slowdown=slowdown), slowdown != ANY_SLOWDOWN
-        name = f"leanest within {100 * slowdown:g} %" if known else "leanest"
-        found = self._look(name, Objective.MEMORY, options, fastest)
-        if found:
-            self._kept(found, max_slowdown=slowdown if known else None)
+    def leanest(self, slowdown: float, fastest: Solved) -> Found | None:
+        """The least redundant plan at most `slowdown` slower than `fastest`."""
+        found = self._look(_lean_name(slowdown), Objective.MEMORY, replace(self.options, max_slowdown=slowdown), fastest)
+        return found and self._kept(found, max_slowdown=_stated(slowdown))
+
+    def leaner(self, slowdown: float, found: Found) -> None:
+        """Keep the least redundant plan with the host, where it is below `found`: the one without, or the fastest with it."""
+        options = self._announced(f"{_lean_name(slowdown)}, with the host", replace(self.options, max_slowdown=slowdown))
+        self._kept(search_leaner(self.prices, found, options, self.on_progress), max_slowdown=_stated(slowdown))
 
     def _look(self, name: str, objective: Objective, options: SearchOptions, fastest: Solved | None = None) -> Found | None:
+        return search(self.prices, objective, self._announced(name, options), self.on_progress, fastest)
+
+    def _announced(self, name: str, options: SearchOptions) -> SearchOptions:
+        """The options of the next search, which is told of."""
         options = replace(options, time_limit_s=self.left_s())
         if self.on_search:
             self.on_search(name, self.num_searches, max(self.planned, self.num_searches + 1))
         self.num_searches += 1
-        return search(self.prices, objective, options, self.on_progress, fastest)
+        return options
 
     def _kept(self, found: Found, *, keep: bool = True, memory_limit_gib: float | None = None, max_slowdown: float | None = None) -> Found:
         """`found` with the limit it was found by; a search that was interrupted, or whose solver failed, is the last."""
@@ -198,23 +220,52 @@ def find_front(
     if num_points < LEAST_POINTS:
         raise ConfigError(f"--points is {num_points}, it must be at least {LEAST_POINTS}", hint="a front has three ends")
     pins, options = constraints or Constraints(), options or SearchOptions()
-    require_on_device(pins)
     slowdowns = _spread(SLOWDOWNS, max(1, num_points * len(SLOWDOWNS) // DEFAULT_POINTS))
-    walk, stopped = _Walk(Prices(model, cluster, training, pins), options, num_points + 1, on_progress, on_search), None
+    num_limits = num_points - len(slowdowns) - 2
+    alone = replace(pins, offload=())
+    walk = _Walk(Prices(model, cluster, training, alone), options, num_points + 1, on_progress, on_search)
+    stopped = None
     try:
-        first = walk.fastest()
-        if first is None:
-            raise infeasible_error(model, cluster, training, pins, options)
-        least = least_peak_bytes(model, cluster, training, pins)
-        _tighten(walk, first.plan, round(least or MIB), num_points - len(slowdowns) - 2)
-        for slowdown in slowdowns:  # the last takes longest
-            walk.leanest(slowdown, first.fastest)
+        first, lean = walk.fastest(), list[Found | None]()
+        if first is not None:
+            least = least_peak_bytes(model, cluster, training, alone)
+            _tighten(walk, _peak_bytes(first.plan), round(least or MIB), num_limits)
+            lean = [walk.leanest(slowdown, first.fastest) for slowdown in slowdowns]  # the last takes longest
+        offload = pins.offload if pins.offload is not None else () if first else SEARCHED_OFFLOAD
+        if offload:
+            _with_host(walk, (model, cluster, training, replace(pins, offload=offload)), slowdowns, lean, num_limits)
+        if not walk.found:
+            raise infeasible_error(model, cluster, training, replace(pins, offload=offload), options)
         walk.left_s()
     except (_Over, KeyboardInterrupt, SolverError) as reason:
         if not walk.found:
             raise
         stopped = "Ctrl-C" if isinstance(reason, KeyboardInterrupt) else str(reason)
     return _front(walk, stopped)
+
+
+def _with_host(
+    walk: _Walk, asked: Request, slowdowns: Sequence[float], lean: Sequence[Found | None], num_limits: int,
+) -> None:
+    """What the host adds to the front, `lean` without it at each of the slowdowns; nothing where nothing fits with it either."""
+    walk.prices, walk.nothing_within_bytes = Prices(*asked), None
+    walk.planned += len(slowdowns) + num_limits // HOST_SHARE + 3
+    peaks = [_peak_bytes(plan) for plan in walk.found]
+    first = walk.fastest()
+    if first is None:
+        return
+    for slowdown, found in zip(slowdowns, lean or [None] * len(slowdowns), strict=True):
+        walk.leaner(slowdown, found or first)
+    least = least_peak_bytes(*asked)
+    _tighten(walk, min((*peaks, _peak_bytes(first.plan))), round(least or MIB), num_limits // HOST_SHARE)
+
+
+def _lean_name(slowdown: float) -> str:
+    return "leanest" if _stated(slowdown) is None else f"leanest within {100 * slowdown:g} %"
+
+
+def _stated(slowdown: float) -> float | None:
+    return slowdown if slowdown != ANY_SLOWDOWN else None
 
 
 def _front(walk: _Walk, stopped: str | None) -> Front:
@@ -242,12 +293,11 @@ def _peak_bytes(plan: Plan) -> int:
     return round(Point(plan).peak_memory_gib * GIB)
 
 
-def _tighten(walk: _Walk, fastest: Plan, least_bytes: int, num_limits: int) -> None:
-    """The fastest plans within `num_limits` memory limits between the peak of the fastest and `least_bytes`, then the least peak.
+def _tighten(walk: _Walk, peak_bytes: int, least_bytes: int, num_limits: int) -> None:
+    """The fastest plans within `num_limits` memory limits between `peak_bytes` and `least_bytes`, then the least peak.
 
     Each limit is a share below the peak of the plan found before it, the share that is left over evenly, at least CLOSEST.
     """
-    peak_bytes = _peak_bytes(fastest)
     for left in range(num_limits, 0, -1):
         within_bytes = int(peak_bytes * min((least_bytes / peak_bytes) ** (1 / (left + 1)), 1 - CLOSEST))
         if within_bytes <= least_bytes:

@@ -97,7 +97,8 @@ class ChunkGroup:
     """Blocks of one pipeline rank whose states have the same home: their parameters in use order, in chunks of one size.
 
     chunk_elements: of a chunk, the same for parameters, gradients and optimizer states
-    num_chunks: of the group, a multiple of dp; of dp chunks in a row each data-parallel rank owns one
+    num_chunks: of the group, a multiple of dp; dp chunks in a row are a block, gathered whole: each data-parallel rank owns one, and a
+        parameter may lie in two
     utilisation: share of the chunks' elements that are parameters
     """
 
@@ -161,6 +162,13 @@ class Plan:
     search: SearchRecord
     module: ModuleSource | None = None
     chunks: Chunks | None = None
+
+
+def host_gib(plan: Plan) -> float:
+    """Of the host of the fullest node: what it holds for each of its devices. The ranks of a stage follow each other."""
+    per_stage, a_node = plan.mesh.dp * plan.mesh.tp, plan.cluster.gpus_per_node
+    held = [plan.predicted.memory_gib[rank // per_stage].host for rank in range(plan.mesh.num_ranks)]
+    return max(sum(held[first:first + a_node]) for first in range(0, len(held), a_node))
 
 
 def frame_of(plan: Plan) -> Frame:

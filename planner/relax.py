@@ -151,7 +151,7 @@ def _plan_or_none(searches: _Searches, request: Request) -> Plan | None:
 def _with_unlimited_memory(request: Request) -> Request:
     device = replace(request.cluster.device, memory_bytes=UNLIMITED_BYTES)
     options = replace(request.options, memory_margin=0.0, memory_limit_bytes=None)
-    return replace(request, cluster=replace(request.cluster, device=device), options=options)
+    return replace(request, cluster=replace(request.cluster, device=device), pins=replace(request.pins, offload=()), options=options)
 
 
 def _relaxation(

@@ -52,14 +52,10 @@ def _kept_of_ends(ends: Iterable[LayerPlan]) -> tuple[Offload, ...]:
 
 
 def _chunking(plan: Plan) -> Chunking | None:
-    """How devices hold chunks. Raises ConfigError where ranks differ."""
+    """How devices hold chunks."""
     if plan.chunks is None:
         return None
-    budgets = {rank.device_bytes for rank in plan.chunks.ranks}
-    if len(budgets) > 1:
-        raise ConfigError(
-            f"chunks.ranks: device_bytes {', '.join(map(str, sorted(budgets)))} differ between stages", hint="give all ranks the same")
-    return Chunking(eviction=plan.chunks.eviction, device_bytes=next(iter(budgets), None))
+    return Chunking(eviction=plan.chunks.eviction, device_bytes=tuple(rank.device_bytes for rank in plan.chunks.ranks) or None)
 
 
 def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> Home:

@@ -219,6 +219,15 @@ def read(path: Path) -> Run:
     return run
 
 
+def is_run(path: Path) -> bool:
+    """Whether a file is a run's, of whatever version, and not a plan's."""
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not JSON, not UTF-8
+        return False
+    return isinstance(body, dict) and "run_version" in body
+
+
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
 from costmodels.chunks.price import Chunking
-from costmodels.offload import Offload
+from costmodels.memory import ideal_states
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, bubble_share, price_step
@@ -23,13 +24,15 @@ from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
 from planner.baselines.space import counted_ends, equal_blocks
 from planner.baselines.stage_aware import Room, stage_aware
-from planner.bounds import TimeBound, ahead_bound_s, may_fit, redundancy_bound_bytes, time_bound
-from planner.branch import Outcome, best_of, branch, worth_replaying
+from planner.bounds import TimeBound, ahead_bound_s, in_reach, may_fit, redundancy_bound_bytes, time_bound
+from planner.branch import REPLAYED, Answer, Outcome, best_of, branch, worth_replaying
 from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import Columns, rank_columns
 from planner.chunk_costs import host_share_bytes
 from planner.columns import Column, RankColumns
+from planner.either_table import Ways
 from planner.faults import can_place, failure_text
+from planner.host_leanest import Lean, search_leanest_on_host
 from planner.infeasible import infeasible_error, limit_bytes
 from planner.levels import illegal_full_recompute, paying
 from planner.mix_table import MixTable
@@ -42,12 +45,13 @@ from planner.space import Pruned, Space, describe, enumerate_space, no_frame_err
 from planner.stage_blocks import block_counts, to_strategy
 from planner.stage_ilp import Choice, Master, lower_bound_s
 from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from profiles.errors import ConfigError, InfeasibleError, SolverError
+from profiles.errors import InfeasibleError, SolverError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.units import GIB
 
+LEAST_LEFT_S = 1e-3  # of a time limit that is over: a search takes no zero
 LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
 MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap says so
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
@@ -71,11 +75,17 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The plan of one search, the fastest choice that it is measured by, and whether Ctrl-C ended the search."""
+    """The plan of one search, the fastest choice that it is measured by, and whether Ctrl-C ended the search.
+
+    best: the choice that the plan was made of, by its strategy and price
+    """
 
     plan: Plan
     fastest: Solved
     interrupted: bool
+    best: Solved
+    strategy: Strategy
+    price: StepPrice
 
 
 class Prices:
@@ -95,7 +105,7 @@ class Prices:
         self._bounds: dict[Frame, TimeBound] = {}
         self._chunk_bounds: dict[tuple[Frame, float], ChunkBound] = {}
         self._raised: dict[Frame, tuple[float, float]] = {}
-        self._lean: dict[tuple[Frame, int, int, float], list[Column]] = {}
+        self._lean: dict[tuple[Frame, int, bool, int, float], list[Column]] = {}
 
     def time_bound(self, frame: Frame) -> TimeBound:
         """The frame's lower bound of time, computed once: both passes and the columns ask for it."""
@@ -130,10 +140,10 @@ class Prices:
         """Remember that within `limit_bytes` the frame takes at least `least_s` (infinity: it does not fit)."""
         self._raised[frame] = limit_bytes, max(least_s, self.least_s(frame, limit_bytes))
 
-    def lean_columns(self, rank: Columns, num_blocks: int, limit_bytes: float) -> list[Column]:
+    def lean_columns(self, rank: Columns | Ways, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The columns of the memory objective, which do not depend on its slowdown, made once."""
         assert isinstance(rank, RankColumns), "the memory objective has no chunks"
-        key = (rank.frame, rank.rank, num_blocks, limit_bytes)
+        key = (rank.frame, rank.rank, rank.looks_up, num_blocks, limit_bytes)
         if key not in self._lean:
             self._lean[key] = rank.leanest(num_blocks, limit_bytes)
         return self._lean[key]
@@ -165,24 +175,41 @@ class Session:
         """The prices of a choice, by where it has the token table."""
         return self.book.with_table(on_host=any(column.looks_up for column in choice.columns))
 
-    def columns(self, frame: Frame, make: Callable[[Columns, int], list[Column]], cut_s: float) -> list[list[Column]] | None:
-        """The columns of every rank, over all block counts with which the frame can take less than `cut_s`.
+    def columns(
+        self, frame: Frame, make: Callable[[Columns, int], list[Column]], cut_s: float, counts: Sequence[Collection[int]] | None = None,
+    ) -> list[list[Column]] | None:
+        """The columns of every rank, over all block counts, or those of `counts`, with which the frame can take less than `cut_s`.
 
-        None as soon as one rank has none: nothing fits its device.
+        None as soon as one rank has none, because nothing fits its device, or of equal ranks one alone takes longer than the cut.
         """
         longest = self.prices.longest_rank(frame, cut_s, self.limit_bytes)
         options: list[list[Column]] = []
         for rank in range(frame.mesh.pp):
-            columns, counts = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
-            per_count = itertools.takewhile(bool, (make(columns, count) for count in counts))  # more blocks never need less memory
+            columns, possible = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
+            tried = (count for count in possible if counts is None or count in counts[rank])
+            per_count = itertools.takewhile(bool, (make(columns, count) for count in tried))  # more blocks never need less memory
             options.append(list(itertools.chain.from_iterable(per_count)))
-            if not options[-1]:
+            if not options[-1] or (frame.equal_ranks and all(self._too_slow(frame, column, cut_s) for column in options[-1])):
                 return None
         return options
 
     def relaxed(self, frame: Frame, cut_s: float) -> list[list[Column]] | None:
-        """Columns of real numbers of blocks (`RankColumns.relaxed`): what they cannot reach no plan of the frame can."""
-        return self.columns(frame, lambda rank, count: rank.relaxed(count, self.limit_bytes), cut_s)
+        """Columns of real numbers of blocks (`RankColumns.relaxed`): what they cannot reach no plan of the frame can.
+
+        Without those that alone take longer than the cut, as more blocks then do too.
+        """
+
+        def make(rank: Columns, count: int) -> list[Column]:
+            return [column for column in rank.relaxed(count, self.limit_bytes) if not self._too_slow(frame, column, cut_s)]
+
+        return self.columns(frame, make, cut_s)
+
+    def _too_slow(self, frame: Frame, column: Column, cut_s: float) -> bool:
+        """Whether the frame takes longer than the cut by one rank's column, whatever the others have."""
+        if frame.recomputes_ahead or cut_s == INFINITY:
+            return False
+        share, others_s = bubble_share(frame, self.prices.book), self.prices.time_bound(frame).total_s
+        return others_s + (frame.num_micro_batches - share) * column.time_s + column.tail_s > cut_s
 
 
 def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved]:
@@ -206,11 +233,12 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
         relaxed = session.relaxed(frame, cut_s)
         share = bubble_share(frame, prices.book)
         relaxed_s = lower_bound_s(frame, relaxed, num_layers, share) if relaxed else None
-        relaxed_values_s[frame] = relaxed_s or 0.0
-        prices.raise_bound(frame, limit, cut_s if relaxed_s is None else relaxed_s)
-        if relaxed_s is None or relaxed_s >= cut_s:
+        relaxed_values_s[frame] = min(relaxed_s or 0.0, cut_s)  # what takes longer than the cut is not among the columns
+        prices.raise_bound(frame, limit, cut_s if relaxed_s is None else min(relaxed_s, cut_s))
+        if relaxed is None or relaxed_s is None or relaxed_s >= cut_s:
             return None
-        options = session.columns(frame, lambda rank, count: rank.fastest(count, limit), cut_s)
+        counts = [{column.num_blocks for column in columns} for columns in relaxed]
+        options = session.columns(frame, lambda rank, count: rank.fastest(count, limit), cut_s, counts)
         least_s = lower_bound_s(frame, options, num_layers, share) if options else None
         if options is None or least_s is None or least_s >= cut_s:
             return None
@@ -233,27 +261,30 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
     if not outcome.finished:
         return outcome
     if outcome.solved:
-        _certify((*outcome.solved, *beaten), session)
+        tried = (*outcome.solved, *beaten)
+        others = set(possible).difference(found.frame for found in tried)
+        _certify(tried, min((prices.least_s(frame, limit) for frame in others), default=INFINITY), session)
     return replace(outcome, bound=min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
 
 
-def _certify(solved: Sequence[Solved], session: Session) -> None:
+def _certify(solved: Sequence[Solved], others_s: float, session: Session) -> None:
     """Raise the bounds of frames that might hold something better than the best: the master over relaxed columns.
 
-    Its optimum is below every way to choose an option of the catalogue for each layer by itself.
+    others_s: the least bound of all other frames; to raise one above it proves no more.
+    Its optimum is below every way to choose an option of the catalogue for each layer by itself that is below the best.
     """
     best, limit, num_layers = solved[0].value, session.limit_bytes, session.book.model.num_layers
     for frame in (found.frame for found in solved):
-        if session.prices.least_s(frame, limit) >= best * (1 - WORTH_PROVING):
+        if session.prices.least_s(frame, limit) >= min(others_s, best * (1 - WORTH_PROVING)):
             continue
-        relaxed = session.relaxed(frame, INFINITY)
+        relaxed = session.relaxed(frame, best)
         try:
             master = Master(frame, relaxed, num_layers, share=bubble_share(frame, session.book)) if relaxed else None
             choice = master.fastest(session.options.solver, session.solver_limit_s()) if master else None
         except (Unsolved, SolverError):  # the bound stays as it is
             continue
         if choice is not None and choice.proven:
-            session.prices.raise_bound(frame, limit, choice.step_s * (1 - ROUNDING))
+            session.prices.raise_bound(frame, limit, min(best, choice.step_s * (1 - ROUNDING)))
 
 
 def _require_infeasible(frame: Frame, options: Sequence[Sequence[Column]], session: Session) -> None:
@@ -387,6 +418,8 @@ def search(
     Raises SolverError, and KeyboardInterrupt before the first plan.
     """
     space, session = prices.space, Session(prices, options, on_progress, slack)
+    if not in_reach(prices.table, session.limit_bytes):
+        return None
     outcome = _search_fastest(space.frames, session) if fastest is None else Outcome((fastest,), fastest.bound, finished=True)
     if not outcome.solved and not outcome.finished:
         raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
@@ -404,7 +437,41 @@ def search(
     record = _record(objective, best, fastest, outcome, space)
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
     plan = assemble(strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice))
-    return Found(plan, fastest, outcome.interrupted)
+    return Found(plan, fastest, outcome.interrupted, best, strategy, price)
+
+
+def search_leaner(prices: Prices, found: Found, options: SearchOptions, on_progress: OnProgress | None = None) -> Found:
+    """The least redundant plan where the host may keep what `prices` allow, `found` where none is below it.
+
+    found: the least redundant plan without the host, or where nothing fits without it the fastest with it. The slowdown is measured by
+    its `fastest`, and no device holds more than its fullest does.
+    """
+    lean = found.plan.search.objective is Objective.MEMORY
+    fullest = int(max(memory.total for memory in found.price.memory))
+    session = Session(prices, replace(options, memory_limit_bytes=fullest), on_progress)
+    held = found.strategy.frame.mesh.ranks_per_stage * sum(rank.total for rank in found.price.redundant)
+    value, bound = (found.best.value, found.best.bound) if lean else (held, held)
+    incumbent = Lean(
+        frame=found.strategy.frame, choice=found.best.choice, value=value, bound=bound, strategy=found.strategy, price=found.price,
+        book=session.book_of(found.best.choice))
+    one_copy = float(sum(ideal_states(prices.book.graph(1).num_parameters, 1, prices.book.training)))
+    if found.interrupted:
+        outcome = Outcome((incumbent,), -one_copy, finished=False, interrupted=True)
+    else:
+        closed_s = found.fastest.choice.step_s
+        fastest = price_step(to_strategy(found.fastest.frame, found.fastest.choice.columns), prices.book) if lean else found.price
+        slowdown = (1 + options.max_slowdown) * (1 + ROUNDING)
+        outcome = search_leanest_on_host(
+            prices.space.frames, session, incumbent, closed_s=closed_s * slowdown, step_s=max(closed_s, fastest.step_s) * slowdown)
+    best, *others = outcome.solved
+    on_host = any(memory.host for memory in best.price.memory)
+    record = replace(
+        _record(Objective.MEMORY, best, found.fastest, outcome, prices.space, one_copy * on_host),
+        runners_up=tuple(runner_up(other.strategy, other.price) for other in others[:REPLAYED - 1]))
+    if found.plan.search.status is not Status.OPTIMAL:
+        record = replace(record, status=Status.FEASIBLE)
+    plan = replace(found.plan, search=record) if best is incumbent else assemble(best.strategy, best.price, record, best.book)
+    return replace(found, plan=plan, interrupted=outcome.interrupted, strategy=best.strategy, price=best.price)
 
 
 def find_plan(
@@ -418,7 +485,13 @@ def find_plan(
     says what is missing; `planner.report.relaxations.explained_error` also says what would fit), SolverError.
     """
     objective, pins, options = Objective(objective), constraints or Constraints(), options or SearchOptions()
-    for allowed in _offloads(objective, pins):
+    if objective is Objective.MEMORY:
+        found = _find_leanest(model, cluster, training, pins, options, on_progress)
+        if found is not None:
+            return found.plan
+        pins = replace(pins, offload=SEARCHED_OFFLOAD if pins.offload is None else pins.offload)
+        raise explain(model, cluster, training, pins, options)
+    for allowed in ((), SEARCHED_OFFLOAD) if pins.offload is None else (pins.offload,):
         pins = replace(pins, offload=allowed)
         found = search(Prices(model, cluster, training, pins), objective, options, on_progress)
         if found is not None:
@@ -426,29 +499,37 @@ def find_plan(
     raise explain(model, cluster, training, pins, options)
 
 
-def _offloads(objective: Objective, pins: Constraints) -> tuple[tuple[Offload, ...], ...]:
-    """What the host may keep, in the order in which it is tried. Raises ConfigError for an objective without it."""
-    if objective is Objective.MEMORY:
-        require_on_device(pins)
-        return ((),)
-    return ((), SEARCHED_OFFLOAD) if pins.offload is None else (pins.offload,)
+def _find_leanest(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions, on_progress: OnProgress | None,
+) -> Found | None:
+    """The least redundant plan without the host, and then with what it may keep: all of it where nothing is said and nothing fits."""
+    deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
+
+    def left() -> SearchOptions:
+        return options if deadline_s is None else replace(options, time_limit_s=max(deadline_s - time.monotonic(), LEAST_LEFT_S))
+
+    alone = search(Prices(model, cluster, training, replace(pins, offload=())), Objective.MEMORY, options, on_progress)
+    offload = pins.offload if pins.offload is not None else () if alone else SEARCHED_OFFLOAD
+    if not offload or (alone and alone.interrupted):
+        return alone
+    prices = Prices(model, cluster, training, replace(pins, offload=offload))
+    found = alone or search(prices, Objective.THROUGHPUT, left(), on_progress)
+    return found and search_leaner(prices, found, left(), on_progress)
 
 
-def require_on_device(pins: Constraints) -> None:
-    """Raises ConfigError where the host may keep something: what is redundant there is not compared with what is on devices."""
-    if pins.offload:
-        raise ConfigError(
-            "redundancy is counted on devices: what the host keeps would look like none", hint="add --offload none, or minimise step time")
+def _record(
+    objective: Objective, best: Answer, fastest: Solved, outcome: Outcome[Any], space: Space, one_copy_bytes: float = 0.0,
+) -> SearchRecord:
+    """What the search proved about `best`, in the units of the plan file.
 
-
-def _record(objective: Objective, best: Solved, fastest: Solved, outcome: Outcome[Solved], space: Space) -> SearchRecord:
-    """What the search proved about `best`, in the units of the plan file."""
-    unit = GIB if objective is Objective.MEMORY else 1.0
+    one_copy_bytes: of the states on all devices, of which the gap is a share too where the host may keep them
+    """
+    unit, whole = GIB if objective is Objective.MEMORY else 1.0, best.value + one_copy_bytes
     considered, solved = len(space.frames) + len(space.pruned), len(outcome.solved)
     return SearchRecord(
         objective=objective, status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
         value=round(best.value / unit, 6), bound=round(outcome.bound / unit, 6),
-        gap=round(max(0.0, 1 - outcome.bound / best.value), 6) if best.value > 0 else 0.0,
+        gap=round(max(0.0, best.value - outcome.bound) / whole, 6) if whole > 0 else 0.0,
         fastest_step_time_s=round(fastest.choice.step_s, 6),
         candidates=Candidates(considered=considered, pruned=considered - solved - outcome.left, solved=solved, left=outcome.left),
         solver_failure=failure_text(outcome.failures))

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from costmodels.memory import ideal_states
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.bounds import redundancy_bound_bytes, time_bound
+from planner.bounds import in_reach, redundancy_bound_bytes, time_bound
 from planner.mix_table import MixTable
 from planner.request import Constraints
 from planner.space import enumerate_space
@@ -88,6 +89,16 @@ def test_no_strategy_is_below_the_bounds_of_its_frame(seed, pins, prices):
             assert time_bound(strategy.frame, table).step_s <= price.closed_form_s * (1 + 1e-12)
             assert redundancy_bound_bytes(strategy.frame, table) <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
     assert seen > 3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_some_strategy_fits_in_is_in_reach(seed, prices):
+    table = MixTable(random_instance(seed).book(), Constraints())
+    least = min(max(memory.total for memory in price.memory) for _, price in prices[seed])
+    states = sum(ideal_states(table.book.graph(1).num_parameters, 1, table.book.training))
+
+    assert in_reach(table, least)
+    assert not in_reach(table, 0.5 * states / table.book.machine.cluster.num_gpus)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -12,27 +12,26 @@ from costmodels.chunks.held import rank_chunks
 from costmodels.chunks.home import Eviction, Home
 from costmodels.chunks.memory import chunked_memory
 from costmodels.chunks.price import Chunking
+from costmodels.chunks.room import IDS_BYTES
 from costmodels.occupancy import occupied_bytes, stashes, usable_bytes
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import bubble_share, price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.bounds import may_fit, time_bound
+from planner.bounds import in_reach, may_fit, time_bound
 from planner.chunk_bounds import ChunkBound
 from planner.chunk_columns import ChunkColumns
 from planner.homes import Homes
-from planner.infeasible import enough_host_bytes
+from planner.infeasible import _shorter, enough_host_bytes
 from planner.mix_table import MixTable
 from planner.options import offload_assumed
-from planner.pareto import find_front
-from planner.prediction import Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from planner.search import find_plan
 from planner.space import enumerate_space
 from planner.stage_blocks import block_counts, to_strategy
 from profiles.catalog import load_cluster, with_gpus
-from profiles.errors import ConfigError, InfeasibleError
+from profiles.errors import InfeasibleError
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Precision, TrainingSpec
@@ -131,6 +130,45 @@ def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(gpus: int, pr
     assert seen > 3
 
 
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize(("host", "rate"), [(2.0, 5e9), (4.0, 1e11), (6.0, 1e12)])
+def test_no_mix_that_sends_activations_is_below_the_relaxation(
+    gpus: int, host: float, rate: float, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every mix with every homes, of hosts that hold the states of some blocks beside activations; what fits is not ruled out."""
+    monkeypatch.setattr("planner.chunk_columns.MOST_SENDING", 10**6)
+    found = instance(gpus, 3 * STATES, batch=32, pcie_bytes_per_s=rate, host_memory_bytes=int(gpus * host * STATES))
+    table, limit, sent = MixTable(found.book(), PINS), float(found.cluster.device.memory_bytes), 0
+    for frame in chunked_frames(found)[:: 3 * gpus]:
+        for rank in range(frame.mesh.pp):
+            columns = ChunkColumns(rank, frame, table)
+            for count in list(block_counts(rank, frame, 6))[::2]:
+                relaxed, solved = columns.relaxed(count, limit), columns.fastest(count, limit)
+                for column in solved:
+                    assert any(c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s * (1 + 1e-9) for c in relaxed)
+                    sent += any(option.on_host for option, _ in column.mix)
+                assert not solved or frame.mesh.pp > 1 or may_fit(frame, table, limit)
+                assert not solved or frame.mesh.pp > 1 or in_reach(table, limit)
+    assert sent or host < 6
+
+
+def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
+    """What an error says of a plan that does not fit is of as many micro-batches as fill its pipeline."""
+    found = instance(2, 10 * STATES, batch=16)
+    book, table = found.book().within(Chunking(limit_bytes=float(10**12))), MixTable(found.book(), PINS)
+    for frame in chunked_frames(found):
+        if _shorter(frame) != frame:
+            ranks = [ChunkColumns(rank, frame, table) for rank in range(frame.mesh.pp)]
+            strategy = to_strategy(frame, tuple(rank.smallest(6 // frame.mesh.pp) for rank in ranks))
+            for rank in range(frame.mesh.pp):
+                shorter = replace(strategy, frame=_shorter(frame))
+                whole, less = (chunked_memory(each, rank, book) for each in (strategy, shorter))
+                dropped = frame.num_micro_batches - shorter.frame.num_micro_batches
+                ids = IDS_BYTES * found.training.seq_length * frame.micro_batch_size * dropped
+                assert (whole.states, whole.activations, whole.host) == (less.states, less.activations, less.host)
+                assert whole.temporaries - less.temporaries == ids
+
+
 def every_strategy(frame: Frame) -> list[Strategy]:
     """All homes and levels of one rank's blocks, in runs."""
     zero = 3 if frame.mesh.dp > 1 else 0
@@ -201,14 +239,6 @@ def test_the_host_is_used_unasked_only_where_nothing_fits_without() -> None:
     with pytest.raises(InfeasibleError):
         find_plan(found.model, replace(found.cluster, device=replace(found.cluster.device, memory_bytes=6 * STATES)), found.training,
                   constraints=Constraints(offload=()), options=options)
-
-
-def test_the_memory_objective_says_that_it_is_of_devices() -> None:
-    found = instance(1, 6 * STATES)
-    with pytest.raises(ConfigError, match="redundancy is counted on devices"):
-        find_plan(found.model, found.cluster, found.training, Objective.MEMORY, constraints=PINS)
-    with pytest.raises(ConfigError, match="redundancy is counted on devices"):
-        find_front(found.model, found.cluster, found.training, constraints=PINS)
 
 
 def test_an_error_says_how_much_memory_the_hosts_lack_and_that_much_is_enough() -> None:

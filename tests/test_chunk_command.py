@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from planner.runs import Beside, ChunkMoved, write
 from tests.commands import fail, run, succeed
+from tests.synthetic_runs import estimated, run_of
 
 ASKED = ("--model", "gpt-tiny", "--gpus", "2", "--gpu", "v100-32gb", "--precision", "fp16", "--stack", "parplan")
 CHUNKS = ("--offload", "optimizer,parameters")
@@ -46,6 +49,7 @@ def test_options_say_the_homes_of_blocks(options, expected):
     pytest.param(("--offload", "optimizer", "--host-blocks", "1"), "--offload has no parameters", id="blocks-without-parameters"),
     pytest.param((*CHUNKS, "--host-optimizer", "1"), "with parameters all go", id="which-are-the-others"),
     pytest.param((*CHUNKS, "--host-blocks", "99"), "the model has 4 blocks", id="more-than-there-are"),
+    pytest.param((*CHUNKS, "--host-blocks", "3", "--host-optimizer", "2"), "are 5 blocks, the model has 4", id="more-together"),
     pytest.param((*CHUNKS, "--ep", "2"), "ep 2", id="experts"),
     pytest.param((*CHUNKS, "--zero", "2"), "sharded as with ZeRO 3", id="zero"),
     pytest.param((*CHUNKS, "--module", "tests.foreign_modules:small"), "only the executor's own blocks", id="module")])
@@ -57,7 +61,11 @@ def test_a_limit_that_is_too_small_says_the_smallest():
     error = " ".join(fail(3, "estimate", *ASKED, *CHUNKS, "--memory-limit", "0.7GiB").split())
 
     assert "need at least" in error
-    assert "budget is" in error
+    assert "the limit leaves nothing for tensors beside the reserve" in error
+
+
+def test_a_host_that_is_too_small_says_what_to_keep_there():
+    assert "keep fewer blocks on the host: --host-blocks" in " ".join(fail(3, "estimate", *ASKED, *CHUNKS, "--host-memory", "1MiB").split())
 
 
 def test_show_has_the_groups_and_what_they_move(plan_file):
@@ -76,6 +84,7 @@ def test_the_summary_says_whose_states_leave_the_device(options, expected):
 
 def test_show_has_the_fullest_moments_for_people_and_all_for_programs(plan_file):
     text = succeed("show", str(plan_file), "--chunks").stdout
+    assert "in after the update" in text.splitlines()[-1]
     found = json.loads(succeed("show", str(plan_file), "--chunks", "--rank", "0", "--json").stdout)
 
     assert "fullest of" in text
@@ -97,3 +106,20 @@ def test_a_picture_without_chunks_is_refused(plan_file, tmp_path):
     assert "is for --chunks" in run("show", str(plan_file), "--plot", str(tmp_path / "x.png")).stderr
     assert "not .png" in fail(2, "show", str(plan_file), "--chunks", "--plot", str(tmp_path / "x.txt"))
     assert "pipeline rank 1" in fail(2, "show", str(plan_file), "--chunks", "--rank", "1")
+
+
+@pytest.mark.parametrize(("counted", "verdict", "cell"), [
+    (5000, "all as predicted", "5,000"), (4000, "NOT as predicted", "4,000 for 5,000")])
+def test_show_of_a_run_has_what_chunks_moved_beside_what_was_predicted(counted, verdict, cell, tmp_path):
+    same, run = Beside(predicted=7, measured=7), run_of(estimated(pp=2, dp=2))
+    moved = ChunkMoved(
+        in_bytes=Beside(predicted=5000, measured=counted), out_bytes=same, gathered_bytes=same, reduced_bytes=same, device_bytes=same)
+    write(replace(run, ranks=tuple(replace(rank, chunks=moved) for rank in run.ranks)), tmp_path / "run.json")
+
+    text = succeed("show", str(tmp_path / "run.json")).stdout
+
+    assert "a run of" in text
+    assert text.count(f"  {cell} ") == 4  # ranks
+    assert text.splitlines()[-1].strip() == verdict
+    assert "--chunks is for plans" in fail(2, "show", str(tmp_path / "run.json"), "--chunks")
+    assert json.loads(succeed("show", str(tmp_path / "run.json"), "--json").stdout)["run_version"] == 1

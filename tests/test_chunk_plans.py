@@ -14,6 +14,7 @@ from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
+from executor.check.shrink import shrunk
 from planner.check import priced
 from planner.chunk_levels import levels
 from planner.chunks import busiest_rank, rank_chunks_of
@@ -194,11 +195,11 @@ def edited(**changes):
     pytest.param({"layers": {"head": {"offload": ["optimizer"]}}}, "of blocks of a plan with chunks", id="head"),
     pytest.param({"layers": {"head": {"offload": ["states"]}}}, "states for one of embedding and head", id="states-of-the-head"),
     pytest.param({"group": {"num_chunks": 4}}, "stage 0, home optimizer has 4 chunks of .* its blocks fill 2", id="chunks"),
-    pytest.param({"rank": {"device_bytes": 7}}, "device_bytes 7, 2147483648 differ", id="budgets"),
+    pytest.param({"rank": {"device_bytes": 7}}, "pipeline rank . need at least .* the device budget is 7 ", id="budget"),
     pytest.param({"chunks": None}, r"layer_plans\.A: offload has optimizer, which is of blocks of a plan with chunks", id="no-chunks"),
 ])
 def test_a_file_that_was_changed_into_what_no_plan_is_says_where(changes, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, InfeasibleError), match=message):
         reprice(from_document(edited(**changes), "plan.yaml"))
 
 
@@ -222,6 +223,15 @@ def test_a_plan_without_chunks_has_no_schedule_of_them():
     assert plan.chunks is None
     with pytest.raises(ConfigError, match="no chunks"):
         rank_chunks_of(plan, 0)
+
+
+def test_a_check_on_few_ranks_refuses_groups_that_are_not_those_of_the_blocks():
+    plan = chunked()
+    wrong = replace(plan, chunks=replace(plan.chunks, groups=plan.chunks.groups[1:]))
+
+    assert shrunk(plan).chunks is not None
+    with pytest.raises(ConfigError, match="has none, its blocks fill"):
+        shrunk(wrong)
 
 
 def test_a_dry_run_refuses_chunks():

@@ -87,7 +87,7 @@ def test_the_closed_forms_of_the_states_hold_for_the_padded_parameters():
 
 def test_the_peak_is_the_schedules_and_within_the_budget():
     book, strategy = book_of(), chunked(dp=4, m=8)
-    budget = budget_bytes(strategy.frame.mesh, book)
+    budget = budget_bytes(0, strategy.frame.mesh, book)
     chunks, memory = chunks_of_rank(strategy, 0, book), device_memory(strategy, 0, book)
 
     assert budget == int(usable_bytes(V100.device.memory_bytes, strategy.frame.mesh, book))

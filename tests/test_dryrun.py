@@ -117,6 +117,20 @@ def test_two_short_steps_say_what_the_whole_step_holds_and_sends(plan, monkeypat
     assert short.use.activations == pytest.approx(whole.use.activations, rel=1e-3)
 
 
+def test_what_is_never_there_together_is_no_temporary_below_nothing():
+    """Before the only backward pass there are no gradients, after it no activations."""
+    frame = Frame(
+        mesh=Mesh(pp=1, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=1,
+        sequence_parallel=False)
+    training = TrainingSpec(global_batch_size=2, seq_length=128, precision=Precision.FP32, gradient_precision=Precision.FP32)
+    use = dry_run(estimate_plan(load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 2), training, frame), 0).use
+
+    assert use.temporaries == 0
+    assert use.apart > 0
+    assert use.saved > 0
+    assert use.held == use.states.total + use.activations - use.apart
+
+
 @pytest.mark.parametrize(("model", "zero", "tp"), [("gpt-20b", 3, 1), ("llama3-8b", 1, 2)])
 def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
     entry = load_model(model)

@@ -118,6 +118,7 @@ def test_one_rank_at_every_budget(step, num_micro_batches):
     pytest.param({"recompute": Recompute.SELECTIVE}, id="recomputed-attention"),
     pytest.param({"model": MIXTRAL}, id="a-mixture-of-experts"),
     pytest.param({"offload": (Offload.ACTIVATIONS,)}, id="activations-on-the-host"),
+    pytest.param({"model": LLAMA, "offload": (Offload.LOOKUP,)}, id="the-token-table-on-the-host"),
 ])
 def test_what_is_recomputed_drops_out_is_routed_or_leaves_the_device_is_the_same(step, choices):
     choices = {"num_micro_batches": 2, **choices}

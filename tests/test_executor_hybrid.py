@@ -9,6 +9,7 @@ import re
 import sys
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from executor.rules.all import nearest_legal, refusals, validate
 from executor.tensors import forget_meshes, local
 from executor.train import Trainer, build_trainer
 from executor.watch.allocated import held_bytes
+from planner.chunks import rank_chunks_of
 from planner.estimate import ChunkRequest
 from planner.plan import Plan, frame_of, write
 from planner.report.parity import Parity, print_parity
@@ -174,21 +176,48 @@ def test_a_run_goes_on_bit_by_bit_with_chunks_without_and_with_other_homes(alone
     assert [loss for part in parts for loss in part] == whole
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_across_meshes_with_chunks_and_without(tmp_path):
-    """Every plan makes one step from the checkpoint that the one before left."""
-    chain = [
-        tight(MIXED, dp=2, num_micro_batches=2), chunked_plan(None, SMALL, dp=2), tight(HOST, tp=2),
-        tight(MIXED, pp=2, num_micro_batches=2), chunked_plan(None, SMALL, tp=2, sp=True), tight(HOST, dp=2)]
-
+def require_going_on(chain: list[Plan], folder: Path) -> None:
+    """Every plan makes one step from the checkpoint that the one before left; together they are the steps of one process."""
     def one_step(plan: Plan) -> list[float]:
-        return _train(plan, 1 + next(index for index, each in enumerate(chain) if each is plan), directory=tmp_path)
+        return _train(plan, 1 + next(index for index, each in enumerate(chain) if each is plan), directory=folder)
 
     parts = parity.run_ranks(chain, one_step)
-    ((whole,),) = parity.run_ranks([chunked_plan(None, SMALL)], lambda plan: _train(plan, len(chain)))
+    ((whole,),) = parity.run_ranks([chunked_plan(None, chain[0].model)], lambda plan: _train(plan, len(chain)))
 
-    assert [len(losses) for ranks in parts for losses in ranks] == [1] * 2 * len(chain)
+    assert [len(losses) for ranks in parts for losses in ranks] == [1] * chain[0].mesh.num_ranks * len(chain)
     assert [ranks[0][0] for ranks in parts] == pytest.approx(whole, rel=2 * LOSS_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_across_meshes_with_chunks_and_without(tmp_path):
+    require_going_on([
+        tight(MIXED, dp=2, num_micro_batches=2), chunked_plan(None, SMALL, dp=2), tight(HOST, tp=2),
+        tight(MIXED, pp=2, num_micro_batches=2), chunked_plan(None, SMALL, tp=2, sp=True), tight(HOST, dp=2)], tmp_path)
+
+
+def crossing(plan: Plan) -> set[str]:
+    """Parameters of a block that cross the border between two data-parallel ranks' chunks."""
+    layout = rank_chunks_of(plan, 0).groups[0].layout
+    return {
+        tensor.name.partition(".")[2] for tensor, offset in zip(layout.tensors, layout.offset_of, strict=True)
+        if offset // layout.chunk_elements != (offset + tensor.elements - 1) // layout.chunk_elements}
+
+
+def test_a_parameter_of_two_ranks_trains_and_is_saved_and_loaded_with_chunks_and_without(tmp_path):
+    shared = tight(HOST, LLAMA, dp=2)
+
+    assert crossing(shared) == {"fc1.weight"}
+    require_going_on([shared, chunked_plan(None, LLAMA, dp=2), tight(MIXED, LLAMA, dp=2, num_micro_batches=2)], tmp_path)
+
+
+@pytest.mark.slow
+def test_parameters_of_four_ranks_train_and_are_saved_and_loaded_on_any_mesh(tmp_path):
+    four = tight(MIXED, dp=4)
+
+    assert crossing(four) == {"qkv.weight", "fc2.weight"}
+    require_going_on([
+        four, tight(HOST, dp=2, tp=2, sp=True), chunked_plan(None, SMALL, dp=4), tight(HOST, dp=4, num_micro_batches=2),
+        tight(MIXED, dp=2, pp=2, num_micro_batches=2), chunked_plan(None, SMALL, dp=2, tp=2), tight(MIXED, dp=2, tp=2)], tmp_path)
 
 
 def _first_overflows_on_one_rank(plan: Plan) -> list[object]:

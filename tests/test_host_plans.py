@@ -10,7 +10,7 @@ import pytest
 
 from costmodels.occupancy import stashes
 from costmodels.offload import Offload
-from costmodels.recompute import Recompute
+from costmodels.recompute import Recompute, saved_bytes
 from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
@@ -96,6 +96,9 @@ def test_the_variants_are_behind_the_options_and_are_lists_of_the_blocks_operato
         of_alike = host_options(frame.micro_batch_size, option.sharding, option.recompute, one.book())
         (same,) = (priced for priced in of_alike if priced.on_host == option.on_host)
         assert (option.saved_bytes, option.host_bytes) == (same.saved_bytes, same.host_bytes)
+        block, own = one.book().kept_layer(LayerKind.BLOCK, frame.micro_batch_size), (option.sharding, option.recompute, one.training.stack)
+        assert same.saved_bytes == saved_bytes(block, *own, option.on_host)
+        assert same.host_bytes == saved_bytes(block, *own) - same.saved_bytes
     split = replace(frame, schedule=Schedule.ZBV, virtual_stages=2)
     assert not any(option.on_host for option in table.options(split))
     assert with_host((), 8, one.book()) == ()

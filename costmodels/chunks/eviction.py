@@ -37,6 +37,8 @@ def stays(needs: Sequence[Sequence[int]], room: Sequence[int], policy: Eviction,
     forgets: a chunk takes no room behind its last use in the step, as OPT has it anyway
     """
     assert all(len(set(own)) <= free for own, free in zip(needs, room, strict=True)), "a slot has no room for what it needs"
+    if not any(needs):
+        return ()
     after = _next_uses(needs)
     pool = _POOLS[policy]()
     first, last_use, found = dict[int, int](), dict[int, int](), list[Stay]()

@@ -126,9 +126,10 @@ def _too_small(rank: int, least: Sequence[int], device_bytes: int, moments: Sequ
     needed = max(least)
     moment, inside = divmod(least.index(needed), 2)
     where = f"in the {moments[moment]}" if inside else f"before the {moments[moment]}" if moment < len(moments) else "in the update"
+    budget = f"the device budget is {device_bytes:,} ({format_bytes(device_bytes)})"
     return InfeasibleError(
         f"chunks of pipeline rank {rank} need at least {needed:,} bytes of the device ({format_bytes(needed)}) {where}, "
-        f"the device budget is {device_bytes:,} ({format_bytes(device_bytes)})",
+        f"{budget if device_bytes > 0 else 'the limit leaves nothing for tensors beside the reserve'}",
         hint="give more of the device, keep more blocks on the host, recompute more, or use smaller micro-batches")
 
 

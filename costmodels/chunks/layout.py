@@ -1,4 +1,4 @@
-"""Tensors in use order, packed into communication groups of one element count, of which each rank owns a chunk (EQUATIONS O1).
+"""Tensors in use order, packed into communication groups of one element count, of which each rank owns a chunk (EQUATIONS O1, O5).
 
     D = 1    a group is a chunk; no tensor is split, and a block begins where the one before it ends
     D > 1    a group is one run of D chunks, which is gathered whole. No tensor is split over two groups, but it may cross the border
@@ -6,7 +6,8 @@
              so that a pass gathers nothing of another block
 
 PatrickStar packs into chunks, each at least as large as the largest tensor, and D of them in a row are a group: D times the largest tensor
-is gathered at once. Here the group must hold the largest tensor, and a chunk is a D-th of it.
+is gathered at once, or, to save that memory, parameters are broadcast one by one, which sends 10 bytes a parameter instead of 6
+(EQUATIONS O5). Here the group must hold the largest tensor and a chunk is a D-th of it: what is gathered does not grow with D, at 6.
 """
 
 from __future__ import annotations

@@ -32,11 +32,12 @@ from costmodels.strategy import Frame, Strategy
 from profiles.model import LayerKind
 
 
-def budget_bytes(mesh: Mesh, book: PriceBook) -> int:
-    """What tensors may fill of a device: as stated, or what the memory limit leaves beside context, communicators and allocator."""
+def budget_bytes(rank: int, mesh: Mesh, book: PriceBook) -> int:
+    """What tensors may fill of a device of pipeline rank `rank`: as stated, or what the memory limit leaves beside context,
+    communicators and allocator."""
     chunking = book.chunking
     if chunking.device_bytes is not None:
-        return chunking.device_bytes
+        return chunking.device_bytes[rank] if isinstance(chunking.device_bytes, tuple) else chunking.device_bytes
     limit = book.machine.cluster.device.memory_bytes if chunking.limit_bytes is None else chunking.limit_bytes
     return int(usable_bytes(limit, mesh, book))
 
@@ -53,7 +54,7 @@ def chunks_of_rank(strategy: Strategy, rank: int, book: PriceBook) -> RankChunks
 
 @lru_cache(maxsize=64)
 def _chunks_of_rank(strategy: Strategy, rank: int, book: PriceBook, chunking: Chunking) -> RankChunks:
-    return rank_chunks(strategy, rank, book, eviction=chunking.eviction, device_bytes=budget_bytes(strategy.frame.mesh, book))
+    return rank_chunks(strategy, rank, book, eviction=chunking.eviction, device_bytes=budget_bytes(rank, strategy.frame.mesh, book))
 
 
 def chunk_states(chunks: RankChunks, book: PriceBook) -> tuple[StateBytes, StateBytes]:

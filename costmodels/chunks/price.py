@@ -24,7 +24,7 @@ from costmodels.chunks.home import Eviction, Home
 from costmodels.collectives import Collective, collective_time
 from costmodels.compute import optimizer_time
 from costmodels.layer import LayerTime, under
-from costmodels.memory import MASTER_BYTES, MOMENTS_BYTES, StateBytes, ideal_states
+from costmodels.memory import MASTER_BYTES, MOMENTS_BYTES, StateBytes
 from costmodels.mesh import Axis, Mesh, place
 from costmodels.offload import copy_time, host_adam_time, host_time
 from profiles.measured import Machine
@@ -39,12 +39,13 @@ ADDED_WIDTHS = 3  # of a gradient that the host adds to what it has: both are re
 class Chunking:
     """How a device holds chunks: what a full one evicts, and how much its tensors may fill.
 
-    device_bytes: stated; None for what the memory limit leaves of each mesh's devices (costmodels/occupancy.py, `usable_bytes`)
+    device_bytes: stated, by pipeline rank where there are several; None for what the memory limit leaves of each mesh's devices
+        (costmodels/occupancy.py, `usable_bytes`)
     limit_bytes: the memory limit of a device, None for all of its memory
     """
 
     eviction: Eviction = Eviction.OPT
-    device_bytes: int | None = None
+    device_bytes: int | tuple[int, ...] | None = None
     limit_bytes: float | None = None
 
 
@@ -110,21 +111,6 @@ def state_widths(home: Home, training: TrainingSpec, in_parameters: bool) -> tup
 def times(widths: StateBytes, elements: int) -> StateBytes:
     """Bytes of so many parameters."""
     return StateBytes(widths.parameters * elements, widths.gradients * elements, widths.optimizer * elements)
-
-
-def ideal_bytes(
-    home: Home, num_parameters: int, ranks: int, training: TrainingSpec, in_parameters: bool,
-) -> tuple[float, float, float]:
-    """Parameter, gradient and optimizer bytes of a device when nothing is there twice over `ranks` of them (EQUATIONS R).
-
-    Of what is on devices: the host's states leave nothing, or gradients alone, which lie where their parameters were if so asked.
-    """
-    parameters, gradients, optimizer = ideal_states(num_parameters, ranks, training)
-    if home is not Home.DEVICE:
-        parameters, optimizer = 0.0, 0.0
-    if home is Home.HOST:
-        return 0.0, 0.0, 0.0
-    return (gradients, 0.0, optimizer) if in_parameters else (parameters, gradients, optimizer)
 
 
 def block_cost(

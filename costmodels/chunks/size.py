@@ -7,7 +7,7 @@ The score of a size are the bytes of a device that it costs, where every block o
 
 w bytes a parameter. How many blocks have which home is no argument: a search knows the size before it chooses homes.
 
-    D = 1    a group is a chunk: as small as it can be moved well, where little is left empty
+    D = 1    a group is a chunk, searched among those that are moved well over PCIe
     D > 1    a group is a block. A pass needs all of a block, so that smaller groups are gathered all the same, with no less left empty,
              and a larger one would bring what the pass does not need: no size has a lower score (a test)
 

@@ -126,7 +126,8 @@ def _step(plan: Plan, ranks: Ranks, on_backward: OnBackward) -> RankUse:
     made = sum(part(tensor).nbytes for tensor in optimizer_states(trainer.optimizer))
     beyond = fullest + made - states.total - moments.activations
     return RankUse(
-        states=states, activations=moments.activations, temporaries=beyond, saved=sum(moments.saved.values()), sent=sent)
+        states=states, activations=moments.activations, temporaries=max(0, beyond), saved=sum(moments.saved.values()), sent=sent,
+        apart=max(0, -beyond))
 
 
 def _axes(trainer: Trainer) -> dict[str, str]:
@@ -175,6 +176,7 @@ class _Moments(Meter):
 
     def _begin(self, before: _Before, *_: object) -> None:
         self._turn += 1
+        self.mark()  # in the first pass of a step parameters are not known yet
         before.turn, before.num_bytes = self._turn, self._memory.held()[OTHER]
 
     def _end(self, index: int, before: _Before, stage: nn.Module, *_: object) -> None:

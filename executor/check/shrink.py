@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule, rank_of
-from planner.chunks import rechunked
+from planner.chunks import rechunked, require_own_chunks
 from planner.pipeline import Pipeline
 from planner.plan import LayerPlan, LayerRun, Plan, StagePlan
 from profiles.errors import ConfigError
@@ -25,7 +25,7 @@ EXPERTS = 4
 
 
 def shrunk(plan: Plan) -> Plan:
-    """The small plan; of its predictions nothing holds. Raises ConfigError where there is none."""
+    """The small plan; of its predictions nothing holds. Raises ConfigError where there is none, and for chunks of other blocks."""
     if plan.module is not None:
         raise ConfigError(
             f"the module {plan.module.text} has the size that it has", hint="run a small one of its kind: python -m executor")
@@ -39,7 +39,10 @@ def shrunk(plan: Plan) -> Plan:
     small = replace(
         plan, model=_model(plan.model, num_layers), training=training, mesh=mesh, pipeline=pipeline, stages=stages,
         layer_plans={name: _layer_plan(found, plan.mesh, mesh) for name, found in plan.layer_plans.items()})
-    return rechunked(small) if plan.chunks is not None else small
+    if plan.chunks is None:
+        return small
+    require_own_chunks(plan)  # the small plan gets others
+    return rechunked(small)
 
 
 def _mesh(plan: Plan) -> Mesh:

@@ -50,6 +50,7 @@ class ChunkAdam:
         self.manager = manager
         self._options = options
         self._owned = [(chunk, tuple(_owned(chunk))) for chunk in manager.chunks]
+        self._cast: Tensor | None = None  # the gradients of one chunk of the host in fp32
 
     @torch.no_grad()
     def step(self, learning_rate: float, factor: Tensor | None = None) -> None:
@@ -74,10 +75,24 @@ class ChunkAdam:
         if chunk.gradient.dtype is torch.float32:
             yield chunk.gradient
             return
-        ledger, num_bytes = self.manager.ledger, chunk.elements * torch.float32.itemsize * (chunk.home is Home.DEVICE)
+        if chunk.home is not Home.DEVICE:
+            yield self._cast_on_host(chunk.gradient)
+            return
+        ledger, num_bytes = self.manager.ledger, chunk.elements * torch.float32.itemsize
         ledger.take(Holds.GRADIENTS, num_bytes)
         yield chunk.gradient.float()
         ledger.give(Holds.GRADIENTS, num_bytes)
+
+    def _cast_on_host(self, gradient: Tensor) -> Tensor:
+        """In memory that is kept, since all chunks have one size: the host takes several times as long to find new pages as to cast."""
+        if self._cast is None:
+            self._cast = torch.empty(gradient.numel(), dtype=torch.float32)
+        return self._cast.copy_(gradient)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the host holds of chunks, and for their update."""
+        return self.manager.host_bytes + (0 if self._cast is None else self._cast.nbytes)
 
     def _update(self, tensors: list[_Tensor], gradient: Tensor, learning_rate: float, *, decay: bool) -> None:
         if not tensors:

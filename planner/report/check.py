@@ -102,8 +102,8 @@ def _notes(checks: Sequence[RankCheck]) -> Iterator[str]:
         yield (f"the plan file predicts a peak of {format_bytes(old[0].planned)} on stage {old[0].rank}, today's prices "
                f"{format_bytes(old[0].predicted.held)}: make the plan again")
     yield ("found: one rank of the executor, its kernels' own workspace left out; predicted: what the stack of the plan holds "
-           "and sends; temporaries: what the fullest moment holds beyond states and the most activations; peak: tensors alone, "
-           "the device also holds the reserve")
+           "and sends; temporaries: what the fullest moment holds beyond states and the most activations, which may never be there "
+           "together; peak: tensors alone, the device also holds the reserve")
 
 
 def verdict(checks: Sequence[RankCheck]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from costmodels.chunks.home import OFFLOAD_OF, Home
+from costmodels.chunks.schedule import RankChunks
 from planner.chunk_levels import CLASSES, Level
 from planner.plan import ChunkGroup, Chunks, Plan
 from planner.report.text import gib_text, percent, print_table, say
@@ -55,7 +56,8 @@ def print_chunks(plan: Plan, out: Console) -> None:
     heading = ("stage", "home", "blocks", "chunks", "elements", "of parameters", "used")
     rows = [_group_row(group, blocks[group.stage, group.home], width) for group in chunks.groups]
     say(out)
-    say(out, "  states in chunks, whose parameters lie as their states do", "dim")
+    gathered = f"; {plan.mesh.dp} in a row, one of each rank, are gathered together" if plan.mesh.dp > 1 else ""
+    say(out, f"  states in chunks, whose parameters lie as their states do{gathered}", "dim")
     print_table(out, heading, rows, left=("home", "blocks"))
     say(out)
     say(out, f"  what a step moves of one GPU, evicting by {chunks.eviction}; tensors may fill the budget", "dim")
@@ -86,14 +88,16 @@ def fullest_levels(levels: Sequence[Level]) -> list[Level]:
     return sorted(list(found.values())[:MOST_ROWS], key=lambda level: level.moment)
 
 
-def print_levels(levels: Sequence[Level], rank: int, budget_bytes: int, out: Console) -> None:
-    """The fullest moments of one device of a pipeline rank, in GiB, and what is moved around them."""
-    shown = fullest_levels(levels)
-    say(out, f"  fullest of {len(levels):,} moments of stage {rank}, GiB of one GPU; the budget is {gib_text(gib(budget_bytes))}", "dim")
+def print_levels(levels: Sequence[Level], rank: int, chunks: RankChunks, out: Console) -> None:
+    """The fullest moments of one device of a pipeline rank, in GiB, and what is moved around all of them and after the update."""
+    shown, budget = fullest_levels(levels), gib_text(gib(chunks.device_bytes))
+    say(out, f"  fullest of {len(levels):,} moments of stage {rank}, GiB of one GPU; the budget is {budget}", "dim")
     heading = ("moment", "pass", "micro-batch", "block", *CLASSES, "total", "in", "out")
     print_table(out, heading, map(_level_row, shown), left=("pass",))
     sums = {name: sum(getattr(level, f"{name}_bytes") for level in levels) for name in ("in", "out", "gathered", "reduced")}
-    say(out, f"  in all {', '.join(f'{format_bytes(size)} {name}' for name, size in sums.items())} around the moments of a step", "dim")
+    after = chunks.in_bytes - sums["in"]
+    text = ", ".join(f"{format_bytes(size)} {name}" for name, size in sums.items())
+    say(out, f"  in all {text} around the moments of a step{f'; {format_bytes(after)} in after the update' if after else ''}", "dim")
 
 
 def _level_row(level: Level) -> tuple[str, ...]:

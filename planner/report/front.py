@@ -11,13 +11,15 @@ from typing import Any
 from rich.console import Console
 
 from costmodels.mesh import Mesh
-from planner.pareto import Front, Point
+from planner.pareto import HOST_SHARE, Front, Point
 from planner.plan import Plan
 from planner.report.names import blocks_by_plan, found_text, graph_of, recompute_names, recompute_text
 from planner.report.summary import Context, print_header
 from planner.report.text import band_text, gib_text, joined, labelled, percent, print_table, say, seconds_text
+from profiles.units import gib
 
 _NUMBERS = ("#", "step", "slower", "MFU", "peak", "redund.")
+_HOST = "host"
 _TEXTS = ("pp x dp x tp", "ZeRO", "recompute", "found by")
 _SHORT = 20  # characters of a name for what blocks recompute; a list of operators that is longer is counted
 
@@ -25,8 +27,9 @@ _SHORT = 20  # characters of a name for what blocks recompute; a list of operato
 def print_front(front: Front, paths: Sequence[Path], out: Console, context: Context) -> None:
     """Print the front for a person, fastest first."""
     print_header(front.points[0].plan, out, context)
-    rows = [_row(front, point, number) for number, point in enumerate(front.points, 1)]
-    print_table(out, (*_NUMBERS, *_TEXTS), rows, left=_TEXTS)
+    rows, host = [_row(front, point, number) for number, point in enumerate(front.points, 1)], front.uses_host
+    numbers = (*_NUMBERS, *((_HOST,) if host else ()))
+    print_table(out, (*numbers, *_TEXTS), rows, left=_TEXTS)
     say(out)
     for label, text in _facts(front, paths, context):
         say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
@@ -42,8 +45,9 @@ def _row(front: Front, point: Point, number: int) -> tuple[str, ...]:
         found += f", tie with {tie}"
     return (
         str(number), seconds_text(point.step_time_s), f"{100 * slower:+.1f} %" if number > 1 else "", percent(plan.predicted.mfu.value),
-        gib_text(point.peak_memory_gib), gib_text(point.redundancy_gib), _mesh_text(mesh), zero_text(plan),
-        recompute_counts(plan), found)
+        gib_text(point.peak_memory_gib), gib_text(point.redundancy_gib),
+        *((gib_text(point.host_gib) if point.host_gib else "-",) if front.uses_host else ()),
+        _mesh_text(mesh), zero_text(plan), recompute_counts(plan), found)
 
 
 def _mesh_text(mesh: Mesh) -> str:
@@ -70,6 +74,10 @@ def _facts(front: Front, paths: Sequence[Path], context: Context) -> Iterator[tu
     device = first.predicted.memory_gib[0]
     took = "" if context.elapsed_s is None else f" in {context.elapsed_s:.1f} s"
     yield "units", f"peak: GiB of the fullest GPU, which has {device.capacity:.1f}; redund.: GiB over all GPUs beyond one copy"
+    if front.uses_host:
+        yield "host", (
+            f"GiB of a node's host, which has {gib(first.cluster.host_memory_bytes):,.0f}, in neither of the two; states that lie there "
+            f"are not on the GPUs, so that redund. may be below zero; searched at one of {HOST_SHARE} memory limits")
     yield "proven", (
         f"largest gap {percent(max(point.plan.search.gap for point in front.points))} over the points, each at its own limit; "
         f"{front.num_searches} searches{took}; plans between two limits were not looked for")
@@ -109,7 +117,8 @@ def _point_document(front: Front, point: Point, path: Path) -> dict[str, Any]:
     return {
         "plan_file": str(path), "number": search.front.number,
         "step_time_s": {"value": point.step_time_s, "kind": str(plan.predicted.step_time_s.kind)},
-        "peak_memory_gib": point.peak_memory_gib, "redundancy_gib": point.redundancy_gib, "mfu": plan.predicted.mfu.value,
+        "peak_memory_gib": point.peak_memory_gib, "redundancy_gib": point.redundancy_gib, "host_gib": point.host_gib,
+        "mfu": plan.predicted.mfu.value,
         "mesh": asdict(plan.mesh),
         "found_by": {
             "objective": str(search.objective), "memory_limit_gib": search.front.memory_limit_gib,

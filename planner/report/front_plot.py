@@ -1,4 +1,4 @@
-"""The front as a picture: step time against peak memory, coloured by redundant memory."""
+"""The front as a picture: step time against peak memory, coloured by redundant memory; squares use the host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from planner.pareto import Front, Point
 from planner.report.names import FASTEST, found_text
-from planner.report.text import seconds_text
+from planner.report.text import gib_text, seconds_text
 from profiles.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ _LAST_COLOUR = 0.92  # of the colour map: its palest end is lost on paper
 _FAR = 2.5  # times the fastest step; slower points stand at the upper edge, with their time, so that the others are told apart
 _ROOM = 1.04  # factor that the axis of memory leaves beyond the device
 _LIMIT_COLOUR = "#D55E00"
+_REDUNDANT = "redundant memory over all GPUs, GiB"
 _TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 
 
@@ -79,28 +80,37 @@ def _draw_steps(axes: Axes, front: Front, top_s: float) -> None:
 
 
 def _draw_points(figure: Figure, axes: Axes, front: Front, top_s: float) -> None:
-    """The points, with a bar that says what redundancy a colour is; triangles at the edge are far slower."""
+    """The points, with a bar that says what redundancy a colour is; triangles at the edge are far slower, squares use the host.
+
+    The scale is logarithmic, but where devices hold less than one copy.
+    """
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.colors import ListedColormap, LogNorm, Normalize
 
-    redundant = [max(point.redundancy_gib, 1e-3) for point in front.points]
+    below = min(point.redundancy_gib for point in front.points) < 0
+    redundant = [point.redundancy_gib if below else max(point.redundancy_gib, 1e-3) for point in front.points]
     colours = ListedColormap(colormaps["viridis"]([_LAST_COLOUR * step / 255 for step in range(256)]))
-    norm = LogNorm(min(redundant) / 1.01, max(redundant) * 1.01)
+    norm = Normalize(min(redundant), max(redundant)) if below else LogNorm(min(redundant) / 1.01, max(redundant) * 1.01)
     named = set()
     for point, value in zip(front.points, redundant, strict=True):
-        marker, label = ("^", "plan, beyond the scale") if point.step_time_s > top_s else ("o", "plan, numbered as in the table")
+        marker, label = ("s", "uses the host, GiB a node") if point.host_gib else ("o", "plan, numbered as in the table")
+        if point.step_time_s > top_s:
+            marker, label = "^", "plan, beyond the scale"
         axes.scatter(
             point.peak_memory_gib, min(point.step_time_s, top_s), color=colours(norm(value)), marker=marker, s=70, edgecolors="black",
             linewidths=0.6, zorder=3, clip_on=False, label=None if label in named else label)
         named.add(label)
-    _draw_bar(figure, axes, ScalarMappable(norm, colours), min(redundant), max(redundant))
+    if below:
+        figure.colorbar(ScalarMappable(norm, colours), ax=axes, label=_REDUNDANT, pad=0.02)
+    else:
+        _draw_bar(figure, axes, ScalarMappable(norm, colours), min(redundant), max(redundant))
 
 
 def _draw_bar(figure: Figure, axes: Axes, colours: ScalarMappable, low: float, high: float) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    bar = figure.colorbar(colours, ax=axes, label="redundant memory over all GPUs, GiB", pad=0.02)
+    bar = figure.colorbar(colours, ax=axes, label=_REDUNDANT, pad=0.02)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [part * 10.0**decade for decade in decades for part in _TICKS if low <= part * 10.0**decade <= high]
     bar.set_ticks(ticks if len(ticks) > 1 else sorted({low, high}))
@@ -136,6 +146,7 @@ def _name_points(axes: Axes, front: Front, top_s: float) -> None:
     for number, point in enumerate(front.points, 1):
         far = point.step_time_s > top_s
         words = [str(number), *([f"{seconds_text(point.step_time_s)}"] if far else []), *([ends[number]] if number in ends else [])]
+        words += [f"host {gib_text(point.host_gib)}"] if point.host_gib else []
         left, below = point.peak_memory_gib > middle, far or point in steps
         axes.annotate(
             ", ".join(words), (point.peak_memory_gib, min(point.step_time_s, top_s)), xytext=(-5 if left else 5, -5 if below else 4),

@@ -11,7 +11,7 @@ from rich.console import Console
 from costmodels.offload import Offload
 from planner.largest import LEVELS, Largest
 from planner.options import Question
-from planner.plan import Plan
+from planner.plan import Plan, host_gib
 from planner.report.names import graph_of, pipeline_phrases
 from planner.report.text import FIXED_WIDTH, gib_text, joined, labelled, print_table, say, seconds_text
 from profiles.units import format_count, gib, tflops
@@ -33,13 +33,6 @@ def tokens_per_s(plan: Plan) -> float:
 def peak_gib(plan: Plan) -> float:
     """Of the fullest device."""
     return max(stage.total for stage in plan.predicted.memory_gib)
-
-
-def host_gib(plan: Plan) -> float:
-    """Of the host of the fullest node: what it holds for each of its devices. The ranks of a stage follow each other."""
-    per_stage, a_node = plan.mesh.dp * plan.mesh.tp, plan.cluster.gpus_per_node
-    held = [plan.predicted.memory_gib[rank // per_stage].host for rank in range(plan.mesh.num_ranks)]
-    return max(sum(held[first:first + a_node]) for first in range(0, len(held), a_node))
 
 
 def host_text(offload: Sequence[Offload]) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
+from planner.module_plan import ModulePlan
 from planner.report.text import joined, labelled, percent, print_table, say, seconds_text
-from planner.runs import Beside, Run
+from planner.runs import Beside, ChunkMoved, Run
 from profiles.units import format_bytes
 
 _PARTS = {
@@ -16,7 +17,7 @@ _PARTS = {
 _MOVED = {
     "chunks to the device": "in_bytes", "chunks to the host": "out_bytes", "chunks gathered": "gathered_bytes",
     "chunks reduced": "reduced_bytes"}
-MOST_STAGES = 8  # of a kind of work in the table; the file has all
+MOST_STAGES, MOST_RANKS = 8, 16  # in a table; the file has all
 
 
 def print_run(run: Run, out: Console) -> None:
@@ -26,6 +27,33 @@ def print_run(run: Run, out: Console) -> None:
     print_table(out, ("", "predicted", "measured", "off by"), rows, left=("",))
     for index, note in enumerate(_notes(run)):
         say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
+
+
+def print_record(run: Run, out: Console) -> None:
+    """A run that was read back: what was run, its losses, the table, and what the chunks of every rank moved."""
+    steps, where = run.steps, run.environment
+    plan = run.any_plan()
+    name = plan.traced.name if isinstance(plan, ModulePlan) else plan.model.name
+    say(out, f"{name}, {plan.mesh}: a run of {run.date} on {where.world_size} x {where.device}, torch {where.torch}", "bold")
+    skipped = f", {len(steps.skipped)} skipped" if steps.skipped else ""
+    say(out, f"  {len(steps.seconds)} steps{skipped}, loss {steps.loss[0]:.6f} to {steps.loss[-1]:.6f}")
+    print_run(run, out)
+    moved = [rank for rank in run.ranks if rank.chunks is not None]
+    if moved:
+        say(out)
+        say(out, "  bytes that the chunks of a rank moved in the last step, counted", "dim")
+        rows = [(f"{rank.pp} {rank.dp} {rank.tp}", *_moved_cells(rank.chunks)) for rank in moved[:MOST_RANKS] if rank.chunks is not None]
+        print_table(out, ("pp dp tp", *(name.removeprefix("chunks ") for name in _MOVED)), rows, left=("pp dp tp",))
+        more = len(moved) - MOST_RANKS
+        verdict = "all as predicted" if all(rank.chunks.as_predicted for rank in moved if rank.chunks is not None) else "NOT as predicted"
+        say(out, f"  {verdict}{f', {more} ranks more in the file' if more > 0 else ''}")
+
+
+def _moved_cells(moved: ChunkMoved) -> Iterator[str]:
+    for field in _MOVED.values():
+        figure: Beside = getattr(moved, field)
+        counted = f"{figure.measured:,}"
+        yield counted if figure.measured == figure.predicted else f"{counted} for {figure.predicted:,}"
 
 
 def _row(name: str, figure: Beside, show: Callable[[float], str]) -> tuple[str, str, str, str]:
@@ -65,7 +93,7 @@ def _memory(run: Run) -> Iterator[tuple[str, str, str, str]]:
         if most.predicted or most.measured:
             yield _row(name, most, format_bytes)
     if moved:  # beside what they may hold, which is no prediction
-        yield (*_row("chunks on the device", max((each.device_bytes for each in moved), key=_measured), format_bytes)[:3], "")
+        yield (*_row("budget, held by chunks", max((each.device_bytes for each in moved), key=_measured), format_bytes)[:3], "")
 
 
 def _measured(figure: Beside) -> float:

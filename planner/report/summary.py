@@ -198,7 +198,8 @@ def proof(plan: AnyPlan, context: Context) -> tuple[str, str, str]:
     gap = f"gap {percent(search.gap)}"
     if search.objective is Objective.MEMORY:
         slower = plan.predicted.step_time_s.value / search.fastest_step_time_s - 1
-        gap, counts = f"{gap} of the redundancy", f"{percent(slower)} slower than the fastest; {counts}"
+        of_what = "one copy and redundancy" if max(memory.host for memory in plan.predicted.memory_gib) else "the redundancy"
+        gap, counts = f"{gap} of {of_what}", f"{percent(slower)} slower than the fastest; {counts}"
     if search.status is Status.OPTIMAL:
         return "proven", gap, counts
     reason = "stopped early (Ctrl-C); " if context.interrupted else "stopped early; "

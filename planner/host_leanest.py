@@ -1,0 +1,157 @@
+"""The least redundant plan among those that may keep something on the host: the devices' bytes are what counts (EQUATIONS R).
+
+What the host takes off the devices is paid for in time, which the slowdown limits, and in memory of the host, which is one more limit.
+A device fills only the budget that its column was priced with, one a pipeline rank: with more it would keep parameters that it can fetch
+again. Every answer is priced with the exact schedules of its chunks, on those budgets, and takes no longer than the slowdown allows
+in the simulated step either; where it does, the frame is asked again for a plan that much faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from costmodels.book import PriceBook
+from costmodels.chunks.home import Home
+from costmodels.occupancy import usable_bytes
+from costmodels.step import StepPrice, bubble_share, price_step
+from costmodels.strategy import Frame, Strategy
+from planner.bounds import redundancy_bound_bytes
+from planner.branch import Outcome, best_of, branch
+from planner.chunk_columns import ChunkColumns, Columns, lean_step_bytes
+from planner.chunk_costs import host_share_bytes
+from planner.columns import Column, Pace
+from planner.either_table import EitherTable, Ways
+from planner.prediction import Objective
+from planner.stage_blocks import to_strategy
+from planner.stage_ilp import Choice, Master, lower_bound_s
+from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
+from profiles.errors import InfeasibleError
+
+if TYPE_CHECKING:
+    from planner.search import Session
+
+TRIES = 4  # how often a frame whose exact step is too long is asked for a faster plan
+ROUNDING = 1e-9  # relative: sums of the same terms in another order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lean:
+    """The least redundant choice of one frame, priced exactly; `value` and `bound` in redundant bytes of the cluster.
+
+    book: its prices, with the budgets of its devices
+    """
+
+    frame: Frame
+    choice: Choice
+    value: float
+    bound: float
+    strategy: Strategy
+    price: StepPrice
+    book: PriceBook
+
+
+def search_leanest_on_host(
+    frames: Sequence[Frame], session: Session, incumbent: Lean, *, closed_s: float, step_s: float,
+) -> Outcome[Lean]:
+    """Frames one after the other by their bound of redundant bytes, until none can be below the best.
+
+    incumbent: the plan to be beaten; closed_s, step_s: what a step may take, in the closed form and simulated
+    """
+    dropped: list[float] = []
+    bounded = (
+        (redundancy_bound_bytes(frame, session.table) + _least_home_bytes(frame, session, closed_s), frame)
+        for frame in frames
+        if session.prices.may_fit(frame, session.limit_bytes) and session.prices.least_s(frame, session.limit_bytes) <= closed_s)
+    outcome = branch(
+        Objective.MEMORY, bounded,
+        lambda frame, bound, cut, _: _solve(frame, bound, cut, session, closed_s, step_s, dropped), best_of, left_s=session.left_s,
+        on_progress=session.on_progress, incumbent=incumbent)
+    return replace(outcome, bound=min((outcome.bound, *dropped)))
+
+
+def _solve(
+    frame: Frame, bound: float, cut: float, session: Session, slowest_s: float, step_s: float, dropped: list[float],
+) -> Lean | None:
+    """The answer of one frame; what is below the cut in the closed form alone is `dropped`, and bounds what was proven."""
+    num_layers, share = session.book.model.num_layers, bubble_share(frame, session.book)
+    for tried in range(TRIES):
+        pace = Pace(frame.num_micro_batches - share, slowest_s - session.time_bound(frame).total_s)
+        options = session.columns(frame, partial(_columns, session, pace), slowest_s)
+        if options is None:
+            return None
+        least_s, least = lower_bound_s(frame, options, num_layers, share), columns_redundancy_bound_bytes(frame, options, num_layers)
+        if least_s is None or least is None or least_s > slowest_s or least >= cut:
+            return None
+        master = Master(frame, options, num_layers, tied=session.book.tied, share=share)
+        choice = master.leanest(slowest_s, session.options.solver, session.solver_limit_s())
+        if choice is None or choice.redundant_bytes >= cut:
+            return None
+        if tried == 0:
+            bound = choice.redundant_bytes if choice.proven else max(bound, least)
+            bound -= 2 * frame.chunked * frame.mesh.num_ranks * lean_step_bytes(frame, session.book)  # of mixes, and of columns
+            dropped.append(bound)
+        found = _priced(frame, choice, bound, session)
+        if found is None:
+            return None
+        if found.price.step_s <= step_s:
+            dropped.remove(bound)
+            return found
+        slowest_s = min(slowest_s, choice.step_s) * step_s / found.price.step_s
+    return None
+
+
+def _least_home_bytes(frame: Frame, session: Session, slowest_s: float) -> float:
+    """By how much the states on the devices of a frame in chunks are more than with all blocks at their leanest home, at least.
+
+    In the time that `slowest_s` leaves besides compute, the host updates but so many blocks, and fetches but so many. Of a rank this is
+    convex in its blocks, so that the ranks together hold no less than with equal shares. Infinite where compute takes all of the time.
+    """
+    if not frame.chunked:
+        return 0.0
+    table, catalogue, time = session.table, session.table.catalogue, session.time_bound(frame)
+    passes, blocks = frame.num_micro_batches, session.book.model.num_layers / frame.mesh.pp
+    repeats, room_s = passes - bubble_share(frame, session.book), slowest_s - time.total_s
+    spare_s = room_s - repeats * blocks * time.block_s
+    if spare_s < 0:
+        return float("inf")
+    least = []
+    for layout in catalogue.fastest_s(frame.micro_batch_size, frame.sharding):
+        costs = table.block_costs(frame, catalogue.with_layout(layout, frame.sharding))
+        held = {home: float(cost.device.total) for home, cost in costs.items()}
+        updated = min(blocks, *(spare_s / cost.host_adam_s for cost in costs.values() if cost.host_adam_s))
+        on_host = 0.0
+        if Home.HOST in costs:
+            swept_s = repeats * costs[Home.HOST].fetch_s / passes  # all but the first pass of a step find none of the last block's
+            on_host = min(updated, 1 + room_s / (2 * passes * swept_s) if swept_s else blocks)
+        others = held.get(Home.OPTIMIZER, held[Home.DEVICE])
+        total = on_host * held.get(Home.HOST, 0.0) + (updated - on_host) * others + (blocks - updated) * held[Home.DEVICE]
+        least.append(total - blocks * min(held.values()))
+    return frame.mesh.num_ranks * min(least)
+
+
+def _columns(session: Session, pace: Pace, rank: Columns | Ways, count: int) -> list[Column]:
+    if isinstance(rank, EitherTable):
+        return [column for way in rank.ways for column in _columns(session, pace, way, count)]
+    if isinstance(rank, ChunkColumns):
+        return rank.leanest(count, session.limit_bytes, pace)
+    found = session.prices.lean_columns(rank, count, session.limit_bytes)
+    return [column for column in found if pace.repeats * column.time_s + column.tail_s <= pace.room_s]
+
+
+def _priced(frame: Frame, choice: Choice, bound: float, session: Session) -> Lean | None:
+    """A choice with the exact schedules of its chunks, None where those need more of the device or of its host than there is."""
+    book, strategy = session.book_of(choice), to_strategy(frame, choice.columns)
+    if frame.chunked:
+        budgets = tuple(int(usable_bytes(column.memory_bytes, frame.mesh, book)) + 1 for column in choice.columns)
+        book = book.within(replace(book.chunking, device_bytes=budgets))
+    try:
+        price = price_step(strategy, book)
+    except InfeasibleError:
+        return None
+    fullest, host = (max(getattr(memory, name) for memory in price.memory) for name in ("total", "host"))
+    if fullest > session.limit_bytes * (1 + ROUNDING) or host > host_share_bytes(book.machine.cluster) * (1 + ROUNDING):
+        return None
+    return Lean(frame=frame, choice=choice, value=choice.redundant_bytes, bound=bound, strategy=strategy, price=price, book=book)
