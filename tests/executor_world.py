@@ -27,11 +27,12 @@ from executor.check.parity import (
     whole_gradients,
 )
 from planner.plan import Plan
+from profiles.spec import Precision
 
 __all__ = [
     "BF16_GRADIENT_TOLERANCE", "BF16_LOSS_TOLERANCE", "GRADIENT_TOLERANCE", "LOSS_TOLERANCE", "OPTIONS", "STEPS", "CountCollectives",
-    "Outcome", "Worlds", "forward", "gradient_error", "reference_layers", "reference_optimizer", "run_plans", "run_reference",
-    "whole_gradients", "worst_gradient"]
+    "Outcome", "Worlds", "forward", "gradient_error", "reference_layers", "reference_optimizer", "require_parity", "run_plans",
+    "run_reference", "whole_gradients", "worst_gradient"]
 
 # of EXECUTOR.md in fp32: max |g - ref| / max(|ref| max, 1e-4) of first-step gradients, relative error of losses
 GRADIENT_TOLERANCE = 1e-6
@@ -73,6 +74,14 @@ class Worlds:
 def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:
     """The largest gradient error and its parameter."""
     return max((error, name) for name, error in parity.gradient_errors(found, expected).items())
+
+
+def require_parity(plan: Plan, found: Outcome, expected: Outcome) -> None:
+    """The gradients of the first step and all losses are equal as far as the precision of `plan` carries."""
+    exact = plan.training.precision is Precision.FP32
+    error, parameter = worst_gradient(found, expected)
+    assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), f"{error} in {parameter}"
+    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
 
 
 def _silent_rank(*arguments: object) -> None:

@@ -24,15 +24,11 @@ from profiles.spec import Precision, TrainingSpec
 from profiles.transformer import build_graph
 from tests.executor_plans import LLAMA, MIXTRAL, SEQ_LENGTH, make_plan
 from tests.executor_world import (
-    BF16_GRADIENT_TOLERANCE,
-    BF16_LOSS_TOLERANCE,
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
     Outcome,
     Worlds,
+    require_parity,
     run_plans,
     run_reference,
-    worst_gradient,
 )
 
 ALL = "full"
@@ -69,12 +65,9 @@ def reference() -> Outcome:
 @pytest.mark.multiproc
 def test_a_plan_with_experts_trains_like_one_process(name):
     plan = PLANS[name]
-    found, exact = WORLDS.outcome(name), plan.training.precision is Precision.FP32
+    found = WORLDS.outcome(name)
 
-    error, parameter = worst_gradient(found, reference())
-
-    assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), parameter
-    assert found.losses == pytest.approx(reference().losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+    require_parity(plan, found, reference())
 
 
 @pytest.mark.parametrize("name", WORLDS.params())

@@ -23,16 +23,12 @@ from profiles.model import LayerKind
 from profiles.spec import Precision
 from tests.executor_plans import GPT, LLAMA, make_plan
 from tests.executor_world import (
-    BF16_GRADIENT_TOLERANCE,
-    BF16_LOSS_TOLERANCE,
-    GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
     OPTIONS,
     Worlds,
     reference_layers,
+    require_parity,
     run_plans,
     run_reference,
-    worst_gradient,
 )
 
 pytestmark = [
@@ -93,12 +89,8 @@ def test_a_plan_trains_like_one_process_wherever_its_states_are(name):
     plan = PLANS[name]
     validate(plan)
     found, expected = WORLDS.outcome(name), run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
-    exact = plan.training.precision is Precision.FP32
 
-    error, parameter = worst_gradient(found, expected)
-
-    assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), parameter
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+    require_parity(plan, found, expected)
 
 
 @pytest.mark.parametrize("name", WORLDS.params())

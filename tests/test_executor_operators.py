@@ -40,12 +40,10 @@ from tests.executor_plans import (
     with_divisions,
 )
 from tests.executor_world import (
-    BF16_GRADIENT_TOLERANCE,
-    BF16_LOSS_TOLERANCE,
     GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
     Outcome,
     Worlds,
+    require_parity,
     run_plans,
     run_reference,
     worst_gradient,
@@ -105,12 +103,8 @@ def test_a_plan_whose_operators_are_divided_one_by_one_trains_like_one_process(n
     plan = PLANS[name]
     validate(plan)
     found, expected = WORLDS.outcome(name), reference(plan)
-    exact = plan.training.precision is Precision.FP32
 
-    error, parameter = worst_gradient(found, expected)
-
-    assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), parameter
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+    require_parity(plan, found, expected)
 
 
 @pytest.mark.parametrize("name", WORLDS.params())

@@ -26,12 +26,10 @@ from profiles.errors import ConfigError
 from profiles.spec import Positions, Precision
 from tests.executor_plans import GPT, LLAMA, MIXTRAL, make_plan
 from tests.executor_world import (
-    BF16_GRADIENT_TOLERANCE,
-    BF16_LOSS_TOLERANCE,
     GRADIENT_TOLERANCE,
-    LOSS_TOLERANCE,
     OPTIONS,
     Worlds,
+    require_parity,
     run_plans,
     run_reference,
     worst_gradient,
@@ -91,12 +89,8 @@ def test_halves_train_like_one_process(name):
     plan = WORLDS.plans[name]
     validate(plan)
     found, expected = WORLDS.outcome(name), run_reference(alone(plan))
-    exact = plan.training.precision is Precision.FP32
 
-    error, parameter = worst_gradient(found, expected)
-
-    assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), parameter
-    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+    require_parity(plan, found, expected)
     assert all(predicted == measured for predicted, measured in found.states.values())
 
 

@@ -22,7 +22,7 @@ def request_20b():
 
 @pytest.fixture(scope="module")
 def small():
-    return request_of("gpt-2.5b", 4, "h100-80gb", 32)
+    return request_of("gpt-2.5b", 2, "h100-80gb", 8)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,6 @@ def test_a_row_without_a_micro_batch_stands_for_all_of_its_mesh(request_20b):
     assert {(frame.mesh.tp, frame.mesh.pp, frame.sequence_parallel) for frame in frames} == {(8, 1, True)}
 
 
-@pytest.mark.slow
 def test_the_first_candidate_is_the_plan_of_the_search(small, candidates):
     plan = find_plan(*asked(small))
 

@@ -30,7 +30,8 @@ def relaxation(flags, step_s=1.0, **others):
 @pytest.mark.parametrize("asked", [
     pytest.param(("--recompute", "none", "--memory-limit", "17GiB"), id="a-pin"),
     pytest.param(("--tp", "1", "--pp", "1", "--dp", "8", "--zero", "0", "--recompute", "none", "--memory-margin", "0.1"), id="a-mesh"),
-    pytest.param(("--forbid", "zero=3", "--tp", "1", "--dp", "8", "--pp", "1", "--memory-limit", "35GiB"), id="a-ban"),
+    pytest.param(
+        ("--forbid", "zero=3", "--tp", "1", "--dp", "8", "--pp", "1", "--memory-limit", "35GiB"), id="a-ban", marks=pytest.mark.slow),
 ])
 def test_what_the_hint_says_can_be_typed_and_takes_what_it_says(asked):
     result = CliRunner().invoke(cli.main, [*BASE, *asked])
