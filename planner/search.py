@@ -209,7 +209,7 @@ class Session:
         if frame.recomputes_ahead or cut_s == INFINITY:
             return False
         share, others_s = bubble_share(frame, self.prices.book), self.prices.time_bound(frame).total_s
-        return others_s + (frame.num_micro_batches - share) * column.time_s + column.tail_s > cut_s
+        return others_s + (frame.num_micro_batches - share) * column.time_s + column.tail_s > cut_s * (1 + ROUNDING)
 
 
 def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved]:
@@ -277,10 +277,12 @@ def _certify(solved: Sequence[Solved], others_s: float, session: Session) -> Non
     for frame in (found.frame for found in solved):
         if session.prices.least_s(frame, limit) >= min(others_s, best * (1 - WORTH_PROVING)):
             continue
-        relaxed = session.relaxed(frame, best)
+        relaxed, share = session.relaxed(frame, best), bubble_share(frame, session.book)
+        if relaxed is None or lower_bound_s(frame, relaxed, num_layers, share) is None:  # nothing of it is below the best
+            session.prices.raise_bound(frame, limit, best)
+            continue
         try:
-            master = Master(frame, relaxed, num_layers, share=bubble_share(frame, session.book)) if relaxed else None
-            choice = master.fastest(session.options.solver, session.solver_limit_s()) if master else None
+            choice = Master(frame, relaxed, num_layers, share=share).fastest(session.options.solver, session.solver_limit_s())
         except (Unsolved, SolverError):  # the bound stays as it is
             continue
         if choice is not None and choice.proven:
