@@ -35,9 +35,9 @@ from cli_output import STDOUT, deliver
 from cli_style import INTERRUPTED, List, Main, noticing_ctrl_c, option, print_json, show_version
 
 if TYPE_CHECKING:
-    from planner.options import Question
+    from planner.options.options import Question
     from planner.pareto import Front
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
     from planner.report.summary import Context
     from planner.request import Constraints, SearchOptions
     from planner.validation.priced import Priced
@@ -77,7 +77,15 @@ def main(ctx: click.Context, **options: Any) -> int | None:
 
 
 def _search(options: dict[str, Any]) -> int:
-    from planner.options import all_assumed, constraints, offload_assumed, question_of, require_no_front, require_possible, search_options
+    from planner.options.options import (
+        all_assumed,
+        constraints,
+        offload_assumed,
+        question_of,
+        require_no_front,
+        require_possible,
+        search_options,
+    )
     from planner.report.summary import Context
     from profiles.files import require_writable
 
@@ -107,7 +115,7 @@ def _files(options: dict[str, Any]) -> dict[str, str]:
 
 
 def _front(options: dict[str, Any]) -> int:
-    from planner.options import all_assumed, constraints, question_of, require_front, require_possible, search_options
+    from planner.options.options import all_assumed, constraints, question_of, require_front, require_possible, search_options
     from planner.pareto import find_front
     from planner.report.progress import front_bar
     from planner.report.summary import Context
@@ -132,7 +140,7 @@ def _front(options: dict[str, Any]) -> int:
 def _deliver_front(front: Front, context: Context, output: Path, plot: Path | None, *, as_json: bool) -> None:
     """A plan file for every point, the table to the terminal, the picture; what cannot be written does not lose the table."""
     from planner.pareto import plan_paths
-    from planner.plan import write
+    from planner.plan.plan import write
     from planner.report.front import front_document, print_front
     from planner.report.text import console
 
@@ -208,8 +216,8 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     """
     from planner.baselines.systems import baseline_names
     from planner.compare import compare
-    from planner.options import all_assumed, constraints, offload_assumed, question_of, require_possible, search_options
-    from planner.plan import read
+    from planner.options.options import all_assumed, constraints, offload_assumed, question_of, require_possible, search_options
+    from planner.plan.plan import read
     from planner.report.compare import comparison_document, print_comparison
     from planner.report.text import console
     from planner.request import Constraints
@@ -277,9 +285,9 @@ _MEASURED = "Measured steps"
 def estimate(**options: Any) -> None:
     """Price one layout by hand: the same breakdown and the same plan file, without a search."""
     from costmodels.recompute import Recompute
-    from planner.chunk_options import chunk_request
     from planner.estimate import estimate_plan
-    from planner.options import frame, question_of
+    from planner.options.chunk_options import chunk_request
+    from planner.options.options import frame, question_of
     from planner.report.summary import Context
     from profiles.files import require_writable
 
@@ -306,10 +314,10 @@ def estimate(**options: Any) -> None:
 @as_json
 def explain(**options: Any) -> None:
     """List the strategies of every operator with their prices, and the rejected ones with the reason."""
-    from planner.options import layout_book, question_of
+    from planner.layers.strategies import operator_strategies
+    from planner.options.options import layout_book, question_of
     from planner.report.strategies import print_strategies, strategies_document
     from planner.report.text import console
-    from planner.strategies import operator_strategies
 
     frame, book = layout_book(question_of(options), options)
     found = list(operator_strategies(frame, options["zero"], book, options["operator"]))

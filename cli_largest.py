@@ -16,8 +16,8 @@ from cli_style import INTERRUPTED, Command, noticing_ctrl_c, option, print_json
 
 if TYPE_CHECKING:
     from planner.largest import Largest
-    from planner.options import Question
-    from planner.plan import Plan
+    from planner.options.options import Question
+    from planner.plan.plan import Plan
     from profiles.families import Family
 
 
@@ -56,7 +56,7 @@ def _question(options: dict[str, Any]) -> tuple[Question, Family]:
     """The question as it is asked about the smallest model, and the family."""
     from dataclasses import fields
 
-    from planner.options import Asked, question_about
+    from planner.options.options import Asked, question_about
     from profiles.catalog import load_family
 
     family, hidden = load_family(options["family"]), options["hidden"]
@@ -68,7 +68,7 @@ def _question(options: dict[str, Any]) -> tuple[Question, Family]:
 def _rows(options: dict[str, Any], question: Question, family: Family, interrupted: Callable[[], bool]) -> tuple[Largest, ...]:
     """The searches, with a bar on stderr while they last."""
     from planner.largest import LEVELS, Asking, find_largest, members, widths
-    from planner.options import constraints, search_options
+    from planner.options.options import constraints, search_options
     from planner.report.progress import front_bar
     from planner.report.text import console
 
@@ -98,8 +98,8 @@ def _require_any(rows: Sequence[Largest], *, interrupted: bool) -> None:
 
 def _deliver(rows: Sequence[Largest], question: Question, options: dict[str, Any], elapsed_s: float) -> None:
     """The table to the terminal or the rows as JSON, and the plan of the largest model to its file."""
-    from planner.options import all_assumed, search_options
-    from planner.plan import to_yaml
+    from planner.options.options import all_assumed, search_options
+    from planner.plan.plan import to_yaml
     from planner.report.largest import largest_document, print_largest
     from planner.report.text import console
 
@@ -117,7 +117,7 @@ def _deliver(rows: Sequence[Largest], question: Question, options: dict[str, Any
 
 
 def _write(plan: Plan, output: Path) -> None:
-    from planner.plan import write
+    from planner.plan.plan import write
 
     write(plan, output)
     click.echo(f"wrote {output}, the plan of {plan.model.name}", err=True)

@@ -16,8 +16,8 @@ from cli_style import INTERRUPTED, noticing_ctrl_c, print_json
 
 if TYPE_CHECKING:
     from executor.check.parity import Outcome
-    from planner.module_plan import ModulePlan
-    from planner.plan import Plan
+    from planner.plan.module_plan import ModulePlan
+    from planner.plan.plan import Plan
     from profiles.module import ModuleSource
 
 NOT_EQUAL = 2  # the plan does not train as one process does
@@ -25,7 +25,7 @@ NOT_EQUAL = 2  # the plan does not train as one process does
 
 def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
     """The module that the options ask to trace, None for a model that is described. Raises ConfigError."""
-    from planner.module_options import traced_source
+    from planner.options.module_options import traced_source
     from profiles.errors import ConfigError
 
     source = traced_source(options["model"], trace=options["trace"])
@@ -37,8 +37,8 @@ def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
 
 def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     """Trace the module, search its plan, write it and print its summary; the exit code."""
-    from planner.module_options import assumed_of, module_question
-    from planner.options import all_assumed, constraints, search_options
+    from planner.options.module_options import assumed_of, module_question
+    from planner.options.options import all_assumed, constraints, search_options
     from planner.partition.plan import plan_module
     from planner.partition.stages import StageRule, parse_stages
     from planner.report.progress import progress_bar

@@ -15,8 +15,8 @@ from cli_style import print_json
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from planner.module_plan import ModulePlan
-    from planner.plan import Plan
+    from planner.plan.module_plan import ModulePlan
+    from planner.plan.plan import Plan
     from planner.report.summary import Context
 
 STDOUT = Path("-")
@@ -25,7 +25,7 @@ STDOUT = Path("-")
 def deliver(plan: Plan | ModulePlan, context: Context, output: Path | None, *, as_json: bool) -> None:
     """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
     from executor.layout import torchrun_line
-    from planner.plan import to_yaml, write
+    from planner.plan.plan import to_yaml, write
     from planner.report.text import console
 
     if output == STDOUT and not as_json:
@@ -46,7 +46,7 @@ def deliver(plan: Plan | ModulePlan, context: Context, output: Path | None, *, a
 
 def print_plan(plan: Plan | ModulePlan, out: Console, context: Context) -> None:
     """The summary of a plan."""
-    from planner.module_plan import ModulePlan
+    from planner.plan.module_plan import ModulePlan
     from planner.report.module_summary import print_module_summary
     from planner.report.summary import print_summary
 

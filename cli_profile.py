@@ -16,7 +16,7 @@ from cli_output import require_torch
 from cli_style import INTERRUPTED, Command, option
 
 if TYPE_CHECKING:
-    from planner.profiling import Profiled, Wanted
+    from planner.machine.profiling import Profiled, Wanted
     from profiles.cases import Case
     from profiles.own import OwnProfile
 
@@ -132,7 +132,7 @@ def _measure(options: dict[str, Any]) -> int:
 
 
 def _measured(options: dict[str, Any]) -> Profiled:
-    from planner.profiling import has_links, measure_links, measure_operators
+    from planner.machine.profiling import has_links, measure_links, measure_operators
     from planner.report.progress import line_bar, profile_bar
     from planner.report.text import console
     from profiles.profiler.environment import environment
@@ -156,7 +156,7 @@ def _measured(options: dict[str, Any]) -> Profiled:
 
 def _imported(options: dict[str, Any]) -> Profiled:
     """Records that profiles.profile_comm wrote, or nccl-tests printed."""
-    from planner.profiling import add_records
+    from planner.machine.profiling import add_records
     from profiles import nccl_tests
     from profiles.profiler import comm_file
 
@@ -186,7 +186,7 @@ def _wanted(options: dict[str, Any]) -> Wanted:
     """What the options ask for. Raises ConfigError."""
     import torch
 
-    from planner.profiling import Wanted
+    from planner.machine.profiling import Wanted
     from profiles.catalog import load_model
     from profiles.errors import ConfigError
     from profiles.spec import Precision
@@ -209,8 +209,8 @@ def _missing(path: Path, output: Path, precision: str) -> tuple[Case, ...]:
 
     Raises ConfigError: the plan is at another precision than what is measured.
     """
-    from planner.missing import missing_cases
-    from planner.plan import read
+    from planner.machine.missing import missing_cases
+    from planner.plan.plan import read
     from profiles.errors import ConfigError
     from profiles.own import read as read_profile
 

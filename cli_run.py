@@ -16,7 +16,7 @@ from cli_output import STDOUT, require_torch
 from cli_style import Command, option
 
 if TYPE_CHECKING:
-    from planner.plan import Plan
+    from planner.plan.plan import Plan
 
 CHECK = "Check"
 NOT_FITTING = 3  # as where nothing fits
@@ -37,7 +37,7 @@ def check(plan_file: Path, ranks: tuple[int, ...], execute: bool, as_json: bool)
     Exit code 3 when a stage does not fit its device, 2 when losses or gradients differ.
     """
     from executor.rules.all import validate
-    from planner.module_plan import ModulePlan, read
+    from planner.plan.module_plan import ModulePlan, read
 
     plan = read(plan_file)
     if isinstance(plan, ModulePlan):
@@ -100,10 +100,10 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     that the runs exercised, and of the optimizer; what none exercised stays as it was, and is said so. Of plans that were made with
     what `plan profile` measured, the new profile keeps those curves beside the factors.
     """
-    from planner.calibrate import calibrate
+    from planner.machine.calibrate import calibrate
     from planner.report.calibration import print_calibration
     from planner.report.text import console, say
-    from planner.runs import read
+    from planner.run.runs import read
     from profiles.files import require_writable, write_text
     from profiles.own import to_document, to_yaml
 
@@ -130,9 +130,9 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
         help="The trace; - for stdout.")
 def trace(plan_file: Path, output: Path) -> None:
     """Write the predicted timeline of a plan's step as a trace that opens in Perfetto or chrome://tracing."""
-    from planner.account import plan_trace_ranks
-    from planner.plan import read
+    from planner.plan.plan import read
     from planner.report.trace import trace_json
+    from planner.run.account import plan_trace_ranks
     from profiles.files import write_text
 
     text = trace_json(plan_trace_ranks(read(plan_file)))

@@ -27,13 +27,13 @@ def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_
 
     Of a run's file, run.json, what was predicted beside what was measured.
     """
-    from planner.module_plan import ModulePlan, read
+    from planner.plan.module_plan import ModulePlan, read
     from planner.report.chunks import print_chunks
     from planner.report.layers import print_layers
     from planner.report.redundancy import print_redundancy
     from planner.report.summary import Context
     from planner.report.text import console
-    from planner.runs import is_run
+    from planner.run.runs import is_run
 
     if is_run(plan_file):
         if chunks or rank is not None or plot is not None:
@@ -61,7 +61,7 @@ def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_
 def _show_run(run_file: Path, *, as_json: bool) -> None:
     from planner.report.run import print_record
     from planner.report.text import console
-    from planner.runs import read
+    from planner.run.runs import read
     from profiles.schema import document
 
     run = read(run_file)
@@ -72,14 +72,14 @@ def _show_run(run_file: Path, *, as_json: bool) -> None:
 
 
 def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_json: bool) -> None:
-    from planner.chunk_levels import levels
-    from planner.chunks import busiest_rank, rank_chunks_of
-    from planner.plan import read
+    from planner.plan.chunk_levels import levels
+    from planner.plan.chunks import busiest_rank, rank_chunks_of
+    from planner.plan.plan import read
+    from planner.plan.reread import book_of
     from planner.report.chunk_plot import draw_levels
     from planner.report.chunks import levels_document, print_levels
     from planner.report.scatter import require_plot
     from planner.report.text import console
-    from planner.reread import book_of
 
     if plot:
         require_plot(plot)

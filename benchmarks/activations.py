@@ -30,7 +30,7 @@ from executor.layout import stage_layers
 from executor.parallel.stages import border_example
 from executor.rules.all import validate
 from executor.train import Options, build_trainer
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.catalog import load_model
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.transformer import build_graph

@@ -33,8 +33,8 @@ from executor.check.meter import Meter
 from executor.rules.all import validate
 from executor.train import Options, build_trainer
 from planner.estimate import estimate_plan
-from planner.plan import Plan
-from planner.prediction import Objective
+from planner.plan.plan import Plan
+from planner.plan.prediction import Objective
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_stack, with_gpus

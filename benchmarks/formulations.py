@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from costmodels.strategy import Frame
-from planner.layer_ilp import LayerProgram, Picked
-from planner.layer_plans import LayerOption
-from planner.layer_problem import BEFORE, LayerProblem
+from planner.layers.ilp import LayerProgram, Picked
+from planner.layers.plans import LayerOption
+from planner.layers.problem import BEFORE, LayerProblem
 from planner.request import SolverName
 from planner.solver import Problem, Solution, weighted
 from profiles.units import MIB, US_PER_S
 
 
 class StrategyPairs:
-    """One layer: s_ik as in planner/layer_ilp.py, and e_uv(k, l) for every two strategies, with the same marginals."""
+    """One layer: s_ik as in planner/layers/ilp.py, and e_uv(k, l) for every two strategies, with the same marginals."""
 
     def __init__(self, problem: LayerProblem, stashes: float = 1.0) -> None:
         self.program = Problem("pairs")

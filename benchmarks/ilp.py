@@ -24,18 +24,18 @@ from costmodels.mesh import Mesh
 from costmodels.occupancy import usable_bytes
 from costmodels.schedules import Schedule, in_flight
 from costmodels.strategy import Frame
-from planner.columns import RankColumns
-from planner.layer_front import layer_front
-from planner.layer_ilp import LayerProgram, evaluate
-from planner.layer_problem import LayerProblem, layer_problem
-from planner.mix_table import MixTable
-from planner.mixes import make_mixes
-from planner.options import Asked, question
+from planner.layers.front import layer_front
+from planner.layers.ilp import LayerProgram, evaluate
+from planner.layers.mixes import make_mixes
+from planner.layers.problem import LayerProblem, layer_problem
+from planner.options.options import Asked, question
+from planner.ranks.blocks import block_counts
+from planner.ranks.columns import RankColumns
+from planner.ranks.master import Master
+from planner.ranks.mix_table import MixTable
 from planner.report.text import print_table
 from planner.request import Constraints, SolverName
 from planner.solver import Problem, Unsolved
-from planner.stage_blocks import block_counts
-from planner.stage_ilp import Master
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 

@@ -40,10 +40,10 @@ from planner.baselines.merak import (
 from planner.baselines.optimum import fastest
 from planner.baselines.space import strategies
 from planner.baselines.systems import price_baseline
-from planner.infeasible import limit_bytes
-from planner.options import Asked, question
-from planner.plan import Plan
-from planner.prediction import Candidates, Objective, SearchRecord, Status
+from planner.infeasible.shortfall import limit_bytes
+from planner.options.options import Asked, question
+from planner.plan.plan import Plan
+from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from planner.report.names import blocks_by_plan, graph_of, pipeline_phrases, recompute_names, zero_text
 from planner.report.text import print_table, say, seconds_text
 from planner.request import Constraints, SearchOptions

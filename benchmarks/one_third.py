@@ -32,7 +32,7 @@ from executor.chunks.manager import ChunkManager
 from executor.options import Options
 from executor.train import Trainer, build_trainer
 from planner.estimate import ChunkRequest, estimate_plan
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import InfeasibleError
 from profiles.spec import ModelSpec, Precision, TrainingSpec

@@ -42,7 +42,7 @@ from costmodels.strategy import Frame
 from executor.data.batches import synthetic
 from executor.train import Options, build_trainer
 from planner.estimate import estimate_plan
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.catalog import load_cluster, load_stack, with_gpus
 from profiles.spec import ModelSpec, TrainingSpec
 

@@ -32,7 +32,7 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import TP_OVERLAP_LEVELS, Frame
 from executor.train import Options, StepResult, build_trainer
 from planner.estimate import estimate_plan
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.spec import ModelSpec, TrainingSpec
 

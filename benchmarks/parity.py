@@ -32,7 +32,7 @@ from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, Schedule
 from executor.check.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, Outcome, gradient_errors, loss_errors, run_plans, run_reference
 from executor.layout import action_rows
 from executor.rules.all import nearest_legal, refusals
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.report.text import print_table, say
 from tests.executor_plans import GPT, LLAMA, make_plan
 from tests.foreign_modules import family_plan, run_foreign_reference

@@ -30,8 +30,8 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.estimate import ChunkRequest, estimate_plan
 from planner.largest import LEVELS, Asking, find_largest, last_that_fits, members
-from planner.options import Asked, asked_training
-from planner.plan import Plan
+from planner.options.options import Asked, asked_training
+from planner.plan.plan import Plan
 from planner.report.largest import flops_per_s, host_gib, peak_gib
 from planner.report.text import gib_text, print_table, say, seconds_text
 from planner.request import Constraints, SearchOptions

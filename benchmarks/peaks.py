@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from planner import plan as plans
-from planner import runs
 from planner.estimate import estimate_plan
-from planner.plan import Plan
+from planner.plan import plan as plans
+from planner.plan.plan import Plan
+from planner.run import runs
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.spec import ModelSpec, Precision, TrainingSpec
 from profiles.units import MIB

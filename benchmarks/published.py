@@ -28,17 +28,17 @@ from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame
 from planner.band import error_band
-from planner.bounds import time_bound
-from planner.columns import RankColumns
 from planner.estimate import default_blocks, uniform_strategy
-from planner.infeasible import limit_bytes
-from planner.mix_table import MixTable
-from planner.options import DEFAULT_STACK, Asked, question
+from planner.frames.bounds import time_bound
+from planner.frames.space import describe, enumerate_space
+from planner.infeasible.shortfall import limit_bytes
+from planner.options.options import DEFAULT_STACK, Asked, question
+from planner.ranks.blocks import block_counts, to_strategy
+from planner.ranks.columns import RankColumns
+from planner.ranks.master import Choice, Master
+from planner.ranks.mix_table import MixTable
 from planner.request import Constraints, SearchOptions, SolverName
 from planner.solver import Unsolved
-from planner.space import describe, enumerate_space
-from planner.stage_blocks import block_counts, to_strategy
-from planner.stage_ilp import Choice, Master
 from profiles.errors import PlannerError
 from profiles.measured import machine_for
 from profiles.spec import Precision

@@ -24,7 +24,7 @@ from costmodels.strategy import Frame
 from executor.train import Options, Trainer, build_trainer
 from executor.watch.measured import Recorder
 from planner.estimate import estimate_plan
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.spec import Precision, TrainingSpec
 

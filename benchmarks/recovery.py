@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from planner.plan import Plan, write
+from planner.plan.plan import Plan, write
 from planner.report.text import console, print_table, say
 from profiles.catalog import load_model
 from tests.executor_plans import make_plan

@@ -34,15 +34,15 @@ from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.baselines.optimum import fastest, leanest
 from planner.baselines.space import data_parallel_frames, megatron_frames, megatron_meshes, strategies
-from planner.infeasible import limit_bytes
-from planner.options import Asked, question
-from planner.plan import frame_of
-from planner.prediction import Objective
+from planner.frames.space import divisors, illegal_tensor_parallel
+from planner.infeasible.shortfall import limit_bytes
+from planner.options.options import Asked, question
+from planner.plan.plan import frame_of
+from planner.plan.prediction import Objective
 from planner.report.text import print_table, say
 from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
-from planner.space import divisors, illegal_tensor_parallel
 from profiles.errors import InfeasibleError
 from profiles.measured import machine_for
 from profiles.units import GIB, gib

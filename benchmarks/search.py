@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from planner.plan import read
+from planner.plan.plan import read
 
 REQUESTS = (
     ("gpt-20b", "a100-80gb", 64),

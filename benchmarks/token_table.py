@@ -16,8 +16,8 @@ from dataclasses import replace
 import click
 
 from costmodels.offload import Offload
-from planner.options import Asked, asked_training
-from planner.plan import Plan
+from planner.options.options import Asked, asked_training
+from planner.plan.plan import Plan
 from planner.report.largest import host_gib, peak_gib
 from planner.report.text import console, gib_text, print_table, say, seconds_text
 from planner.request import SEARCHED_OFFLOAD, Constraints

@@ -23,8 +23,8 @@ import torch
 from costmodels.schedules import Schedule
 from executor.check.parity import gradient_errors, joined, loss_errors, run_ranks
 from executor.traced.parity import run_module_reference, train_module
-from planner.module_plan import ModulePlan
 from planner.partition.plan import find_module_plan
+from planner.plan.module_plan import ModulePlan
 from planner.request import Constraints
 from profiles.catalog import load_cluster, with_gpus
 from profiles.module import ModuleSource

@@ -1,6 +1,6 @@
 """The kernels that one operator runs on one rank, forward and backward: shapes and bytes, no machine (EQUATIONS K1, K2, K3, K5).
 
-Prices (costmodels/compute.py) and the cases that a profiler measures (planner/cases.py) both read them, so each kernel says which
+Prices (costmodels/compute.py) and the cases that a profiler measures (planner/machine/cases.py) both read them, so each kernel says which
 curve it is a point of (`curve`) and at which sizes (`sizes`, in the curve's own order). FLOPs are those that run: a causal fused
 kernel does half of the model FLOPs that `Operator.flops_*` state.
 """

@@ -227,7 +227,7 @@ def simulated_step(strategy: Strategy, costs: StepCosts, *, keep_events: bool = 
 def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     """Time, memory and redundancy of `strategy`.
 
-    Raises AssertionError when the strategy is not legal for its schedule; legality is decided in planner/space.py.
+    Raises AssertionError when the strategy is not legal for its schedule; legality is decided in planner/frames/space.py.
     """
     frame = strategy.frame
     ranks = range(frame.mesh.pp)

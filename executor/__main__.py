@@ -32,8 +32,8 @@ from executor.train import StepResult, build_trainer
 from executor.watch.measured import RunFiles, collect
 from executor.watch.progress import Progress
 from executor.watch.watch import SLACK_S, Watch, own_connection
-from planner.module_plan import ModulePlan, read
-from planner.plan import Plan
+from planner.plan.module_plan import ModulePlan, read
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError, PlannerError
 
 EXAMPLE = (

@@ -12,7 +12,7 @@ import torch
 
 from executor.layout import recomputes_ahead
 from executor.parallel.stages import Stage
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.transformer import build_graph

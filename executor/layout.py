@@ -9,7 +9,7 @@ from costmodels.actions import Work
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import csv_rows
-from planner.plan import LayerPlan, LayerRun, Plan
+from planner.plan.plan import LayerPlan, LayerRun, Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.transformer import build_graph

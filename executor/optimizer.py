@@ -23,7 +23,7 @@ from executor.options import LearningRateSchedule, Options
 from executor.parallel.stages import Stage
 from executor.scale import LossScale
 from executor.tensors import local
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grads_with_norm_ adds it to the norm
 

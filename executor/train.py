@@ -27,8 +27,8 @@ from executor.parallel.stages import Ranks
 from executor.scale import LossScale, loss_scale
 from executor.watch.measured import Recorder
 from executor.watch.progress import Progress
-from planner.plan import Plan
-from planner.runs import ChunkMoved
+from planner.plan.plan import Plan
+from planner.run.runs import ChunkMoved
 
 METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time
 

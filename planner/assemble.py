@@ -14,10 +14,10 @@ from costmodels.sharding import placements
 from costmodels.step import StepPrice, model_flops_utilization
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.band import error_band
-from planner.chunks import chunks_of
-from planner.pipeline import Pipeline
-from planner.plan import PLAN_VERSION, LayerPlan, LayerRun, OperatorPlacement, Plan, StagePlan
-from planner.prediction import (
+from planner.plan.chunks import chunks_of
+from planner.plan.pipeline import Pipeline
+from planner.plan.plan import PLAN_VERSION, LayerPlan, LayerRun, OperatorPlacement, Plan, StagePlan
+from planner.plan.prediction import (
     Breakdown,
     LayerRedundancy,
     Prediction,

@@ -6,7 +6,7 @@ too few measured rows of its own.
 
 from __future__ import annotations
 
-from planner.prediction import Band, ErrorBand
+from planner.plan.prediction import Band, ErrorBand
 from planner.request import SearchOptions
 from profiles.measured import Machine
 from profiles.stack import Stack

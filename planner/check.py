@@ -10,9 +10,9 @@ from costmodels.occupancy import occupied_bytes
 from costmodels.strategy import Strategy
 from costmodels.traffic import Sent
 from costmodels.usage import RankUse, predicted_use
-from planner.plan import Plan
-from planner.prediction import StageMemory
-from planner.reread import book_of, strategy_of
+from planner.plan.plan import Plan
+from planner.plan.prediction import StageMemory
+from planner.plan.reread import book_of, strategy_of
 from profiles.errors import ConfigError
 from profiles.units import GIB, MIB
 

@@ -12,10 +12,10 @@ from costmodels.strategy import Strategy
 from planner.assemble import assemble
 from planner.baselines.optimum import Optimum
 from planner.baselines.systems import Baseline, price_baseline
-from planner.infeasible import limit_bytes
+from planner.infeasible.shortfall import limit_bytes
 from planner.parts import Parts, parts_of
-from planner.plan import Plan
-from planner.prediction import Candidates, Objective, SearchRecord, Status
+from planner.plan.plan import Plan
+from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from planner.reprice import reprice
 from planner.request import SearchOptions
 

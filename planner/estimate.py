@@ -17,17 +17,17 @@ from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble
-from planner.columns import RankColumns
-from planner.homes import Homes, illegal_chunks
-from planner.infeasible import limit_bytes
-from planner.kept_options import ALL, named_operators, with_kept_on_host
-from planner.levels import illegal_full_recompute
-from planner.mix_table import MixTable
-from planner.plan import Plan
-from planner.prediction import Candidates, Objective, SearchRecord, Status
+from planner.frames.space import illegal_frame, illegal_tensor_parallel
+from planner.host.homes import Homes, illegal_chunks
+from planner.host.kept_options import ALL, named_operators, with_kept_on_host
+from planner.infeasible.shortfall import limit_bytes
+from planner.layers.levels import illegal_full_recompute
+from planner.plan.plan import Plan
+from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
+from planner.ranks.blocks import block_counts, to_strategy
+from planner.ranks.columns import RankColumns
+from planner.ranks.mix_table import MixTable
 from planner.request import Constraints, SearchOptions
-from planner.space import illegal_frame, illegal_tensor_parallel
-from planner.stage_blocks import block_counts, to_strategy
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for

@@ -18,16 +18,16 @@ from costmodels.chunks.home import Home
 from costmodels.occupancy import usable_bytes
 from costmodels.step import StepPrice, bubble_share, price_step
 from costmodels.strategy import Frame, Strategy
-from planner.bounds import redundancy_bound_bytes
-from planner.branch import Outcome, best_of, branch
-from planner.chunk_columns import ChunkColumns, Columns, lean_step_bytes
-from planner.chunk_costs import host_share_bytes
-from planner.columns import Column, Pace
-from planner.either_table import EitherTable, Ways
-from planner.prediction import Objective
-from planner.stage_blocks import to_strategy
-from planner.stage_ilp import Choice, Master, lower_bound_s
-from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
+from planner.frames.bounds import redundancy_bound_bytes
+from planner.frames.branch import Outcome, best_of, branch
+from planner.host.costs import host_share_bytes
+from planner.plan.prediction import Objective
+from planner.ranks.blocks import to_strategy
+from planner.ranks.chunk_columns import ChunkColumns, Columns, lean_step_bytes
+from planner.ranks.columns import Column, Pace
+from planner.ranks.either_table import EitherTable, Ways
+from planner.ranks.master import Choice, Master, lower_bound_s
+from planner.ranks.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from profiles.errors import InfeasibleError
 
 if TYPE_CHECKING:

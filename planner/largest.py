@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.offload import Offload
-from planner.infeasible import infeasible_error, limit_bytes
+from planner.frames.space import enumerate_space
+from planner.infeasible.shortfall import infeasible_error, limit_bytes
 from planner.pareto import OnSearch
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.search import find_plan
-from planner.space import enumerate_space
 from profiles.errors import ConfigError, InfeasibleError, PlannerError
 from profiles.hardware import Cluster
 from profiles.spec import ModelEntry, ModelSpec, TrainingSpec

@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from planner.infeasible import infeasible_error, least_peak_bytes, limit_bytes
-from planner.plan import Plan, host_gib
-from planner.prediction import FrontPoint, Objective
+from planner.infeasible.shortfall import infeasible_error, least_peak_bytes, limit_bytes
+from planner.plan.plan import Plan, host_gib
+from planner.plan.prediction import FrontPoint, Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.search import Found, Prices, Solved, search, search_leaner
 from profiles.errors import ConfigError, SolverError

@@ -8,8 +8,8 @@ from costmodels.book import PriceBook
 from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Strategy
 from planner.assemble import assemble
-from planner.plan import Plan
-from planner.reread import book_of, strategy_of
+from planner.plan.plan import Plan
+from planner.plan.reread import book_of, strategy_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import TP_OVERLAP_LEVELS
 from planner.forbid import NAMES, Ban, Value
-from planner.prediction import Objective
+from planner.plan.prediction import Objective
 from profiles.errors import ConfigError
 
 ZERO_STAGES = (0, 1, 2, 3)

@@ -24,27 +24,27 @@ from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
 from planner.baselines.space import counted_ends, equal_blocks
 from planner.baselines.stage_aware import Room, stage_aware
-from planner.bounds import TimeBound, ahead_bound_s, in_reach, may_fit, redundancy_bound_bytes, time_bound
-from planner.branch import REPLAYED, Answer, Outcome, best_of, branch, worth_replaying
-from planner.chunk_bounds import ChunkBound
-from planner.chunk_columns import Columns, rank_columns
-from planner.chunk_costs import host_share_bytes
-from planner.columns import Column, RankColumns
-from planner.either_table import Ways
-from planner.faults import can_place, failure_text
+from planner.frames.bounds import TimeBound, ahead_bound_s, in_reach, may_fit, redundancy_bound_bytes, time_bound
+from planner.frames.branch import REPLAYED, Answer, Outcome, best_of, branch, worth_replaying
+from planner.frames.chunk_bounds import ChunkBound
+from planner.frames.faults import can_place, failure_text
+from planner.frames.space import Pruned, Space, describe, enumerate_space, no_frame_error
+from planner.host.costs import host_share_bytes
 from planner.host_leanest import Lean, search_leanest_on_host
-from planner.infeasible import infeasible_error, limit_bytes
-from planner.levels import illegal_full_recompute, paying
-from planner.mix_table import MixTable
-from planner.plan import Plan
-from planner.prediction import Candidates, Objective, SearchRecord, Status
-from planner.rank_prices import tied_ends
+from planner.infeasible.shortfall import infeasible_error, limit_bytes
+from planner.layers.levels import illegal_full_recompute, paying
+from planner.plan.plan import Plan
+from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
+from planner.ranks.blocks import block_counts, to_strategy
+from planner.ranks.chunk_columns import Columns, rank_columns
+from planner.ranks.columns import Column, RankColumns
+from planner.ranks.either_table import Ways
+from planner.ranks.master import Choice, Master, lower_bound_s
+from planner.ranks.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
+from planner.ranks.mix_table import MixTable
+from planner.ranks.prices import tied_ends
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.solver import Unsolved
-from planner.space import Pruned, Space, describe, enumerate_space, no_frame_error
-from planner.stage_blocks import block_counts, to_strategy
-from planner.stage_ilp import Choice, Master, lower_bound_s
-from planner.stage_ilp import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from profiles.errors import InfeasibleError, SolverError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
@@ -133,7 +133,7 @@ class Prices:
         return self.time_bound(frame).longest_rank(frame, cut_s)
 
     def may_fit(self, frame: Frame, limit_bytes: float) -> bool:
-        """Whether the frame is not ruled out within `limit_bytes` by what it holds at least (planner/bounds.py)."""
+        """Whether the frame is not ruled out within `limit_bytes` by what it holds at least (planner/frames/bounds.py)."""
         return may_fit(frame, self.table, limit_bytes)
 
     def raise_bound(self, frame: Frame, limit_bytes: float, least_s: float) -> None:

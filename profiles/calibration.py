@@ -2,7 +2,7 @@
 
 A factor is measured seconds over priced seconds. It multiplies the price of every operator or message of its cause, before
 anything is hidden under anything, so that a search prices every candidate with it. `plan calibrate` finds them
-(planner/calibrate.py); a cluster carries them, and so does every plan made for it.
+(planner/machine/calibrate.py); a cluster carries them, and so does every plan made for it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A case is one operator of a model at one size on one rank, or a figure of the machine itself. It says what runs (`work`, a name that
 `executor/operations` knows), at which sizes, and which point of which curve each of its passes is. Pure data: the planner makes
-cases of what it would price (planner/cases.py), the profiler measures them (profiles/profiler), fits make curves of them.
+cases of what it would price (planner/machine/cases.py), the profiler measures them (profiles/profiler), fits make curves of them.
 """
 
 from __future__ import annotations

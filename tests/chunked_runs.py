@@ -23,9 +23,9 @@ from executor.options import Options
 from executor.parallel.pipeline import Pipeline, build_pipeline
 from executor.train import ranks_of
 from executor.watch.allocated import PeakBytes
-from planner.chunks import rank_chunks_of
 from planner.estimate import ChunkRequest, estimate_plan
-from planner.plan import Plan
+from planner.plan.chunks import rank_chunks_of
+from planner.plan.plan import Plan
 from profiles.catalog import load_cluster, load_stack, with_gpus
 from profiles.spec import ModelSpec, Precision, TrainingSpec
 from tests.executor_plans import GPT, SEQ_LENGTH

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from costmodels.recompute import kept_tensors
 from executor.rules.divisions import Entries, shard_dim
-from planner.plan import OperatorPlacement
+from planner.plan.plan import OperatorPlacement
 from profiles.model import LayerClass, Operator, OperatorKind, Tensor
 
 

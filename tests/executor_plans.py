@@ -8,9 +8,9 @@ from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding, placements
 from costmodels.strategy import Frame
-from planner.pipeline import Pipeline
-from planner.plan import PLAN_VERSION, LayerPlan, LayerRun, OperatorPlacement, Plan, StagePlan
-from planner.prediction import Breakdown, Candidates, Objective, Prediction, Quantity, Redundancy, SearchRecord, StageMemory, Status
+from planner.plan.pipeline import Pipeline
+from planner.plan.plan import PLAN_VERSION, LayerPlan, LayerRun, OperatorPlacement, Plan, StagePlan
+from planner.plan.prediction import Breakdown, Candidates, Objective, Prediction, Quantity, Redundancy, SearchRecord, StageMemory, Status
 from profiles.hardware import Cluster, Device, Link
 from profiles.model import LayerKind, Operator, OperatorKind
 from profiles.provenance import Kind

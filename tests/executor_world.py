@@ -26,7 +26,7 @@ from executor.check.parity import (
     run_reference,
     whole_gradients,
 )
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.spec import Precision
 
 __all__ = [

@@ -14,7 +14,7 @@ from costmodels.mesh import Mesh
 from executor.data.batches import synthetic
 from executor.foreign.source import open_source
 from executor.foreign.structure import find_structure
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.huggingface import entry_from_config
 from profiles.module import ModuleSource
 from profiles.spec import ModelSpec, Norm, Positions

@@ -12,8 +12,8 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.frames.space import enumerate_space
 from planner.request import Constraints
-from planner.space import enumerate_space
 from profiles.catalog import load_cluster, with_gpus
 from profiles.hardware import Cluster
 from profiles.measured import machine_for

@@ -10,10 +10,10 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from planner.account import RankMeasured, RecordedStep, make_run, predict
 from planner.estimate import estimate_plan
-from planner.plan import Plan
-from planner.runs import Environment, Run
+from planner.plan.plan import Plan
+from planner.run.account import RankMeasured, RecordedStep, make_run, predict
+from planner.run.runs import Environment, Run
 from profiles.calibration import Calibration, Factor
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.spec import TrainingSpec

@@ -12,15 +12,15 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame
-from planner.bounds import ahead_bound_s, time_bound
-from planner.columns import RankColumns
 from planner.estimate import estimate_plan
-from planner.mix_table import MixTable
+from planner.frames.bounds import ahead_bound_s, time_bound
+from planner.frames.space import enumerate_space
+from planner.ranks.blocks import to_strategy
+from planner.ranks.columns import RankColumns
+from planner.ranks.master import evaluate, lower_bound_s
+from planner.ranks.mix_table import MixTable
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
-from planner.space import enumerate_space
-from planner.stage_blocks import to_strategy
-from planner.stage_ilp import evaluate, lower_bound_s
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
 from profiles.model import LayerKind

@@ -10,12 +10,12 @@ import pytest
 
 from costmodels.layer import price_operators
 from costmodels.sharding import Sharding
-from planner.layer_ilp import evaluate
-from planner.layer_problem import layer_problem
-from planner.options import Asked, question
-from planner.plan import from_document, to_document, write
-from planner.plan import read as read_plan
-from planner.plan import to_yaml as plan_yaml
+from planner.layers.ilp import evaluate
+from planner.layers.problem import layer_problem
+from planner.options.options import Asked, question
+from planner.plan.plan import from_document, to_document, write
+from planner.plan.plan import read as read_plan
+from planner.plan.plan import to_yaml as plan_yaml
 from planner.reprice import reprice
 from planner.request import Constraints
 from planner.search import find_plan

@@ -13,8 +13,8 @@ from costmodels.schedules import Schedule
 from costmodels.step import RankTime, price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.assemble import assemble, runner_up
-from planner.plan import LayerRun, StagePlan
-from planner.prediction import Candidates, Objective, SearchRecord, Status
+from planner.plan.plan import LayerRun, StagePlan
+from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.measured import machine_for
 from profiles.model import LayerKind

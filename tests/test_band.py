@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from planner.band import error_band, margin_text, memory_margin, stack_band
-from planner.prediction import Band, ErrorBand
+from planner.plan.prediction import Band, ErrorBand
 from planner.request import SearchOptions
 from profiles.catalog import load_cluster, load_stack
 from profiles.measured import machine_for

@@ -17,7 +17,7 @@ from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame
 from planner.baselines.systems import ALL, Baseline, baseline_names, price_baseline
 from planner.estimate import uniform_strategy
-from planner.infeasible import limit_bytes
+from planner.infeasible.shortfall import limit_bytes
 from planner.request import SearchOptions
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError

@@ -14,10 +14,10 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.bounds import in_reach, redundancy_bound_bytes, time_bound
-from planner.mix_table import MixTable
+from planner.frames.bounds import in_reach, redundancy_bound_bytes, time_bound
+from planner.frames.space import enumerate_space
+from planner.ranks.mix_table import MixTable
 from planner.request import Constraints
-from planner.space import enumerate_space
 from profiles.catalog import load_cluster, with_gpus
 from profiles.model import LayerKind
 from tests.instances import every_price, every_strategy, random_instance, redundant_bytes

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from planner.account import predict
-from planner.calibrate import calibrate, unexercised
 from planner.estimate import estimate_plan
-from planner.plan import frame_of
+from planner.machine.calibrate import calibrate, unexercised
+from planner.plan.plan import frame_of
+from planner.run.account import predict
 from profiles.applied import applied
 from profiles.calibration import CAUSES, Calibration, Factor
 from profiles.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from costmodels.compute import kernel_time
 from costmodels.kernels import StreamKernel, operator_kernels
 from costmodels.sharding import Sharding
-from planner.cases import (
+from planner.machine.cases import (
     Workload,
     cases_of,
     default_workloads,
@@ -22,7 +22,7 @@ from planner.cases import (
     tensor_parallel_degrees,
     tiny_model,
 )
-from planner.operator_cases import operator_cases
+from planner.machine.operator_cases import operator_cases
 from profiles.cases import Measured, Outcome, Record, Timing
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError

@@ -19,7 +19,7 @@ from costmodels.usage import RankUse
 from executor.parallel import pipeline
 from planner.check import RankCheck, matches, sent_checks, worst
 from planner.estimate import estimate_plan
-from planner.plan import Plan, write
+from planner.plan.plan import Plan, write
 from planner.report.check import verdict
 from planner.report.parity import Parity
 from planner.report.parity import verdict as parity_verdict

@@ -19,17 +19,17 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import bubble_share, price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.bounds import in_reach, may_fit, time_bound
-from planner.chunk_bounds import ChunkBound
-from planner.chunk_columns import ChunkColumns
-from planner.homes import Homes
-from planner.infeasible import _shorter, enough_host_bytes
-from planner.mix_table import MixTable
-from planner.options import offload_assumed
+from planner.frames.bounds import in_reach, may_fit, time_bound
+from planner.frames.chunk_bounds import ChunkBound
+from planner.frames.space import enumerate_space
+from planner.host.homes import Homes
+from planner.infeasible.shortfall import _shorter, enough_host_bytes
+from planner.options.options import offload_assumed
+from planner.ranks.blocks import block_counts, to_strategy
+from planner.ranks.chunk_columns import ChunkColumns
+from planner.ranks.mix_table import MixTable
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from planner.search import find_plan
-from planner.space import enumerate_space
-from planner.stage_blocks import block_counts, to_strategy
 from profiles.catalog import load_cluster, with_gpus
 from profiles.errors import InfeasibleError
 from profiles.hardware import Cluster
@@ -136,7 +136,7 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
     gpus: int, host: float, rate: float, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every mix with every homes, of hosts that hold the states of some blocks beside activations; what fits is not ruled out."""
-    monkeypatch.setattr("planner.chunk_columns.MOST_SENDING", 10**6)
+    monkeypatch.setattr("planner.ranks.chunk_columns.MOST_SENDING", 10**6)
     found = instance(gpus, 3 * STATES, batch=32, pcie_bytes_per_s=rate, host_memory_bytes=int(gpus * host * STATES))
     table, limit, sent = MixTable(found.book(), PINS), float(found.cluster.device.memory_bytes), 0
     for frame in chunked_frames(found)[:: 3 * gpus]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.runs import Beside, ChunkMoved, write
+from planner.run.runs import Beside, ChunkMoved, write
 from tests.commands import fail, run, succeed
 from tests.synthetic_runs import estimated, run_of
 

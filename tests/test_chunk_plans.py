@@ -16,14 +16,14 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from executor.check.shrink import shrunk
 from planner.check import priced
-from planner.chunk_levels import levels
-from planner.chunks import busiest_rank, rank_chunks_of
 from planner.estimate import ChunkRequest, estimate_plan
-from planner.plan import from_document, read, to_document, write
+from planner.plan.chunk_levels import levels
+from planner.plan.chunks import busiest_rank, rank_chunks_of
+from planner.plan.plan import from_document, read, to_document, write
+from planner.plan.reread import book_of
 from planner.report.chunks import fullest_levels, home_blocks, spans_text
 from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions
-from planner.reread import book_of
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError, InfeasibleError

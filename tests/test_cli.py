@@ -20,11 +20,11 @@ from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule, csv_rows
 from planner.band import margin_text
-from planner.plan import read
-from planner.prediction import Objective, Status
+from planner.plan.plan import read
+from planner.plan.prediction import Objective, Status
+from planner.ranks.master import Master
 from planner.report.text import band_text
 from planner.request import SolverName
-from planner.stage_ilp import Master
 from profiles.catalog import load_stack, stack_names
 from profiles.spec import Precision
 from profiles.stack import AttentionKernel, Stack

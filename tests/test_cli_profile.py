@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from planner.profiling import fitted
+from planner.machine.profiling import fitted
 from profiles.own import PROFILE_VERSION, Environment, OwnProfile, write
 from tests.commands import fail, run, succeed
 from tests.synthetic_profiles import Machine

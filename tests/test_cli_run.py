@@ -11,8 +11,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 import cli
-from planner.plan import write as write_plan
-from planner.runs import write as write_run
+from planner.plan.plan import write as write_plan
+from planner.run.runs import write as write_run
 from tests.synthetic_runs import estimated, factors, run_of
 
 ESTIMATE = ("estimate", "--model", "gpt-2.5b", "--gpu", "a100-80gb", "--gpus", "1", "--stack", "torchtitan", "--global-batch-size", "8",

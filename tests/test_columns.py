@@ -13,13 +13,13 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame
-from planner.columns import RankColumns
-from planner.mix_table import MixTable
-from planner.rank_prices import end_kinds
+from planner.frames.space import enumerate_space
+from planner.ranks.blocks import block_counts, to_strategy
+from planner.ranks.columns import RankColumns
+from planner.ranks.master import evaluate
+from planner.ranks.mix_table import MixTable
+from planner.ranks.prices import end_kinds
 from planner.request import Constraints
-from planner.space import enumerate_space
-from planner.stage_blocks import block_counts, to_strategy
-from planner.stage_ilp import evaluate
 from profiles.catalog import load_stack
 from profiles.model import LayerKind
 from profiles.spec import Precision

@@ -12,8 +12,8 @@ import pytest
 
 from planner.compare import MEMORY_NAMES, Comparison, compare
 from planner.parts import NAMES
-from planner.plan import read, write
-from planner.prediction import Quantity
+from planner.plan.plan import read, write
+from planner.plan.prediction import Quantity
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus

@@ -15,8 +15,8 @@ from costmodels.sharding import Sharding
 from costmodels.step import price_step
 from costmodels.strategy import Strategy
 from planner.estimate import estimate_plan
-from planner.kept_options import host_options, named_operators, with_kept_on_host
-from planner.plan import read, write
+from planner.host.kept_options import host_options, named_operators, with_kept_on_host
+from planner.plan.plan import read, write
 from planner.reprice import reprice
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError, InfeasibleError

@@ -9,8 +9,8 @@ import pytest
 
 from costmodels.recompute import saved_bytes
 from costmodels.sharding import Sharding, placements
-from planner.layer_problem import layer_problem
-from planner.plan import OperatorPlacement
+from planner.layers.problem import layer_problem
+from planner.plan.plan import OperatorPlacement
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.measured import machine_for
 from profiles.spec import TrainingSpec

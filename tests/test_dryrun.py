@@ -23,7 +23,7 @@ from executor.check.observed import _CALLS
 from executor.rules.all import nearest_legal
 from planner.check import check_ranks, priced
 from planner.estimate import estimate_plan
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.hardware import CPU

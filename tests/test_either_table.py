@@ -11,19 +11,19 @@ import pytest
 from costmodels.lookup import illegal_lookup
 from costmodels.offload import Offload
 from costmodels.step import price_step
-from planner.bounds import may_fit, redundancy_bound_bytes, time_bound
-from planner.branch import WORTH_REPLAYING
-from planner.chunk_columns import rank_columns
-from planner.columns import MixTable
 from planner.compare import compare
-from planner.either_table import EitherTable
 from planner.estimate import estimate_plan
-from planner.plan import read, write
-from planner.prediction import Objective, Status
+from planner.frames.bounds import may_fit, redundancy_bound_bytes, time_bound
+from planner.frames.branch import WORTH_REPLAYING
+from planner.frames.space import enumerate_space
+from planner.plan.plan import read, write
+from planner.plan.prediction import Objective, Status
+from planner.ranks.chunk_columns import rank_columns
+from planner.ranks.columns import MixTable
+from planner.ranks.either_table import EitherTable
 from planner.reprice import reprice
 from planner.request import SEARCHED_OFFLOAD, SearchOptions
 from planner.search import find_plan
-from planner.space import enumerate_space
 from profiles.units import GIB
 from tests.instances import PINS, Instance, every_strategy, peak_bytes, random_instance, redundant_bytes
 from tests.uniform import frame_of

@@ -11,7 +11,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.estimate import estimate_plan, even_split
-from planner.prediction import Status
+from planner.plan.prediction import Status
 from planner.request import Constraints
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus

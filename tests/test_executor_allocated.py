@@ -19,7 +19,7 @@ from benchmarks.peaks import Case
 from executor.train import Options, build_trainer
 from executor.watch.allocated import PeakBytes, _most, held_bytes
 from executor.watch.measured import collect
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.catalog import load_model
 
 CPU = torch.device("cpu")

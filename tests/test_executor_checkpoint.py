@@ -29,7 +29,7 @@ from executor.checkpoint.checkpoints import Checkpoints
 from executor.checkpoint.resume import CheckpointOptions
 from executor.data.batches import synthetic
 from executor.train import Options, build_trainer
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError, PlannerError
 from profiles.spec import Precision
 from tests import executor_plans

@@ -24,9 +24,9 @@ from executor.data.batches import synthetic
 from executor.parallel import pipeline
 from executor.train import ranks_of
 from executor.watch.allocated import PeakBytes, held_bytes
-from planner.chunks import rank_chunks_of
 from planner.estimate import ChunkRequest
-from planner.plan import Plan
+from planner.plan.chunks import rank_chunks_of
+from planner.plan.plan import Plan
 from profiles.errors import InfeasibleError
 from profiles.spec import Precision
 from tests.chunked_runs import Found, chunked_plan, first_step, joined, run, smallest

@@ -14,8 +14,8 @@ import pytest
 
 from executor.__main__ import run
 from executor.scale import LossScale
-from planner.plan import read, write
-from planner.runs import read as read_run
+from planner.plan.plan import read, write
+from planner.run.runs import read as read_run
 from profiles.spec import Precision
 from tests.executor_plans import LLAMA, SEQ_LENGTH, make_plan
 

@@ -14,7 +14,7 @@ from torch._dynamo.exc import Unsupported
 
 from executor.compiled import validate_compiled
 from executor.train import build_trainer
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from tests.executor_plans import GPT, LLAMA, make_plan
 from tests.executor_world import LOSS_TOLERANCE, OPTIONS, run_reference

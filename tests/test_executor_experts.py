@@ -17,7 +17,7 @@ from executor.modules.models import build_layer
 from executor.modules.moe import MixtureOfExperts, held_experts
 from executor.rules.all import nearest_legal, validate
 from executor.rules.experts import MIXTURE
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import Precision, TrainingSpec

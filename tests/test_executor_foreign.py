@@ -19,7 +19,7 @@ from executor.foreign.rules import has_even_shards
 from executor.foreign.structure import find_structure
 from executor.foreign.trace import _Watch
 from executor.rules.all import nearest_legal, validate
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.module import ModuleSource
 from profiles.spec import Precision

@@ -18,7 +18,7 @@ from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from executor.rules.all import validate
 from executor.train import build_trainer
-from planner.plan import LayerPlan, Plan
+from planner.plan.plan import LayerPlan, Plan
 from profiles.model import LayerKind
 from profiles.spec import Precision
 from tests.executor_plans import GPT, LLAMA, make_plan

@@ -33,7 +33,7 @@ from executor.parallel.place import place_layer
 from executor.rules.all import nearest_legal, refusals, validate
 from executor.train import build_trainer
 from planner.estimate import ChunkRequest, estimate_plan
-from planner.plan import Plan, frame_of
+from planner.plan.plan import Plan, frame_of
 from planner.reprice import reprice
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.model import LayerClass, LayerKind

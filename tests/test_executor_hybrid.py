@@ -31,12 +31,12 @@ from executor.rules.all import nearest_legal, refusals, validate
 from executor.tensors import forget_meshes, local
 from executor.train import Trainer, build_trainer
 from executor.watch.allocated import held_bytes
-from planner.chunks import rank_chunks_of
 from planner.estimate import ChunkRequest
-from planner.plan import Plan, frame_of, write
+from planner.plan.chunks import rank_chunks_of
+from planner.plan.plan import Plan, frame_of, write
 from planner.report.parity import Parity, print_parity
-from planner.runs import Beside, ChunkMoved
-from planner.runs import read as read_run
+from planner.run.runs import Beside, ChunkMoved
+from planner.run.runs import read as read_run
 from profiles.errors import ConfigError
 from profiles.spec import Precision
 from tests.chunked_runs import chunked_plan, smallest

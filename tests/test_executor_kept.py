@@ -18,7 +18,7 @@ from executor.memory.kept import Recipes
 from executor.memory.recompute import recomputed
 from executor.modules.models import build_layer
 from executor.parallel.place import place_layer
-from planner.plan import OperatorPlacement
+from planner.plan.plan import OperatorPlacement
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Positions, TrainingSpec
 from profiles.stack import AttentionKernel

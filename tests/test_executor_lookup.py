@@ -14,7 +14,7 @@ from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from executor.options import Options
 from executor.train import build_trainer
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.spec import Precision
 from tests.executor_plans import GPT, LLAMA, SEQ_LENGTH, make_plan
 from tests.executor_world import (

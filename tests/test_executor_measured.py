@@ -15,8 +15,8 @@ import torch.multiprocessing as mp
 from costmodels.schedules import Schedule, actions
 from executor.train import Options, build_trainer
 from executor.watch.measured import Clock, Recorder, clock_offsets, collect
-from planner.plan import Plan
-from planner.runs import Run, read, write
+from planner.plan.plan import Plan
+from planner.run.runs import Run, read, write
 from tests.executor_plans import make_plan
 
 CPU = torch.device("cpu")

@@ -28,7 +28,7 @@ from executor.layout import action_rows
 from executor.modules.models import Linear
 from executor.rules.all import nearest_legal, validate
 from executor.train import Trainer, build_trainer
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from tests.executor_plans import GPT, LLAMA, make_plan

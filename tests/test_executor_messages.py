@@ -11,7 +11,7 @@ from costmodels.schedules import Schedule
 from executor.check.crew import dry_runs
 from executor.parallel import pipeline
 from executor.parallel.runtime import PipelineStep
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from tests.executor_plans import GPT, LLAMA, SEQ_LENGTH, make_plan
 from tests.executor_world import GRADIENT_TOLERANCE, LOSS_TOLERANCE, run_plans, run_reference, worst_gradient
 

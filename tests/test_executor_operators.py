@@ -17,7 +17,7 @@ from costmodels.schedules import Schedule
 from executor.modules.models import build_layer
 from executor.parallel.place import place_layer
 from executor.rules.all import validate
-from planner.plan import LayerPlan, OperatorPlacement, Plan
+from planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import Positions, Precision

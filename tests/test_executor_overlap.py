@@ -21,7 +21,7 @@ from executor.check.shrink import shrunk
 from executor.rules.all import nearest_legal, refusals, validate
 from executor.tensors import begin_fork
 from executor.train import build_trainer
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.spec import Positions, Precision
 from tests.executor_plans import GPT, LLAMA, MIXTRAL, make_plan

@@ -9,7 +9,7 @@ import pytest
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.spec import Positions, Precision
 from profiles.stack import AttentionKernel
 from tests.executor_plans import GPT, LLAMA, make_plan

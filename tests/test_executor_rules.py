@@ -15,7 +15,7 @@ from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from executor.rules.all import RULES, nearest_legal, refusals, validate
 from planner.estimate import ChunkRequest
-from planner.plan import LayerRun, OperatorPlacement, Plan, StagePlan
+from planner.plan.plan import LayerRun, OperatorPlacement, Plan, StagePlan
 from profiles.errors import ConfigError
 from profiles.spec import Precision
 from tests.chunked_runs import chunked_plan

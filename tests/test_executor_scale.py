@@ -18,7 +18,7 @@ from executor.parallel.sharded import compute_dtype
 from executor.scale import INITIAL, LossScale
 from executor.tensors import forget_meshes, local
 from executor.train import Trainer, build_trainer
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import PlannerError
 from profiles.spec import Precision
 from tests.executor_plans import GPT, LLAMA, make_plan

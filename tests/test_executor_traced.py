@@ -15,8 +15,8 @@ from executor.traced.parity import run_module_plans, run_module_reference
 from executor.traced.rules import validate_module_plan
 from executor.traced.train import opened_of
 from executor.traced.values import open_values
-from planner.module_plan import ModulePlan, from_document
-from planner.plan import to_document
+from planner.plan.module_plan import ModulePlan, from_document
+from planner.plan.plan import to_document
 from profiles.errors import ConfigError
 from profiles.module import ModuleSource
 from profiles.tracing.program import PARAMETER

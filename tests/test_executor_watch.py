@@ -21,7 +21,7 @@ from executor import train
 from executor.data.batches import Batches
 from executor.watch.progress import Progress
 from executor.watch.watch import SLACK_S, State, Watch
-from planner.plan import Plan, write
+from planner.plan.plan import Plan, write
 from tests.executor_plans import GPT, make_plan
 
 TIMEOUT_S = 4.0  # longer than a start takes

@@ -15,16 +15,16 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
-from planner.bounds import redundancy_bound_bytes, time_bound
 from planner.estimate import estimate_plan
 from planner.forbid import Ban
-from planner.mix_table import MixTable
-from planner.plan import read, to_yaml
-from planner.prediction import Objective
+from planner.frames.bounds import redundancy_bound_bytes, time_bound
+from planner.frames.space import enumerate_space
+from planner.plan.plan import read, to_yaml
+from planner.plan.prediction import Objective
+from planner.ranks.mix_table import MixTable
 from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
-from planner.space import enumerate_space
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.measured import machine_for

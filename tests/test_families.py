@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.options import Asked, question
+from planner.options.options import Asked, question
 from profiles import catalog
 from profiles.catalog import family_members, family_names, load_family, load_model, model_names
 from profiles.errors import ConfigError

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cli import main
-from planner.columns import Column
-from planner.faults import MOST_FAILURES, can_place
-from planner.plan import read, to_yaml
-from planner.prediction import Status
+from planner.frames.faults import MOST_FAILURES, can_place
+from planner.plan.plan import read, to_yaml
+from planner.plan.prediction import Status
+from planner.ranks.columns import Column
 from planner.request import SearchOptions, SolverName
 from planner.search import find_plan
 from planner.solver import Unsolved

@@ -7,9 +7,9 @@ import pytest
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from planner.forbid import Ban, parse_bans
+from planner.frames.space import enumerate_space
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
-from planner.space import enumerate_space
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
 from profiles.spec import TrainingSpec

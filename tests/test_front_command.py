@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from planner.pareto import ANY_SLOWDOWN, DEFAULT_POINTS, SLOWDOWNS
-from planner.plan import read
-from planner.stage_ilp import Master
+from planner.plan.plan import read
+from planner.ranks.master import Master
 from tests.commands import run, succeed
 
 FRONT = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "4", "--objective", "pareto", "--points", "5")

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from planner.pareto import Front, find_front, plan_paths
-from planner.prediction import Objective
+from planner.plan.prediction import Objective
 from planner.report.front import front_document, print_front, recompute_counts, zero_text
 from planner.report.front_plot import draw_front, end_names, front_steps
 from planner.report.names import found_text

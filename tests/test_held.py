@@ -17,8 +17,8 @@ from costmodels.redundancy import added, operator_redundancy
 from costmodels.sharding import Sharding
 from costmodels.step import price_step
 from planner.estimate import estimate_plan
-from planner.kept_options import named_operators, with_kept_on_host
-from planner.plan import from_document, read, to_document, write
+from planner.host.kept_options import named_operators, with_kept_on_host
+from planner.plan.plan import from_document, read, to_document, write
 from planner.reprice import reprice
 from planner.request import Constraints
 from planner.search import find_plan

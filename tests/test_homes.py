@@ -10,10 +10,10 @@ from costmodels.mesh import Mesh
 from costmodels.offload import Offload
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from planner.homes import Homes, counts_of_homes, has_chunks, homes_allowed, illegal_chunks
-from planner.options import Asked, question
+from planner.frames.space import Pruned, describe, enumerate_space
+from planner.host.homes import Homes, counts_of_homes, has_chunks, homes_allowed, illegal_chunks
+from planner.options.options import Asked, question
 from planner.request import SEARCHED_OFFLOAD, Constraints
-from planner.space import Pruned, describe, enumerate_space
 from profiles.errors import ConfigError
 
 FRAME = Frame(

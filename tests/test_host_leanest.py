@@ -16,19 +16,19 @@ from costmodels.memory import ideal_states
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.step import price_step
-from planner.chunks import rank_chunks_of
 from planner.pareto import Front, find_front, plan_paths
-from planner.plan import Plan, host_gib, read, to_yaml, write
-from planner.prediction import Objective, Status
+from planner.plan.chunks import rank_chunks_of
+from planner.plan.plan import Plan, host_gib, read, to_yaml, write
+from planner.plan.prediction import Objective, Status
+from planner.plan.reread import book_of
+from planner.ranks.master import Master
 from planner.report.front import front_document, print_front
 from planner.report.front_plot import draw_front
 from planner.report.summary import Context
 from planner.report.text import gib_text
 from planner.reprice import reprice
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
-from planner.reread import book_of
 from planner.search import find_plan
-from planner.stage_ilp import Master
 from profiles.errors import InfeasibleError
 from profiles.spec import Precision
 from profiles.units import GIB

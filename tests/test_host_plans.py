@@ -14,18 +14,18 @@ from costmodels.recompute import Recompute, saved_bytes
 from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.columns import RankColumns
-from planner.host_plans import with_host
-from planner.infeasible import least_peak_bytes
-from planner.kept_options import host_options
-from planner.mix_table import MixTable
-from planner.options import offload_assumed
-from planner.plan import LayerPlan, Plan, read, write
+from planner.frames.space import enumerate_space
+from planner.host.kept_options import host_options
+from planner.host.plans import with_host
+from planner.infeasible.shortfall import least_peak_bytes
+from planner.options.options import offload_assumed
+from planner.plan.plan import LayerPlan, Plan, read, write
+from planner.ranks.blocks import to_strategy
+from planner.ranks.columns import RankColumns
+from planner.ranks.mix_table import MixTable
 from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
-from planner.space import enumerate_space
-from planner.stage_blocks import to_strategy
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.model import LayerKind
 from profiles.spec import Precision, TrainingSpec

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.in_step import BLOCK, block_model, equations, in_step_of
+from planner.machine.in_step import BLOCK, block_model, equations, in_step_of
 from profiles.cases import Case, Measured, Outcome, Pass, Record, Timing
 from profiles.catalog import load_cluster, load_stack
 from profiles.measured import analytic_profile

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from costmodels.recompute import Recompute
-from planner.infeasible import infeasible_error, least_peak_bytes, limit_bytes, shortfall, smallest_cluster
+from planner.infeasible.shortfall import infeasible_error, least_peak_bytes, limit_bytes, shortfall, smallest_cluster
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus

@@ -14,7 +14,7 @@ import yaml
 
 from costmodels.schedules import Schedule
 from planner.largest import ALSO_TRIED, LEVELS, Asking, find_largest, last_that_fits, members, widths
-from planner.plan import read
+from planner.plan.plan import read
 from planner.report.largest import flops_per_s, host_gib, tokens_per_s
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan

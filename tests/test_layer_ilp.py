@@ -14,9 +14,9 @@ from costmodels.edges import shared_beside_a_copy
 from costmodels.layer import price_operators
 from costmodels.recompute import saved_bytes, workspace_bytes
 from costmodels.sharding import Sharding
-from planner.layer_front import layer_front, least_time_s
-from planner.layer_ilp import LayerProgram, evaluate
-from planner.layer_problem import layer_problem
+from planner.layers.front import layer_front, least_time_s
+from planner.layers.ilp import LayerProgram, evaluate
+from planner.layers.problem import layer_problem
 from planner.request import SolverName
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.measured import machine_for

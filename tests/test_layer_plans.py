@@ -7,7 +7,7 @@ import pytest
 from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding, Split
-from planner.layer_plans import Catalogue, catalogue_of, divided_dims, weight_divided
+from planner.layers.plans import Catalogue, catalogue_of, divided_dims, weight_divided
 from planner.request import Constraints
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.measured import machine_for

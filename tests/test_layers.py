@@ -18,10 +18,8 @@ LAYERS = (
     "profiles", "costmodels", "planner", "cli_style", "executor", "cli_options", "cli_output", "cli_largest", "cli_profile", "cli_module",
     "cli_run", "cli_show", "cli",
 )
-# of the planner: the plan and its pipeline, its chunks, and the account of a run
-EXECUTOR_USES = (
-    "planner.plan.", "planner.pipeline.", "planner.module_plan.", "planner.chunks.", "planner.runs.", "planner.account.", "planner.report.",
-)
+# of the planner: the plan, the account of a run, and reports
+EXECUTOR_USES = ("planner.plan.", "planner.run.", "planner.report.")
 ALLOWED = {  # package -> where it may be named: a file, or a folder with its slash
     "torch": (
         "executor/", "cli_module.py", "cli_profile.py", "cli_run.py", "profiles/tracing/", "profiles/profile_comm.py",
@@ -31,7 +29,7 @@ ALLOWED = {  # package -> where it may be named: a file, or a folder with its sl
         "cli_style.py", "executor/__main__.py", "profiles/profile_comm.py"),
     "yaml": (
         "profiles/catalog.py", "profiles/measured.py", "profiles/own.py", "profiles/terms.py", "profiles/calibrate.py",
-        "profiles/profiler/", "planner/plan.py", "planner/validation/fit.py"),
+        "profiles/profiler/", "planner/plan/plan.py", "planner/validation/fit.py"),
     "pydantic": ("profiles/",),
     "transformers": ("executor/foreign/source.py", "profiles/tracing/", "executor/data/tokens.py"),
     "matplotlib": (

@@ -14,18 +14,18 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import price_step
 from costmodels.strategy import Frame
-from planner.bounds import time_bound
 from planner.estimate import estimate_plan
 from planner.forbid import parse_bans
-from planner.levels import illegal_overlap, paying
-from planner.mix_table import MixTable
-from planner.modules import narrowed
-from planner.plan import Plan, from_document, to_document
+from planner.frames.bounds import time_bound
+from planner.frames.space import enumerate_space
+from planner.layers.levels import illegal_overlap, paying
+from planner.options.modules import narrowed
+from planner.plan.plan import Plan, from_document, to_document
+from planner.ranks.mix_table import MixTable
 from planner.report.names import pipeline_phrases
 from planner.reprice import reprice
 from planner.request import Constraints
 from planner.search import Prices, find_plan
-from planner.space import enumerate_space
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.module import ModuleSource

@@ -17,7 +17,7 @@ from costmodels.sharding import Sharding
 from costmodels.step import price_step
 from costmodels.traffic import rank_traffic
 from planner.estimate import ChunkRequest, estimate_plan
-from planner.plan import read, write
+from planner.plan.plan import read, write
 from planner.reprice import reprice
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError

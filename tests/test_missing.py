@@ -13,10 +13,10 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
-from planner.cases import Workload, cases_of
 from planner.estimate import estimate_plan
-from planner.missing import coverage, missing_cases
-from planner.plan import Plan, read, write
+from planner.machine.cases import Workload, cases_of
+from planner.machine.missing import coverage, missing_cases
+from planner.plan.plan import Plan, read, write
 from planner.report.summary import Context, print_summary
 from profiles.cases import Case, Measured, Outcome, Record, Timing
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus

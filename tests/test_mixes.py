@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from costmodels.sharding import Sharding
-from planner.columns import RankColumns
-from planner.layer_plans import LayerOption
-from planner.mix_table import MixTable
-from planner.mixes import MOST_TUPLES, exhaustive, hull, make_mixes, option_pairs
+from planner.frames.space import enumerate_space
+from planner.layers.mixes import MOST_TUPLES, exhaustive, hull, make_mixes, option_pairs
+from planner.layers.plans import LayerOption
+from planner.ranks.columns import RankColumns
+from planner.ranks.mix_table import MixTable
 from planner.request import Constraints
-from planner.space import enumerate_space
 from tests.instances import random_instance
 
 ALL, HEADS = frozenset({"heads", "ffn"}), frozenset({"heads"})

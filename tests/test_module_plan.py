@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from costmodels.schedules import Schedule
-from planner.module_plan import ModulePlan, from_document, read
 from planner.partition.plan import find_module_plan
-from planner.plan import to_document, to_yaml, write
+from planner.plan.module_plan import ModulePlan, from_document, read
+from planner.plan.plan import to_document, to_yaml, write
 from planner.report.documents import plan_document, plan_schema
 from planner.report.module_summary import print_module_summary
 from planner.report.summary import Context

@@ -21,7 +21,7 @@ from planner.partition.search import ModuleSearch, to_strategy
 from planner.partition.shards import Shard, Sharded, shard
 from planner.partition.stages import StageRule, parse_stages
 from planner.partition.tables import Tables
-from planner.prediction import Status
+from planner.plan.prediction import Status
 from planner.request import Constraints, SearchOptions
 from profiles.catalog import load_cluster
 from profiles.errors import ConfigError, InfeasibleError

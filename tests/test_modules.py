@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 import cli
 from costmodels.recompute import Recompute
-from planner.modules import load_module, narrowed
-from planner.plan import read
+from planner.options.modules import load_module, narrowed
+from planner.plan.plan import read
 from planner.request import Constraints
 from profiles.errors import ConfigError
 from profiles.model import LayerKind

@@ -10,7 +10,7 @@ from costmodels.compute import operator_time
 from costmodels.layer import price_operators
 from costmodels.pace import Pace, launch_s, pace_of
 from costmodels.sharding import Sharding
-from planner.layer_problem import layer_problem
+from planner.layers.problem import layer_problem
 from profiles.calibration import Calibration, Factor
 from profiles.catalog import load_cluster, load_model
 from profiles.measured import machine_for

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from planner.pareto import SLOWDOWNS, Front, Point, find_front, plan_paths, undominated
-from planner.plan import Plan, read, to_yaml, write
-from planner.prediction import Objective, Status
+from planner.plan.plan import Plan, read, to_yaml, write
+from planner.plan.prediction import Objective, Status
+from planner.ranks.master import Master
 from planner.request import SearchOptions
 from planner.search import Prices, find_plan, search
-from planner.stage_ilp import Master
 from profiles.errors import ConfigError, InfeasibleError, SolverError
 from profiles.units import GIB, MIB
 from tests.instances import PINS, every_price, peak_bytes, random_instance, redundant_bytes

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planner.plan import Plan, read, to_yaml, write
-from planner.prediction import Band, ErrorBand, Objective
+from planner.plan.plan import Plan, read, to_yaml, write
+from planner.plan.prediction import Band, ErrorBand, Objective
 from planner.report.documents import plan_document, plan_schema
 from planner.search import find_plan
 from profiles.errors import ConfigError

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.profiling import Wanted, add_records, cases_wanted, faster, has_links, measure_operators
+from planner.machine.profiling import Wanted, add_records, cases_wanted, faster, has_links, measure_operators
 from profiles.applied import applied
 from profiles.cases import Case, Measured, Outcome, Pass, Record, Timing
 from profiles.catalog import load_model, load_stack

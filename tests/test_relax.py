@@ -10,9 +10,9 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from planner.band import residuals_of
 from planner.forbid import Ban, parse_bans
-from planner.infeasible import limit_bytes, shortfall
-from planner.prediction import Status
-from planner.relax import Relaxations, Request, relaxations
+from planner.infeasible.relax import Relaxations, Request, relaxations
+from planner.infeasible.shortfall import limit_bytes, shortfall
+from planner.plan.prediction import Status
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 import cli
-from planner.relax import Relaxation, Relaxations, Request
+from planner.infeasible.relax import Relaxation, Relaxations, Request
+from planner.ranks.master import Master
 from planner.report.relaxations import hint_text
 from planner.request import Constraints, SearchOptions
-from planner.stage_ilp import Master
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
 

@@ -15,9 +15,10 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.estimate import estimate_plan
-from planner.options import Asked, parse_size, question
-from planner.plan import Plan
-from planner.prediction import Band, ErrorBand, Objective, Quantity, RunnerUp, Status
+from planner.frames.space import Pruned
+from planner.options.options import Asked, parse_size, question
+from planner.plan.plan import Plan
+from planner.plan.prediction import Band, ErrorBand, Objective, Quantity, RunnerUp, Status
 from planner.report.catalogue import print_stacks, stack_rows
 from planner.report.documents import plan_document, plan_schema
 from planner.report.explain import grouped
@@ -27,7 +28,6 @@ from planner.report.stages import layers_text, rows
 from planner.report.summary import Context, print_summary
 from planner.report.text import FIXED_WIDTH, aligned, console, gib_text, joined, seconds_text
 from planner.request import Progress
-from planner.space import Pruned
 from profiles.errors import ConfigError
 from profiles.files import require_writable
 from profiles.profiler import progress as profiling

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from planner.plan import read, write
+from planner.plan.plan import read, write
 from planner.reprice import reprice
 from planner.request import Constraints
 from planner.search import find_plan

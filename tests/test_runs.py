@@ -9,9 +9,9 @@ import pytest
 
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
-from planner.account import predict
-from planner.runs import Span, fingerprint, read, to_json, write
-from planner.timelines import measured_parts_s
+from planner.run.account import predict
+from planner.run.runs import Span, fingerprint, read, to_json, write
+from planner.run.timelines import measured_parts_s
 from profiles.errors import ConfigError
 from tests.synthetic_runs import BYTES, estimated, factors, run_of
 

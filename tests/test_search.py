@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner.bounds import redundancy_bound_bytes, time_bound
-from planner.branch import WORTH_REPLAYING
-from planner.mix_table import MixTable
-from planner.plan import to_yaml
-from planner.prediction import Objective, Status
+from planner.frames.bounds import redundancy_bound_bytes, time_bound
+from planner.frames.branch import WORTH_REPLAYING
+from planner.plan.plan import to_yaml
+from planner.plan.prediction import Objective, Status
+from planner.ranks.mix_table import MixTable
 from planner.request import Constraints, SearchOptions, SolverName
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
@@ -204,7 +204,7 @@ def test_an_interrupt_in_the_memory_search_falls_back_to_the_fastest_plan(whole,
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("planner.stage_ilp.Master.leanest", interrupt)
+    monkeypatch.setattr("planner.ranks.master.Master.leanest", interrupt)
     plan = find_plan(*gpt_2_5b_on_16(), "memory")
 
     assert plan.search.status is Status.FEASIBLE

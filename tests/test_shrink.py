@@ -13,7 +13,7 @@ from costmodels.strategy import Frame
 from executor.check.shrink import MOST_CHUNKS, shrunk
 from executor.rules.all import validate
 from planner.estimate import estimate_plan
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import Precision, TrainingSpec
 from tests.executor_plans import (

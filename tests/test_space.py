@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
+from planner.frames.space import MAX_MICRO_BATCH_SIZE, describe, divisors, enumerate_space, illegal_frame, illegal_tensor_parallel
 from planner.request import Constraints, SearchOptions
-from planner.space import MAX_MICRO_BATCH_SIZE, describe, divisors, enumerate_space, illegal_frame, illegal_tensor_parallel
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
 from profiles.spec import TrainingSpec

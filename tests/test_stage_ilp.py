@@ -11,9 +11,9 @@ from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.step import closed_form_s
 from costmodels.strategy import Frame
-from planner.columns import Column
+from planner.ranks.columns import Column
+from planner.ranks.master import Master, evaluate, lower_bound_s, redundancy_bound_bytes
 from planner.request import SolverName
-from planner.stage_ilp import Master, evaluate, lower_bound_s, redundancy_bound_bytes
 from profiles.units import MIB
 
 SEEDS = range(12)

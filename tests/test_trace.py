@@ -9,8 +9,8 @@ import pytest
 
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
-from planner.account import plan_trace_ranks, trace_ranks
 from planner.report.trace import trace_json
+from planner.run.account import plan_trace_ranks, trace_ranks
 from tests.synthetic_runs import estimated, factors, run_of
 
 PLAN = {"pp": 2, "dp": 2}

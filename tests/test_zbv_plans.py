@@ -15,16 +15,16 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule, csv_rows
 from costmodels.step import price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.columns import RankColumns
 from planner.estimate import estimate_plan
-from planner.mix_table import MixTable
-from planner.options import action_rows
-from planner.plan import read, write
+from planner.frames.space import enumerate_space
+from planner.options.options import action_rows
+from planner.plan.plan import read, write
+from planner.ranks.blocks import block_counts, to_strategy
+from planner.ranks.columns import RankColumns
+from planner.ranks.mix_table import MixTable
 from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions
 from planner.search import WORTH_PROVING, find_plan
-from planner.space import enumerate_space
-from planner.stage_blocks import block_counts, to_strategy
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.measured import machine_for

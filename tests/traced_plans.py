@@ -8,8 +8,8 @@ from typing import Any
 
 from costmodels.schedules import Schedule
 from executor.traced.cut import cut
-from planner.module_plan import ModulePlan, ShardPlan, ShardStage, TracedSummary
-from planner.plan import PLAN_VERSION
+from planner.plan.module_plan import ModulePlan, ShardPlan, ShardStage, TracedSummary
+from planner.plan.plan import PLAN_VERSION
 from profiles.errors import ConfigError
 from profiles.module import ModuleSource
 from profiles.spec import Precision

@@ -25,7 +25,7 @@ from torch.distributed.tensor import placement_types
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from planner.plan import Plan
+from planner.plan.plan import Plan
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 
 from executor.check.dryrun import DryRun, counted_micro_batches, dry_run
 from executor.tensors import begin_fork
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import PlannerError
 
 

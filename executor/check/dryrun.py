@@ -25,7 +25,7 @@ from executor.modules.loss import Loss
 from executor.parallel.stages import Ranks
 from executor.tensors import part
 from executor.train import Options, Trainer, ranks_of, trainer_of
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.spec import Precision
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"

@@ -21,7 +21,7 @@ from costmodels.offload import Offload
 from executor.layout import PlacedLayer, effective_zero, local_stages, stage_layers, zero_ranks
 from executor.rules.divisions import local_shape
 from executor.tensors import part
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.model import LayerKind, Parameter
 from profiles.spec import Precision
 from profiles.transformer import build_graph

@@ -28,8 +28,8 @@ from executor.modules.models import build_layer
 from executor.options import Options
 from executor.tensors import begin_fork, forget_meshes
 from executor.train import Trainer, build_trainer
-from planner.plan import Plan
-from planner.runs import ChunkMoved
+from planner.plan.plan import Plan
+from planner.run.runs import ChunkMoved
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 

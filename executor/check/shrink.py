@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule, rank_of
-from planner.chunks import rechunked, require_own_chunks
-from planner.pipeline import Pipeline
-from planner.plan import LayerPlan, LayerRun, Plan, StagePlan
+from planner.plan.chunks import rechunked, require_own_chunks
+from planner.plan.pipeline import Pipeline
+from planner.plan.plan import LayerPlan, LayerRun, Plan, StagePlan
 from profiles.errors import ConfigError
 from profiles.spec import ModelSpec, Precision
 

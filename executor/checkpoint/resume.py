@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from executor.checkpoint.folder import Document, checkpoint_paths, checkpoint_step, read_document, remove_temporaries
-from planner.module_plan import ModulePlan
-from planner.plan import Plan
+from planner.plan.module_plan import ModulePlan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.schema import document, parse
 from profiles.spec import ModelSpec

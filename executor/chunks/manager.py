@@ -28,7 +28,7 @@ from executor.chunks.memory import Copies, Counts, Ledger
 from executor.parallel.place import parameters_summed_over_tp
 from executor.parallel.sharded import all_reduce
 from executor.tensors import DTYPES, local
-from planner.runs import Beside, ChunkMoved
+from planner.run.runs import Beside, ChunkMoved
 from profiles.errors import PlannerError
 from profiles.spec import TrainingSpec
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from executor.data.shuffle import shuffled
 from executor.data.tokens import TOKEN_TYPES, read_sidecar
 from executor.options import Options
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError, unknown_name_error
 
 ARRAY_TYPES = ("uint16", "uint32", "int32", "int64")  # of .npy files, whose headers say which

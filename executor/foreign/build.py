@@ -17,7 +17,7 @@ from executor.foreign.styles import place_block, place_embedding, place_head, sp
 from executor.layout import PlacedLayer
 from executor.memory.ahead import checkpointed
 from executor.parallel.sharded import Unit, compute_dtype, shard_root
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.model import LayerKind
 
 if TYPE_CHECKING:

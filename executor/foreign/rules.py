@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 from costmodels.sharding import Sharding, placements
 from executor.rules.rule import with_layer_plan
-from planner.plan import LayerPlan, OperatorPlacement, Plan
+from planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind, ModelGraph
 from profiles.transformer import build_graph

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.spec import Positions
 from profiles.tracing.source import ATTENTION, RUN_ONLY, function_of, parameters_on_meta

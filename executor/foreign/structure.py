@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from executor.foreign.trace import Trace, trace
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.transformer import build_graph

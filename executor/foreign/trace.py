@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.foreign.source import logits_of
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 
 BEFORE, AFTER = 0, 1

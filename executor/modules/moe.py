@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from executor.rules.experts import MIXTURE
 from executor.tensors import local
-from planner.plan import OperatorPlacement
+from planner.plan.plan import OperatorPlacement
 from profiles.spec import ModelSpec
 
 

@@ -32,7 +32,7 @@ from executor.options import Options
 from executor.parallel.place import place_layer
 from executor.parallel.sharded import Unit, begin_step, reduce_gradients, shard_root, shard_unit
 from executor.tensors import local
-from planner.plan import OperatorPlacement
+from planner.plan.plan import OperatorPlacement
 from profiles.cases import Measured
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec

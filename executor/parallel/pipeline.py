@@ -20,8 +20,8 @@ from executor.parallel.sharded import all_reduce
 from executor.parallel.stages import Ranks, Stage, border_example, build_stages
 from executor.scale import LossScale, unscale
 from executor.tensors import local
-from planner.chunks import rank_chunks_of
-from planner.plan import Plan
+from planner.plan.chunks import rank_chunks_of
+from planner.plan.plan import Plan
 
 Run = Callable[[Tensor, Tensor], Tensor]
 

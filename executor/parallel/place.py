@@ -24,7 +24,7 @@ from executor.modules.models import Linear
 from executor.modules.moe import MixtureOfExperts
 from executor.parallel.overlap import linear_in_halves
 from executor.tensors import as_dtensor, local
-from planner.plan import OperatorPlacement
+from planner.plan.plan import OperatorPlacement
 from profiles.errors import ConfigError
 
 _PLACEMENT = re.compile(r"Shard\((\d+)\)@(\w+)")

@@ -28,7 +28,7 @@ from executor.parallel.place import parse_placement, place_layer, place_paramete
 from executor.parallel.sharded import Unit, begin_step, compute_dtype, reduce_gradients, shard_root, shard_unit
 from executor.rules.divisions import local_shape
 from executor.tensors import as_dtensor, local
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.model import LayerKind
 from profiles.spec import Positions
 from profiles.transformer import build_graph

@@ -15,7 +15,7 @@ from executor.rules.layers import LAYERS
 from executor.rules.rule import Refusal, Rule
 from executor.rules.schedule import SCHEDULE
 from executor.rules.training import TRAINING
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 
 RULES: tuple[Rule, ...] = (*SCHEDULE, *TRAINING, *LAYERS, halves, *CHUNKS)

@@ -9,7 +9,7 @@ from costmodels.chunks.home import OFFLOAD_OF, Home
 from costmodels.offload import Offload
 from executor.layout import recomputes_ahead
 from executor.rules.rule import Refusal, rule, with_layer_plan
-from planner.plan import LayerPlan, Plan, frame_of
+from planner.plan.plan import LayerPlan, Plan, frame_of
 from profiles.model import LayerKind
 
 _IN_CHUNKS = OFFLOAD_OF[Home.HOST]

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.plan import OperatorPlacement, Plan
+from planner.plan.plan import OperatorPlacement, Plan
 from profiles.model import LayerKind, Operator, OperatorKind
 from profiles.transformer import build_graph
 

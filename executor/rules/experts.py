@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from costmodels.recompute import host_bytes_by_operator
 from costmodels.sharding import Sharding
-from planner.plan import LayerPlan, Plan
+from planner.plan.plan import LayerPlan, Plan
 from profiles.model import LayerKind
 from profiles.transformer import build_graph
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from costmodels.sharding import Sharding, placements
 from executor.layout import layer_operators
 from executor.rules.rule import Refusal, rule
-from planner.plan import LayerPlan, OperatorPlacement, Plan
+from planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from profiles.model import LayerKind
 from profiles.transformer import build_graph
 

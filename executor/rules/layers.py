@@ -14,7 +14,7 @@ from executor.layout import zero_ranks as held_by
 from executor.rules.divisions import misplaced, nearest_placement, undivided
 from executor.rules.experts import mixture_problems
 from executor.rules.rule import Refusal, rule, with_layer_plan
-from planner.plan import LayerPlan, Plan
+from planner.plan.plan import LayerPlan, Plan
 from profiles.model import LayerKind
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from executor.rules.rule import Refusal, rule
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from profiles.spec import Positions, Precision
 
 

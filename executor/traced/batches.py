@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from executor.parallel.sharded import compute_dtype
-from planner.module_plan import ModulePlan
+from planner.plan.module_plan import ModulePlan
 from profiles.errors import ConfigError
 from profiles.tracing.source import Workload
 

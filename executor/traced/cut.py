@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from planner.module_plan import ModulePlan, ShardPlan
+from planner.plan.module_plan import ModulePlan, ShardPlan
 from profiles.errors import ConfigError
 from profiles.tracing.program import BUFFER, PARAMETER, Program
 

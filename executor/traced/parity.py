@@ -18,7 +18,7 @@ from executor.traced.batches import module_batches
 from executor.traced.rules import validate_module_plan
 from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
 from executor.traced.values import Opened
-from planner.module_plan import ModulePlan
+from planner.plan.module_plan import ModulePlan
 from profiles.errors import ConfigError
 from profiles.spec import Precision
 from profiles.tracing.record import record

@@ -22,7 +22,7 @@ from executor.traced.cut import StageCut, cut
 from executor.traced.shared import Shared, build_shared, check_shared, shared_names
 from executor.traced.stages import TracedStage, argument_names, build_stage
 from executor.traced.values import Opened
-from planner.module_plan import ModulePlan
+from planner.plan.module_plan import ModulePlan
 from profiles.tracing.program import Program
 
 Batch = Mapping[str, Tensor]

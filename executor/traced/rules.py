@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from costmodels.schedules import Schedule
 from executor.options import Options
-from planner.module_plan import ModulePlan
+from planner.plan.module_plan import ModulePlan
 from profiles.errors import ConfigError
 from profiles.spec import Precision
 

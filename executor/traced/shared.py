@@ -13,7 +13,7 @@ from executor.parallel.sharded import all_reduce
 from executor.tensors import local
 from executor.traced.cut import StageCut
 from executor.traced.stages import TracedStage
-from planner.module_plan import ModulePlan
+from planner.plan.module_plan import ModulePlan
 from profiles.errors import ConfigError
 
 

@@ -14,7 +14,7 @@ from executor.parallel.stages import Ranks
 from executor.traced.cut import ShardCut, StageCut, check_recompute
 from executor.traced.shard import Shard
 from executor.traced.values import Opened
-from planner.module_plan import ModulePlan
+from planner.plan.module_plan import ModulePlan
 from profiles.tracing.program import PARAMETER, Program
 
 _BATCH = "batch."

@@ -26,7 +26,7 @@ from executor.traced.values import Opened, open_values
 from executor.train import Trainer
 from executor.watch.measured import Recorder
 from executor.watch.progress import Progress
-from planner.module_plan import ModulePlan
+from planner.plan.module_plan import ModulePlan
 from profiles.tracing.record import record
 
 

@@ -24,12 +24,12 @@ import torch.distributed as dist
 
 from executor.check.meter import Row
 from executor.watch.allocated import PeakBytes
-from planner.account import RankMeasured, RecordedStep, make_run, trace_ranks
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.report.run import print_run
 from planner.report.text import console, say
 from planner.report.trace import trace_json
-from planner.runs import ChunkMoved, Environment, Run, Span, write
+from planner.run.account import RankMeasured, RecordedStep, make_run, trace_ranks
+from planner.run.runs import ChunkMoved, Environment, Run, Span, write
 from profiles.errors import ConfigError
 from profiles.files import write_text
 from profiles.units import KIB

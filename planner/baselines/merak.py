@@ -15,7 +15,7 @@ from costmodels.schedules import Schedule, legal
 from costmodels.strategy import TP_OVERLAP_LEVELS, Frame, Strategy
 from planner.baselines.space import counted_ends, equal_blocks, megatron_frames, megatron_meshes, strategies
 from planner.baselines.stage_aware import Room, every_knob, stage_aware
-from planner.levels import illegal_full_recompute, illegal_overlap
+from planner.layers.levels import illegal_full_recompute, illegal_overlap
 
 ZEROS = (0, 1)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from costmodels.strategy import Frame
 from planner.band import memory_margin
-from planner.infeasible import MOST_TIMES_LARGER
+from planner.infeasible.shortfall import MOST_TIMES_LARGER
 from planner.partition.columns import StageTable
 from planner.partition.master import path
 from planner.partition.price import ShardRun, ShardStrategy, price_shards

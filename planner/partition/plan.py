@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 
 from costmodels.step import StepPrice
 from planner.assemble import breakdown, letters, memory_of_stages, pipeline_of, redundancy_of, rounded, runner_up_of, step_kind
-from planner.branch import Outcome
-from planner.faults import failure_text
-from planner.module_plan import ModulePlan, ShardPlan, ShardStage, TracedSummary
+from planner.frames.branch import Outcome
+from planner.frames.faults import failure_text
 from planner.partition.infeasible import infeasible_module_error
 from planner.partition.price import ShardStrategy
 from planner.partition.search import ModuleSearch, ShardSolved
 from planner.partition.shards import Sharded, shard
 from planner.partition.stages import StageRule
-from planner.plan import PLAN_VERSION
-from planner.prediction import Candidates, Objective, Prediction, Quantity, SearchRecord, Status
+from planner.plan.module_plan import ModulePlan, ShardPlan, ShardStage, TracedSummary
+from planner.plan.plan import PLAN_VERSION
+from planner.plan.prediction import Candidates, Objective, Prediction, Quantity, SearchRecord, Status
 from planner.request import Constraints, OnProgress, SearchOptions
 from profiles.errors import ConfigError, SolverError
 from profiles.hardware import Cluster

@@ -16,8 +16,9 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule
 from costmodels.step import StepPrice
 from costmodels.strategy import Frame
-from planner.branch import Outcome, branch, worth_replaying
-from planner.infeasible import limit_bytes
+from planner.frames.branch import Outcome, branch, worth_replaying
+from planner.frames.space import Space, no_frame_error
+from planner.infeasible.shortfall import limit_bytes
 from planner.partition.book import ShardBook
 from planner.partition.columns import Allowed, ShardColumn, StageTable
 from planner.partition.flow import Array
@@ -29,10 +30,9 @@ from planner.partition.shards import Sharded
 from planner.partition.space import enumerate_modules, require_known
 from planner.partition.stages import StageRule, ranges
 from planner.partition.tables import Tables
-from planner.prediction import Objective
+from planner.plan.prediction import Objective
 from planner.request import ZERO_STAGES, Constraints, OnProgress, SearchOptions
 from planner.solver import Unsolved
-from planner.space import Space, no_frame_error
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.spec import TrainingSpec

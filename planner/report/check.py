@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from planner.check import CLASSES, CLOSE, RankCheck, SentCheck, class_bytes, exact, matches, sent_checks, worst
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.report.text import joined, print_table, say
 from profiles.schema import document
 from profiles.units import format_bytes

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from planner.chunk_levels import CLASSES, Level
-from planner.plan import Plan
+from planner.plan.chunk_levels import CLASSES, Level
+from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.units import gib
 

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from costmodels.chunks.home import OFFLOAD_OF, Home
 from costmodels.chunks.schedule import RankChunks
-from planner.chunk_levels import CLASSES, Level
-from planner.plan import ChunkGroup, Chunks, Plan
+from planner.plan.chunk_levels import CLASSES, Level
+from planner.plan.plan import ChunkGroup, Chunks, Plan
 from planner.report.text import gib_text, percent, print_table, say
 from profiles.model import LayerKind
 from profiles.schema import document

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from planner.missing import Coverage, coverage
-from planner.plan import Plan
+from planner.machine.missing import Coverage, coverage
+from planner.plan.plan import Plan
 from profiles.cases import Case
 from profiles.errors import ConfigError
 from profiles.profiler.comm_cases import TIMED

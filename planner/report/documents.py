@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.module_plan import ModulePlan
-from planner.plan import PLAN_VERSION, Plan, to_document
+from planner.plan.module_plan import ModulePlan
+from planner.plan.plan import PLAN_VERSION, Plan, to_document
 from profiles.catalog import cluster_schema
 from profiles.schema import json_schema
 

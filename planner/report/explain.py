@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from planner.frames.space import Pruned, Space
 from planner.report.text import aligned, say
-from planner.space import Pruned, Space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from costmodels.mesh import Mesh
 from planner.pareto import HOST_SHARE, HOST_SLOWDOWN, Front, Point
-from planner.plan import Plan
+from planner.plan.plan import Plan
 from planner.report.names import blocks_by_plan, found_text, graph_of, recompute_names, recompute_text
 from planner.report.summary import Context, print_header
 from planner.report.text import band_text, gib_text, joined, labelled, percent, print_table, say, seconds_text

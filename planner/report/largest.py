@@ -10,8 +10,8 @@ from rich.console import Console
 
 from costmodels.offload import Offload
 from planner.largest import LEVELS, Largest
-from planner.options import Question
-from planner.plan import Plan, host_gib
+from planner.options.options import Question
+from planner.plan.plan import Plan, host_gib
 from planner.report.names import graph_of, pipeline_phrases
 from planner.report.text import FIXED_WIDTH, gib_text, joined, labelled, print_table, say, seconds_text
 from profiles.units import format_count, gib, tflops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from planner.plan import LayerPlan, OperatorPlacement, Plan
+from planner.plan.plan import LayerPlan, OperatorPlacement, Plan
 from planner.report.names import graph_of, kept_text, recompute_names, recompute_text, zero_text
 from planner.report.text import print_table, say
 from profiles.model import LayerKind

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from planner.module_plan import ModulePlan, ShardStage
+from planner.plan.module_plan import ModulePlan, ShardStage
 from planner.report.names import pipeline_phrases
 from planner.report.stages import CLASSES, MOST_ROWS, SHORT, fullest
 from planner.report.summary import EXECUTORS_STACK, Context, print_runners_up, proof, redundancy_line, stack_phrases, time_line

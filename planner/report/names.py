@@ -10,9 +10,9 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute, host_bytes_by_operator, recompute_operators
 from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
-from planner.pipeline import Pipeline
-from planner.plan import LayerPlan, Plan
-from planner.prediction import Objective, SearchRecord
+from planner.plan.pipeline import Pipeline
+from planner.plan.plan import LayerPlan, Plan
+from planner.plan.prediction import Objective, SearchRecord
 from planner.report.text import gib_text
 from profiles.model import LayerKind, ModelGraph
 from profiles.stack import AttentionKernel

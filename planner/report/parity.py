@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from planner.module_plan import ModulePlan
-from planner.plan import Plan
+from planner.plan.module_plan import ModulePlan
+from planner.plan.plan import Plan
 from planner.report.text import joined, print_table, say
-from planner.runs import ChunkMoved
+from planner.run.runs import ChunkMoved
 
 WORST = 10  # parameters of a module that are listed
 

@@ -12,7 +12,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 
 from planner.pareto import OnSearch
-from planner.prediction import Objective
+from planner.plan.prediction import Objective
 from planner.request import OnProgress, Progress
 from profiles.profiler import progress as profiling
 from profiles.units import format_bytes, format_seconds

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from planner.plan import Plan
-from planner.prediction import RedundantGib
+from planner.plan.plan import Plan
+from planner.plan.prediction import RedundantGib
 from planner.report.text import gib_text, print_table, say
 
 CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "total")

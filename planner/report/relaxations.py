@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.infeasible import no_cluster_text, shortfall
-from planner.relax import BUDGET_S, Relaxation, Relaxations, Request, relaxations
+from planner.infeasible.relax import BUDGET_S, Relaxation, Relaxations, Request, relaxations
+from planner.infeasible.shortfall import no_cluster_text, shortfall
 from planner.report.text import aligned, seconds_text
 from planner.request import Constraints, SearchOptions
 from profiles.errors import InfeasibleError

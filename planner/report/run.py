@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
-from planner.module_plan import ModulePlan
+from planner.plan.module_plan import ModulePlan
 from planner.report.text import joined, labelled, percent, print_table, say, seconds_text
-from planner.runs import Beside, ChunkMoved, Run
+from planner.run.runs import Beside, ChunkMoved, Run
 from profiles.units import format_bytes
 
 _PARTS = {

@@ -7,9 +7,9 @@ from itertools import groupby
 
 from rich.console import Console
 
-from planner.module_plan import ModulePlan
-from planner.plan import Plan
-from planner.prediction import StageMemory
+from planner.plan.module_plan import ModulePlan
+from planner.plan.plan import Plan
+from planner.plan.prediction import StageMemory
 from planner.report.text import aligned, gib_text, say
 from profiles.model import LayerKind
 

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from costmodels.sharding import Splits
+from planner.layers.strategies import OperatorStrategies, PricedStrategy
 from planner.report.text import print_table, say
-from planner.strategies import OperatorStrategies, PricedStrategy
 from profiles.units import MIB, US_PER_S
 
 HEADING = ("split by", "compute us", "ending us", "params MiB", "grads MiB", "optim MiB", "made MiB", "temps MiB")

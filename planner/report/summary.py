@@ -10,10 +10,10 @@ from rich.console import Console
 
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
-from planner.missing import Coverage
-from planner.module_plan import ModulePlan
-from planner.plan import Plan
-from planner.prediction import Objective, RunnerUp, Status
+from planner.machine.missing import Coverage
+from planner.plan.module_plan import ModulePlan
+from planner.plan.plan import Plan
+from planner.plan.prediction import Objective, RunnerUp, Status
 from planner.report.chunks import chunks_fact
 from planner.report.coverage import coverage_notes, coverage_text, found_coverage
 from planner.report.names import (

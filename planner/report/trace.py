@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from planner.runs import NO_PLACE, Span
+from planner.run.runs import NO_PLACE, Span
 from profiles.units import US_PER_S
 
 

@@ -17,7 +17,7 @@ from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import step_kind
 from planner.estimate import default_blocks, uniform_strategy
-from planner.space import illegal_frame, illegal_tensor_parallel
+from planner.frames.space import illegal_frame, illegal_tensor_parallel
 from planner.validation.configuration import (
     OPTIONAL,
     Configuration,

@@ -1,0 +1,1 @@
+"""What may be kept on the host, and what that costs."""

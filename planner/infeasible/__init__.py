@@ -1,0 +1,1 @@
+"""When nothing fits: by how much, and what would."""

@@ -1,0 +1,259 @@
+"""When nothing fits: how much the leanest plan is short, on which stage, and the smallest cluster on which one would fit."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+from costmodels.book import PriceBook
+from costmodels.chunks.memory import device_memory
+from costmodels.chunks.price import Chunking
+from costmodels.recompute import Recompute
+from costmodels.strategy import Frame
+from planner.band import memory_margin
+from planner.frames.bounds import in_reach, may_fit
+from planner.frames.space import enumerate_space
+from planner.host.homes import has_chunks
+from planner.ranks.blocks import block_counts, to_strategy
+from planner.ranks.chunk_columns import rank_columns
+from planner.ranks.columns import Column
+from planner.ranks.mix_table import MixTable
+from planner.request import Constraints, SearchOptions
+from profiles.errors import InfeasibleError
+from profiles.hardware import Cluster
+from profiles.measured import machine_for
+from profiles.model import LayerKind
+from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import Stack
+from profiles.units import GIB, MIB, gib
+
+STATE_BYTES = 24  # of a parameter on the host, padding included: more than any home needs
+FILLED = 4  # micro-batches for each virtual stage: the pipeline is full, and no pass is the first and the last of its chunk
+MOST_TIMES_LARGER = 64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
+
+
+def limit_bytes(cluster: Cluster, stack: Stack, options: SearchOptions) -> float:
+    """What a plan may fill of a device: the explicit limit, or the capacity less the margin."""
+    if options.memory_limit_bytes is not None:
+        return float(min(options.memory_limit_bytes, cluster.device.memory_bytes))
+    return cluster.device.memory_bytes * (1 - memory_margin(stack, options))
+
+
+@dataclass(frozen=True, slots=True)
+class _Leanest:
+    """The frame whose fullest rank needs the fewest bytes, that rank, and the columns of all ranks."""
+
+    frame: Frame
+    rank: int
+    columns: tuple[Column, ...]
+
+    @property
+    def column(self) -> Column:
+        return self.columns[self.rank]
+
+    @property
+    def looks_up(self) -> bool:
+        return any(column.looks_up for column in self.columns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """The leanest plan of a request that does not fit: what its fullest stage needs and what a plan may fill, and both in words.
+
+    host_bytes: of a node with which something fits the devices as they are, None where no host's memory is enough or asked for
+    """
+
+    need_bytes: float
+    limit_bytes: float
+    text: str
+    host_bytes: int | None = None
+
+
+class _Ranks:
+    """The ranks of a frame, each asked for the most blocks that it can hold."""
+
+    def __init__(self, frame: Frame, table: MixTable) -> None:
+        num_layers = table.book.model.num_layers
+        self.columns = cache(lambda rank: rank_columns(rank, frame, table))
+        self.counts = cache(lambda rank: tuple(block_counts(rank, frame, num_layers)))
+        self.smallest = cache(lambda rank, count: self.columns(rank).smallest(count))  # grows with the count
+
+    def most_blocks(self, rank: int, limit: float) -> int:
+        """How many blocks fit a device of `limit` bytes, 0 when not even the fewest do."""
+        counts = self.counts(rank)
+        within = bisect_right(counts, limit, key=lambda count: self.smallest(rank, count).memory_bytes)
+        return counts[within - 1] if within else 0
+
+
+def _fits(frame: Frame, table: MixTable, limit: float) -> bool:
+    """Whether the ranks can hold all blocks within `limit` bytes each."""
+    if not may_fit(frame, table, limit):
+        return False
+    ranks, held = _Ranks(frame, table), 0
+    for rank in range(frame.mesh.pp):
+        most = ranks.most_blocks(rank, limit)
+        if not most:
+            return False
+        held += most
+    return held >= table.book.model.num_layers
+
+
+def _leanest_of(frame: Frame, table: MixTable) -> _Leanest:
+    """The split of the blocks whose fullest rank needs least, by bisection over the memory limit, to 1 MiB."""
+    num_layers, pp, ranks = table.book.model.num_layers, frame.mesh.pp, _Ranks(frame, table)
+    even = -(-num_layers // pp)
+    low, high = 0.0, max(ranks.smallest(rank, min(even, ranks.counts(rank)[-1])).memory_bytes for rank in range(pp))
+    while high - low > MIB:
+        middle = (low + high) / 2
+        most = [ranks.most_blocks(rank, middle) for rank in range(pp)]
+        low, high = (low, middle) if all(most) and sum(most) >= num_layers else (middle, high)
+    held = [ranks.most_blocks(rank, high) for rank in range(pp)]
+    fullest = max(range(pp), key=lambda rank: ranks.smallest(rank, held[rank]).memory_bytes)
+    for rank in (rank for rank in range(pp) if rank != fullest):  # the others need not hold as many as they could
+        held[rank] -= min(held[rank] - 1, sum(held) - num_layers)
+    return _Leanest(frame, fullest, tuple(map(ranks.smallest, range(pp), held)))
+
+
+def _least_memory_frames(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Iterator[Frame]:
+    """The frames that can be leanest: per mesh and level of sub-pipelining the smallest micro-batch, without virtual stages,
+    sequence parallel."""
+    seen: dict[object, Frame] = {}
+    for frame in enumerate_space(model, cluster, training, pins).frames:
+        alike = frame.mesh, frame.tp_overlap, frame.chunked
+        known = seen.get(alike)
+        if known is None or _thirst(frame) < _thirst(known):
+            seen[alike] = frame
+    yield from seen.values()
+
+
+def _thirst(frame: Frame) -> tuple[int, bool, int, bool]:
+    """Orders the frames of one mesh by the memory they need: of virtual stages many hold less than few, one least."""
+    return frame.micro_batch_size, frame.virtual_stages > 1, -frame.virtual_stages, not frame.sequence_parallel
+
+
+def _leanest(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> _Leanest | None:
+    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved())
+    found = (_leanest_of(frame, table) for frame in _least_memory_frames(model, cluster, training, pins))
+    return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
+
+
+def least_peak_bytes(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> float | None:
+    """The bytes that the fullest rank of the leanest plan needs, to 1 MiB, or None when no candidate is legal.
+
+    A tied embedding, whose ends must shard alike, can make the least that a search reaches a little larger.
+    """
+    lean = _leanest(model, cluster, training, pins)
+    return None if lean is None else lean.column.memory_bytes
+
+
+def smallest_cluster(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float,
+) -> int | None:
+    """The smallest number of GPUs, in whole nodes beyond `cluster`, on which some plan fits, or None within the range.
+
+    Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for.
+    """
+    pins = replace(pins, pp=None, dp=None)
+    for nodes in range(cluster.nodes + 1, MOST_TIMES_LARGER * cluster.nodes + 1):
+        larger = replace(cluster, nodes=nodes)
+        table = MixTable(PriceBook(model, training, machine_for(larger), zero_ranks=pins.zero_ranks), pins.resolved())
+        if in_reach(table, limit) and any(_fits(frame, table, limit) for frame in _least_memory_frames(model, larger, training, pins)):
+            return larger.num_gpus
+    return None
+
+
+def shortfall(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions) -> Shortfall:
+    """What binds: the leanest plan, its fullest stage, the bytes it is short, and what most of them are."""
+    limit = limit_bytes(cluster, training.stack, options)
+    lean = _leanest(model, cluster, training, pins)
+    assert lean is not None, "there are legal frames"
+    need, book = lean.column.memory_bytes, PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
+    margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
+    host = enough_host_bytes(model, cluster, training, pins, limit)
+    return Shortfall(need_bytes=need, limit_bytes=limit, host_bytes=host, text=(
+        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.frame.mesh}, "
+        f"zero {lean.column.zero}, {_recompute_of(lean.column, book)} recompute, micro-batch {lean.frame.micro_batch_size}{_homes(lean)}) "
+        f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short; "
+        f"the largest part is {_largest_part(lean, book)}{_host_text(host, cluster, pins)}"))
+
+
+def _homes(lean: _Leanest) -> str:
+    """Of the fullest stage, how many blocks leave the device; and whether the token table has left its own."""
+    homes, count, table = lean.column.homes, lean.column.num_blocks, ", the token table on the host" if lean.looks_up else ""
+    blocks = f", {homes.host} of {count} blocks on the host and the optimizer of {homes.optimizer}" if lean.frame.chunked else ""
+    return blocks + table
+
+
+def _host_text(enough: int | None, cluster: Cluster, pins: Constraints) -> str:
+    """Which of device and host is missing, where the host may keep something."""
+    if not has_chunks(pins.offload):
+        return ""
+    if enough is None:
+        return "; no larger host helps"
+    return f"; it would fit with {gib(enough):,.0f} GiB of host memory a node, there are {gib(cluster.host_memory_bytes):,.0f}"
+
+
+def enough_host_bytes(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float,
+) -> int | None:
+    """How much memory of a node's host is enough for its devices as they are, to 1 GiB, by bisection; None where none is."""
+    if not has_chunks(pins.offload):
+        return None
+    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved())
+    most = -(-STATE_BYTES * table.book.graph(1).num_parameters // GIB)
+    frames = [frame for frame in _least_memory_frames(model, cluster, training, pins) if frame.chunked]
+
+    def fitting(host_gib: int) -> list[Frame]:
+        table.host_share_bytes = host_gib * GIB / cluster.gpus_per_node
+        return [frame for frame in frames if _fits(frame, table, limit)]
+
+    frames = fitting(most)
+    if not frames:
+        return None
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = fitting(middle)
+        low, high, frames = (low, middle, found) if found else (middle, high, frames)
+    return high * GIB
+
+
+def _largest_part(lean: _Leanest, book: PriceBook) -> str:
+    """What most of the memory of the fullest stage is."""
+    as_large = Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.frame.chunked else Chunking()
+    book = book.with_table(on_host=lean.looks_up).within(as_large)
+    memory = device_memory(to_strategy(_shorter(lean.frame), lean.columns), lean.rank, book)
+    parts = {
+        "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
+        "temporaries": memory.temporaries, "reserve (context, communicators, allocator)": memory.reserve}
+    name = max(parts, key=lambda part: parts[part])
+    return f"{name}, {gib(parts[name]):.1f} GiB"
+
+
+def _shorter(frame: Frame) -> Frame:
+    """The same in chunks with fewer micro-batches, which fill the pipeline as well: but for the ids of the batch it holds as much."""
+    enough = FILLED * frame.num_virtual_stages
+    return replace(frame, num_micro_batches=min(frame.num_micro_batches, enough)) if frame.chunked else frame
+
+
+def infeasible_error(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
+) -> InfeasibleError:
+    """The error that says what binds, and how many GPUs are enough; planner/infeasible/relax.py looks for other ways out."""
+    short = shortfall(model, cluster, training, pins, options)
+    enough = smallest_cluster(model, cluster, training, pins, short.limit_bytes)
+    return InfeasibleError(short.text, hint=f"{enough} GPUs are enough (--gpus {enough})" if enough else no_cluster_text(cluster))
+
+
+def no_cluster_text(cluster: Cluster) -> str:
+    """The way out when no number of GPUs is enough."""
+    return f"no cluster up to {MOST_TIMES_LARGER * cluster.num_gpus} GPUs fits; use a larger device"
+
+
+def _recompute_of(column: Column, book: PriceBook) -> str:
+    """`none`, `full`, or the operators by name, for each option of the column."""
+    levels = {book.recompute_operators(LayerKind.BLOCK, level): level.value for level in reversed(Recompute)}
+    used = (book.recompute_operators(LayerKind.BLOCK, option.recompute) for option, _ in column.mix)
+    return " and ".join(levels.get(again, ", ".join(again)) for again in used)

@@ -1,0 +1,1 @@
+"""The ways to run one block, and mixes of them."""

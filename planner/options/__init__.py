@@ -1,0 +1,1 @@
+"""What the user typed -> what the planner takes."""

@@ -1,0 +1,1 @@
+"""The plan, its parts and its file: what the executor may read."""

@@ -1,0 +1,133 @@
+"""The plan of a model that was traced, not described: which of its shards run on which stage, and how.
+
+It shares the parts of the plan of a built-in model (planner/plan/plan.py): cluster, training, mesh, pipeline, prediction, search. A shard
+is a run of operators in the order in which the module ran them; the executor traces the module again and cuts it at the same places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from costmodels.mesh import Mesh
+from planner.plan import plan as described
+from planner.plan.pipeline import Pipeline
+from planner.plan.plan import Plan
+from planner.plan.prediction import Prediction, SearchRecord
+from profiles.errors import ConfigError
+from profiles.hardware import Cluster
+from profiles.module import ModuleSource
+from profiles.schema import parse
+from profiles.spec import TrainingSpec
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedSummary:
+    """What a reader wants to know of the traced model; `unit` is what `training.seq_length` counts in a sequence: tokens or samples."""
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    num_parameters: int
+    num_operators: int
+    flops_per_sequence: int
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """Operators [first, end) of the trace. `name` is that of the modules they belong to; `starts` that of its first operator, by which
+    the executor knows that it traced the same; `layer` a letter, the same for shards that are alike."""
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    layer: str
+    first: int
+    end: int
+    starts: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStage:
+    """One (virtual) pipeline stage: shards [first, end), the pipeline rank that runs it, its ZeRO stage, and which of the shards run
+    again in the backward pass."""
+
+    __pydantic_config__ = _FORBID
+
+    rank: int
+    first: int
+    end: int
+    zero: int
+    recompute: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModulePlan:
+    """A strategy for a traced module on one cluster, with its predicted cost and the record of the search that found it."""
+
+    __pydantic_config__ = _FORBID
+
+    plan_version: int
+    module: ModuleSource
+    traced: TracedSummary
+    cluster: Cluster
+    training: TrainingSpec
+    mesh: Mesh
+    pipeline: Pipeline
+    shards: tuple[ShardPlan, ...]
+    stages: tuple[ShardStage, ...]
+    predicted: Prediction
+    search: SearchRecord
+
+
+def read(path: Path) -> Plan | ModulePlan:
+    """The plan in a file, of either kind. Raises ConfigError as `planner.plan.plan.read`."""
+    return from_any(described.load(path), str(path))
+
+
+def from_any(body: Any, where: str) -> Plan | ModulePlan:
+    """The plan of either kind in a document. Raises ConfigError with `where`."""
+    return from_document(body, where) if isinstance(body, dict) and "traced" in body else described.from_document(body, where)
+
+
+def from_document(body: Any, where: str) -> ModulePlan:
+    """The plan of what `to_document` gives. Raises ConfigError with `where`."""
+    plan = parse(ModulePlan, described.checked_document(body, where), where)
+    _require_whole(plan, where)
+    return plan
+
+
+def _require_whole(plan: ModulePlan, where: str) -> None:
+    """Raises ConfigError where the parts of a file do not fit together: shards and stages that leave gaps, ranks without memory."""
+    _require_gapless("shards", [(found.first, found.end) for found in plan.shards], plan.traced.num_operators, "operators", where)
+    _require_gapless("stages", [(found.first, found.end) for found in plan.stages], len(plan.shards), "shards", where)
+    again = "make the plan again"
+    for index, stage in enumerate(plan.stages):
+        if stage.rank not in range(plan.mesh.pp):
+            raise ConfigError(f"{where}: stages.{index}: rank is {stage.rank}, the mesh has pp {plan.mesh.pp}", hint=again)
+        if stage.zero not in range(4):
+            raise ConfigError(f"{where}: stages.{index}: zero is {stage.zero}, it must be 0, 1, 2 or 3", hint=again)
+        wrong = [shard for shard in stage.recompute if not stage.first <= shard < stage.end]
+        if wrong:
+            raise ConfigError(
+                f"{where}: stages.{index}: it recomputes shard {wrong[0]}, and has {stage.first} to {stage.end - 1}", hint=again)
+    if [memory.stage for memory in plan.predicted.memory_gib] != list(range(plan.mesh.pp)):
+        raise ConfigError(
+            f"{where}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}", hint=again)
+
+
+def _require_gapless(key: str, found: list[tuple[int, int]], size: int, what: str, where: str) -> None:
+    """Raises ConfigError unless the ranges follow one another from 0 to `size`."""
+    last = 0
+    for index, (first, end) in enumerate(found):
+        if first != last or end <= first:
+            raise ConfigError(
+                f"{where}: {key}.{index}: it is {what} {first} to {end}, it must begin with {last}", hint="make the plan again")
+        last = end
+    if last != size:
+        raise ConfigError(f"{where}: {key} end with {what} {last}, there are {size}", hint="make the plan again")

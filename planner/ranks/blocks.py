@@ -1,0 +1,62 @@
+"""How the blocks of a model are shared out: how many a pipeline rank may hold, and the strategy whose ranks run theirs on columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from costmodels.recompute import Recompute
+from costmodels.schedules import Schedule
+from costmodels.strategy import Frame, LayerChoice, Strategy
+from planner.host.homes import in_homes
+from planner.ranks.columns import Column
+from profiles.model import LayerKind
+
+
+def shorter_ends(frame: Frame, num_layers: int) -> bool | None:
+    """How virtual stages share the blocks: False equally, True with one block less on the first and on the last.
+
+    The embedding and the head then take the place of a block, as in Llama 3 (arXiv 2407.21783, section 3.3.2). None when
+    neither divides the blocks into whole stages.
+    """
+    if num_layers % frame.num_virtual_stages == 0:
+        return False
+    interleaved = frame.schedule is Schedule.INTERLEAVED
+    return True if interleaved and (num_layers + 2) % frame.num_virtual_stages == 0 and frame.mesh.pp > 1 else None
+
+
+def block_counts(rank: int, frame: Frame, num_layers: int, longest: int | None = None) -> Iterator[int]:
+    """How many blocks one rank may hold: given by `shorter_ends` where ranks are equal, else from one a chunk to `longest`.
+
+    None holds so few that the others would have to hold more than `longest`.
+    """
+    pp, v = frame.mesh.pp, frame.virtual_stages
+    if pp == 1:
+        yield num_layers
+    elif frame.equal_ranks:
+        missing = 2 if shorter_ends(frame, num_layers) else 0
+        yield (num_layers + missing) // pp - (missing > 0 and rank in (0, pp - 1))
+    else:
+        most = min(num_layers - v * (pp - 1), longest or num_layers)
+        yield from range(max(v, num_layers - (pp - 1) * most), most + 1)  # fewer would leave the others too many
+
+
+def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
+    """The strategy that runs rank s on `columns[s]`: embedding first, blocks by option, head last."""
+    stages = []
+    for stage in range(frame.num_virtual_stages):
+        rank = frame.rank_of(stage)
+        column = columns[rank]
+        blocks = [
+            LayerChoice(
+                LayerKind.BLOCK, option.recompute, column.zero, option.sharding if option.sharding != frame.sharding else None,
+                on_host=option.on_host)
+            for option, count in column.mix for _ in range(-(-count // frame.virtual_stages))
+        ]
+        shorter = (0, frame.num_virtual_stages - 1) if frame.equal_ranks else frame.stages_of(rank)[1:]
+        if column.num_blocks % frame.virtual_stages and stage in shorter:
+            blocks.pop()
+        first = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero)] * (stage == 0)
+        last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (stage == frame.num_virtual_stages - 1)
+        stages.append((*first, *blocks, *last))
+    placed = in_homes(stages, frame, [column.homes for column in columns]) if frame.chunked else tuple(stages)
+    return Strategy(frame=frame, stages=placed)

@@ -1,0 +1,154 @@
+"""What the ranks of many frames have in common: options, mixes of them, and what a block costs, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from costmodels.book import PriceBook
+from costmodels.chunks.home import Home
+from costmodels.chunks.price import BlockCost
+from costmodels.lookup import illegal_lookup
+from costmodels.mesh import Mesh
+from costmodels.offload import Offload
+from costmodels.recompute import Recompute
+from costmodels.sharding import Sharding
+from costmodels.strategy import Frame
+from planner.host.costs import HomeCosts, Tensors, block_costs, home_costs, host_share_bytes, tensors_of
+from planner.host.plans import sends_activations, with_host
+from planner.layers.mixes import Hulls, Mixes, Pairs, hulls, make_mixes, option_pairs
+from planner.layers.plans import LayerOption, catalogue_of
+from planner.ranks.prices import PerBlock, block_prices
+from planner.request import Constraints
+from profiles.model import LayerKind
+
+T = TypeVar("T")
+_Kind = tuple[int, Sharding, bool, bool]  # what options depend on
+
+
+class MixTable:
+    """Catalogue and mixes by (micro-batch, sharding, chunks, number of blocks), each made once."""
+
+    def __init__(self, book: PriceBook, pins: Constraints) -> None:
+        self.book = book
+        self.catalogue = catalogue_of(book, pins)
+        self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
+        self._zero_stages = pins.zero or (0, 1, 2, 3)
+        self._known: dict[tuple[int, Sharding, bool, bool, int, int], Mixes] = {}
+        self._hulls: dict[tuple[_Kind, Tensors], Hulls] = {}
+        self._block_costs: dict[tuple[Mesh, int, int, Sharding], dict[Home, BlockCost]] = {}
+        self._divisions: dict[_Kind, dict[Tensors, Sharding]] = {}
+        self._tensors: dict[Sharding, Tensors] = {}
+        self._homes: dict[tuple[Mesh, int, int, Sharding, int], HomeCosts] = {}
+        self._pairs: dict[_Kind, Pairs] = {}
+        self._whole: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
+        self._sending: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
+        self._blocks: dict[tuple[Mesh, int, Sharding, bool, bool, bool, bool, bool], dict[int, PerBlock]] = {}
+        self._made: dict[Hashable, Any] = {}
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made once for a key."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
+
+    def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
+        """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
+        return self._zero_stages if mesh.dp > 1 or self.book.offloads_states else (0,)
+
+    def zero_stages(self, frame: Frame) -> tuple[int, ...]:
+        """Those of `zero_choices` that the frame's schedule can run: stage 3 frees what a split backward still needs, and would
+        gather for a recompute ahead of the gradient once more than it is priced for. Chunks are sharded as with stage 3."""
+        if frame.chunked:
+            return (3,) if frame.mesh.dp > 1 else (0,)
+        choices = self.zero_choices(frame.mesh)
+        apart = frame.splits_backward or (frame.recomputes_ahead and frame.mesh.dp > 1)
+        return tuple(zero for zero in choices if zero < 3) if apart else choices
+
+    def books_of_ends(self, frame: Frame, kind: LayerKind) -> tuple[PriceBook, ...]:
+        """The prices that a rank may have whose first layer is of `kind`: of the embedding with its table on the device, and on the
+        host where that is allowed and there is room for it."""
+        book, mesh, looks_up = self.book, frame.mesh, kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
+        if not looks_up or illegal_lookup(mesh, book.model.hidden_size, book.tied):
+            return (book,)
+        there = book.with_table(on_host=True)
+        return (book, there) if there.lookup(1, mesh).host_bytes <= self.host_share_bytes else (book,)
+
+    def _kind(self, frame: Frame, rank: int) -> _Kind:
+        return frame.micro_batch_size, frame.sharding, frame.keeps_all(rank), sends_activations(frame, self.offload)
+
+    def options(self, frame: Frame, rank: int = 0) -> tuple[LayerOption, ...]:
+        """The options of the catalogue; where a rank keeps all, those without recompute, or Megatron's where none is allowed.
+
+        Where blocks may send activations to the host, also the variants that do.
+        """
+        key = frame.micro_batch_size, frame.sharding
+        if sends_activations(frame, self.offload):
+            if key not in self._sending:
+                self._sending[key] = with_host(self.catalogue.options(*key), frame.micro_batch_size, self.catalogue.book)
+            return self._sending[key]
+        if not frame.keeps_all(rank):
+            return self.catalogue.options(*key)
+        if key not in self._whole:
+            again = self.book.recompute_operators
+            kept = tuple(o for o in self.catalogue.options(*key) if not again(LayerKind.BLOCK, o.recompute))
+            self._whole[key] = kept or (self.catalogue.preset(Recompute.NONE, *key),)
+        return self._whole[key]
+
+    def pairs(self, frame: Frame, rank: int) -> Pairs:
+        """Every ordered pair of options, an option with itself included."""
+        key = self._kind(frame, rank)
+        if key not in self._pairs:
+            self._pairs[key] = option_pairs(self.options(frame, rank))
+        return self._pairs[key]
+
+    def per_block(self, frame: Frame, rank: int) -> dict[int, PerBlock]:
+        """By ZeRO stage, what a block on each option costs in `frame`."""
+        key = (
+            frame.mesh, *self._kind(frame, rank), frame.splits_backward, frame.recomputes_ahead, frame.chunked)
+        if key not in self._blocks:
+            self._blocks[key] = {
+                zero: block_prices(self.options(frame, rank), frame, zero, self.book) for zero in self.zero_stages(frame)}
+        return self._blocks[key]
+
+    def homes(self, frame: Frame, sharding: Sharding, num_blocks: int) -> HomeCosts:
+        """What it costs to give the blocks of a rank homes, of a frame in chunks."""
+        key = frame.mesh, frame.micro_batch_size, frame.num_micro_batches, sharding, num_blocks
+        if key not in self._homes:
+            self._homes[key] = home_costs(self.tensors(sharding), num_blocks, frame, self.block_costs(frame, sharding), self.book)
+        return self._homes[key]
+
+    def block_costs(self, frame: Frame, sharding: Sharding) -> dict[Home, BlockCost]:
+        """What one block costs by home, of a frame in chunks, without padding."""
+        key = frame.mesh, frame.micro_batch_size, frame.num_micro_batches, sharding
+        if key not in self._block_costs:
+            self._block_costs[key] = block_costs(frame, sharding, self.offload, self.book)
+        return self._block_costs[key]
+
+    def tensors(self, sharding: Sharding) -> Tensors:
+        """The sizes of a block's tensors, divided as `sharding` does."""
+        if sharding not in self._tensors:
+            self._tensors[sharding] = tensors_of(sharding, self.book)
+        return self._tensors[sharding]
+
+    def hulls(self, frame: Frame, rank: int, tensors: Tensors) -> Hulls:
+        """What mixes of real numbers of blocks with these `tensors` reach (planner/layers/mixes.py)."""
+        key = self._kind(frame, rank), tensors
+        if key not in self._hulls:
+            self._hulls[key] = hulls([option for option in self.options(frame, rank) if self.tensors(option.sharding) == tensors])
+        return self._hulls[key]
+
+    def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:
+        """The ways to divide the weights that the options have, and one option's sharding for each."""
+        key = self._kind(frame, rank)
+        if key not in self._divisions:
+            self._divisions[key] = {self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)}
+        return self._divisions[key]
+
+    def get(self, frame: Frame, rank: int, num_blocks: int) -> Mixes:
+        """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
+        key = (*self._kind(frame, rank), frame.virtual_stages, num_blocks)
+        if key not in self._known:
+            self._known[key] = make_mixes(self.options(frame, rank), num_blocks, frame.virtual_stages)
+        return self._known[key]

@@ -1,0 +1,128 @@
+"""What a pipeline rank pays at one ZeRO stage: for embedding, head and transfers, and for a block on each option."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from costmodels.book import PriceBook
+from costmodels.chunks.memory import prices_of
+from costmodels.occupancy import sent_bytes, stashes
+from costmodels.step import rank_edges, rank_receives
+from costmodels.strategy import Frame
+from planner.fronts import Array
+from planner.layers.mixes import column_of
+from planner.layers.plans import LayerOption
+from profiles.model import LayerKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """What a rank pays at one ZeRO stage besides its blocks."""
+
+    time_s: float
+    tail_s: float
+    states: float
+    ideal_states: float
+    held: float
+    saved: float  # of one micro-batch, by embedding and head
+    ideal_held: float
+    embedding_workspace: float
+    head_workspace: float
+    zero_buffer: float
+    step_copies: float
+    used_up: float  # what the head no longer keeps when the temporaries of other layers are there
+    waiting: float  # what the head's weight gradient holds where it waits
+    host: float  # of the host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerBlock:
+    """What one block on each option of the catalogue costs at one ZeRO stage, by option; `waiting`: its weight gradient that waits.
+
+    Zero where no recompute runs ahead: recompute_s; longer_s, by how much the backward is longer than the forward; whole_saved
+    and whole_workspace, what is kept and temporary without recompute. Of a frame in chunks the compute alone
+    (planner/ranks/chunk_columns.py)
+    """
+
+    time_s: Array
+    recompute_s: Array
+    longer_s: Array
+    whole_saved: Array
+    whole_workspace: Array
+    tail_s: Array
+    states: Array
+    ideal_states: Array
+    zero_buffer: Array
+    step_copies: Array
+    waiting: Array
+
+
+def end_kinds(rank: int, frame: Frame) -> tuple[LayerKind, ...]:
+    """Which of embedding and head a pipeline rank holds."""
+    ends = (LayerKind.EMBEDDING, 0), (LayerKind.HEAD, frame.num_virtual_stages - 1)
+    return tuple(kind for kind, stage in ends if frame.rank_of(stage) == rank)
+
+
+def tied_ends(frame: Frame) -> tuple[int, ...]:
+    """The two pipeline ranks that reduce the gradients of a tied embedding, none where one rank holds both copies."""
+    first, last = frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)
+    return (first, last) if first != last else ()
+
+
+def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
+    """What `rank` pays for embedding, head and transfers."""
+    b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
+    time_s = rank_receives(rank, frame, book).value_s + rank_edges(frame, book).value_s
+    outside = prices_of(frame, book)
+    tail_s = outside.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
+    table = book.shared_table_bytes(mesh, sharding)
+    states = ideal = ideal_held = saved = used_up = waiting = host = 0.0
+    held_bytes = sent_bytes(rank, frame, book) + table
+    buffer = step_copies = 0
+    workspaces = dict.fromkeys(LayerKind, -np.inf)
+    for kind in end_kinds(rank, frame):
+        data = outside.data_parallel(kind, b, mesh, sharding, zero)
+        kept = book.activations(kind, b, sharding)
+        held = outside.states(kind, mesh, sharding, zero)
+        time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
+        tail_s += data.per_step_s
+        states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
+        saved, host = saved + kept.saved, host + held.host
+        held_bytes += stashes(kind, rank, frame) * kept.saved
+        ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
+        workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
+        used_up += kept.saved * (kind is LayerKind.HEAD and not frame.splits_backward)
+        waiting += book.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and frame.splits_backward)
+    workspaces[LayerKind.EMBEDDING] += book.table_workspace_bytes(mesh, sharding)
+    return Fixed(
+        time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, saved=saved, ideal_held=ideal_held,
+        zero_buffer=buffer,
+        embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
+        step_copies=step_copies, waiting=waiting, host=host)
+
+
+def block_prices(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: PriceBook) -> PerBlock:
+    if frame.chunked:
+        nothing = np.zeros(len(options))
+        return PerBlock(**{field.name: nothing for field in fields(PerBlock)} | {"time_s": column_of(options, "time_s")})
+    shardings = list(dict.fromkeys(option.sharding for option in options))
+    own = np.array([shardings.index(option.sharding) for option in options])
+    data = [book.data_parallel(LayerKind.BLOCK, frame.micro_batch_size, frame.mesh, sharding, zero) for sharding in shardings]
+    held = [book.states(LayerKind.BLOCK, frame.mesh, sharding, zero) for sharding in shardings]
+    waiting = [
+        book.waiting_bytes(LayerKind.BLOCK, frame.micro_batch_size, sharding) if frame.splits_backward else 0.0 for sharding in shardings]
+    timed = [book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, o.sharding, o.recompute) for o in options if frame.recomputes_ahead]
+    whole = [book.activations(LayerKind.BLOCK, frame.micro_batch_size, o.sharding) for o in options if frame.recomputes_ahead]
+    none = [0.0] * len(options)
+    return PerBlock(
+        recompute_s=np.array([time.recompute_s for time in timed] or none),
+        longer_s=np.array([time.backward_s - time.forward_s for time in timed] or none),
+        whole_saved=np.array([float(size.saved) for size in whole] or none),
+        whole_workspace=np.array([float(size.workspace) for size in whole] or none),
+        time_s=column_of(options, "time_s") + column_of(data, "per_micro_batch_s")[own], tail_s=column_of(data, "per_step_s")[own],
+        states=np.array([float(layer.states.total) for layer in held])[own],
+        ideal_states=np.array([sum(layer.ideal) for layer in held])[own],
+        zero_buffer=column_of(held, "zero_buffer")[own], step_copies=column_of(held, "step_copies")[own],
+        waiting=np.array(waiting)[own])

@@ -1,0 +1,1 @@
+"""run.json: what a run measured, beside what was predicted."""
