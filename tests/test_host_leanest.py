@@ -36,6 +36,7 @@ from tests.instances import Instance
 from tests.test_chunk_columns import STATES, chunked_frames, every_strategy, instance
 
 DIGIT_GIB = 1e-4  # of a plan file
+ONE_DOMAIN: dict[str, object] = {"numa_domains": None, "gpus_per_numa": None}
 CASES = [
     (1, 20, Precision.FP32), (1, 6, Precision.BF16), pytest.param(2, 20, Precision.BF16, marks=pytest.mark.slow),
     pytest.param(4, 3, Precision.FP32, marks=pytest.mark.slow)]
@@ -43,7 +44,7 @@ CASES = [
 
 def asked(gpus: int, states: int, precision: Precision = Precision.FP32, **changes: object) -> Instance:
     """Six blocks on devices that have room for the states of `states` blocks, with a host of one NUMA domain."""
-    return instance(gpus, states * STATES, precision, 8, **{"numa_domains": None, "gpus_per_numa": None, **changes})
+    return instance(gpus, states * STATES, precision, 8, **{**ONE_DOMAIN, **changes})
 
 
 def lean(one: Instance, offload: tuple[Offload, ...] | None, slowdown: float = 0.1, **options: object) -> Plan:
@@ -123,7 +124,7 @@ def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it
 @pytest.mark.parametrize("slowdown", [0.05, 0.2, 1.0])
 def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules(slowdown: float) -> None:
     """Also where the closed form is furthest from them: slow PCIe, six small blocks."""
-    one, offload = instance(1, 20 * STATES, Precision.FP32, 4, pcie_bytes_per_s=3e9), (Offload.OPTIMIZER, Offload.PARAMETERS)
+    one, offload = instance(1, 20 * STATES, Precision.FP32, 4, pcie_bytes_per_s=3e9, **ONE_DOMAIN), (Offload.OPTIMIZER, Offload.PARAMETERS)
     pins, book, found = Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,)), one.book(), []
     (frame,) = chunked_frames(one, pins)
     for strategy in every_strategy(frame):
