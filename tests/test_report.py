@@ -391,7 +391,8 @@ def test_times_keep_three_digits(seconds, text):
     assert seconds_text(seconds) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.0, "0.0"), (0.1234, "0.123"), (3.456, "3.46"), (61.25, "61.2"), (1234.5, "1,234.5")])
+@pytest.mark.parametrize(("value", "text"), [
+    (0.0, "0.0"), (0.1234, "0.123"), (3.456, "3.46"), (61.25, "61.2"), (1234.5, "1,234.5"), (-132.785, "-132.8"), (-0.5, "-0.500")])
 def test_gib_have_the_decimals_worth_reading(value, text):
     assert gib_text(value) == text
 

@@ -220,7 +220,10 @@ def time_line(plan: AnyPlan, width: int) -> str:
 def redundancy_line(plan: AnyPlan, width: int) -> str:
     """What the cluster holds beyond one copy of everything, by class."""
     redundancy = plan.predicted.redundancy_gib
-    parts = [f"{name} {gib_text(getattr(redundancy, name))}" for name in _REDUNDANT if getattr(redundancy, name)]
+    classes = {name: getattr(redundancy, name) for name in _REDUNDANT if getattr(redundancy, name)}
+    parts = [f"{name} {gib_text(value)}" for name, value in classes.items()]
+    if min(classes.values(), default=0.0) < 0:
+        parts.append("below zero is of one copy what the host holds")
     return joined((f"{gib_text(redundancy.total)} GiB over all GPUs", *parts), " | ", width, start=labelled("redundant"))
 
 

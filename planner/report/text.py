@@ -103,5 +103,6 @@ def seconds_text(seconds: float) -> str:
 
 
 def gib_text(value: float) -> str:
-    """GiB without the unit, with the decimals worth reading: 61.2, 3.54, 0.123; 0 is 0.0."""
-    return f"{value:,.{1 if value >= 10 or value == 0 else 2 if value >= 1 else 3}f}"
+    """GiB without the unit, with the decimals worth reading: 61.2, 3.54, -0.123; 0 is 0.0."""
+    size = abs(value)
+    return f"{value:,.{1 if size >= 10 or size == 0 else 2 if size >= 1 else 3}f}"
