@@ -189,7 +189,7 @@ def _with_module(plan: Plan, question: Question) -> Plan:
 def _explain(question: Question, pins: Constraints, *, to_stderr: bool) -> None:
     from planner.report.explain import print_pruned
     from planner.report.text import console
-    from planner.search import Prices
+    from planner.session import Prices
 
     prices = Prices(question.model, question.cluster, question.training, pins)
     print_pruned(prices.space, console(sys.stderr if to_stderr else sys.stdout))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
@@ -28,13 +27,10 @@ from planner.ranks.columns import Column, Pace
 from planner.ranks.either_table import EitherTable, Ways
 from planner.ranks.master import Choice, Master, lower_bound_s
 from planner.ranks.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
+from planner.session import ROUNDING, Session
 from profiles.errors import InfeasibleError
 
-if TYPE_CHECKING:
-    from planner.search import Session
-
 TRIES = 6  # how often a frame whose exact step is too long is asked for a faster plan
-ROUNDING = 1e-9  # relative: sums of the same terms in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,8 @@ from planner.infeasible.shortfall import infeasible_error, least_peak_bytes, lim
 from planner.plan.plan import Plan, host_gib
 from planner.plan.prediction import FrontPoint, Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
-from planner.search import Found, Prices, Solved, search, search_leaner
+from planner.search import Found, search, search_leaner
+from planner.session import Prices, Solved
 from profiles.errors import ConfigError, SolverError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec

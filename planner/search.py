@@ -7,70 +7,42 @@ far and the bound reached. The best frames are replayed in the event simulator, 
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from costmodels.book import PriceBook
-from costmodels.chunks.home import Home
-from costmodels.chunks.price import Chunking
 from costmodels.memory import ideal_states
-from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, bubble_share, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
-from planner.baselines.space import counted_ends, equal_blocks
-from planner.baselines.stage_aware import Room, stage_aware
-from planner.frames.bounds import TimeBound, ahead_bound_s, in_reach, may_fit, redundancy_bound_bytes, time_bound
+from planner.frames.bounds import ahead_bound_s, in_reach, redundancy_bound_bytes
 from planner.frames.branch import REPLAYED, Answer, Outcome, best_of, branch, worth_replaying
-from planner.frames.chunk_bounds import ChunkBound
 from planner.frames.faults import can_place, failure_text
-from planner.frames.space import Pruned, Space, describe, enumerate_space, no_frame_error
-from planner.host.costs import host_share_bytes
+from planner.frames.space import Space
 from planner.host_leanest import Lean, search_leanest_on_host
-from planner.infeasible.shortfall import infeasible_error, limit_bytes
-from planner.layers.levels import illegal_full_recompute, paying
+from planner.infeasible.shortfall import infeasible_error
 from planner.plan.plan import Plan
 from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
-from planner.ranks.blocks import block_counts, to_strategy
-from planner.ranks.chunk_columns import Columns, rank_columns
-from planner.ranks.columns import Column, RankColumns
-from planner.ranks.either_table import Ways
-from planner.ranks.master import Choice, Master, lower_bound_s
+from planner.ranks.blocks import to_strategy
+from planner.ranks.columns import Column
+from planner.ranks.master import Master, lower_bound_s
 from planner.ranks.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from planner.ranks.mix_table import MixTable
 from planner.ranks.prices import tied_ends
+from planner.replay import replay
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
+from planner.session import INFINITY, ROUNDING, Prices, Session, Solved
 from planner.solver import Unsolved
 from profiles.errors import InfeasibleError, SolverError
 from profiles.hardware import Cluster
-from profiles.measured import machine_for
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.units import GIB
 
 LEAST_LEFT_S = 1e-3  # of a time limit that is over: a search takes no zero
-LEAST_SOLVE_S = 1.0  # a master takes 0.02 to 0.2 s; a shorter limit would only make it fail
-MOST_SOLVE_S = 60.0  # a frame that needs longer keeps its bound, and the gap says so
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
-ROUNDING = 1e-9  # relative: sums of the same terms in another order
-INFINITY = float("inf")
-SCHEDULED = 4  # columns of one frame whose exact schedules are compared
-WORTH_CHUNKS = 0.01  # how much faster chunks must be where nothing leaves the device
 SLACK = 0.02  # of the memory limit
 Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions], InfeasibleError]
-
-
-@dataclass(frozen=True, slots=True)
-class Solved:
-    """The best choice of one frame: its objective value and a proven lower bound of that frame's objective."""
-
-    frame: Frame
-    choice: Choice
-    value: float
-    bound: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,130 +58,6 @@ class Found:
     best: Solved
     strategy: Strategy
     price: StepPrice
-
-
-class Prices:
-    """What all searches of one request share, whatever their objective and limits: candidates, prices and bounds.
-
-    Raises ConfigError when no mesh is legal.
-    """
-
-    def __init__(self, model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> None:
-        space = enumerate_space(model, cluster, training, pins)
-        if not space.frames:
-            raise no_frame_error(space, cluster)
-        self.book = PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
-        frames, beaten = paying(space.frames, self.book)
-        self.space = Space(frames, (*space.pruned, *(Pruned(describe(frame), reason) for frame, reason in beaten)))
-        self.table, self.recompute = MixTable(self.book, pins.resolved()), pins.resolved().recompute
-        self._bounds: dict[Frame, TimeBound] = {}
-        self._chunk_bounds: dict[tuple[Frame, float], ChunkBound] = {}
-        self._raised: dict[Frame, tuple[float, float]] = {}
-        self._lean: dict[tuple[Frame, int, bool, int, float], list[Column]] = {}
-
-    def time_bound(self, frame: Frame) -> TimeBound:
-        """The frame's lower bound of time, computed once: both passes and the columns ask for it."""
-        if frame not in self._bounds:
-            self._bounds[frame] = time_bound(frame, self.table)
-        return self._bounds[frame]
-
-    def least_s(self, frame: Frame, limit_bytes: float) -> float:
-        """The best known bound of the frame's time within `limit_bytes`: what was proven under a looser limit holds."""
-        under_bytes, least_s = self._raised.get(frame, (0.0, 0.0))
-        step_s = self.chunk_bound(frame, limit_bytes).step_s() if frame.chunked else self.time_bound(frame).step_s
-        return max(step_s, least_s if limit_bytes <= under_bytes else 0.0)
-
-    def chunk_bound(self, frame: Frame, limit_bytes: float) -> ChunkBound:
-        """The bound of a frame in chunks."""
-        key = frame, limit_bytes
-        if key not in self._chunk_bounds:
-            self._chunk_bounds[key] = ChunkBound(frame, self.table, self.time_bound(frame), limit_bytes, bubble_share(frame, self.book))
-        return self._chunk_bounds[key]
-
-    def longest_rank(self, frame: Frame, cut_s: float, limit_bytes: float) -> int | None:
-        """How many blocks a rank may hold before the frame takes `cut_s` or more; None when there is no such limit."""
-        if frame.chunked:
-            return self.chunk_bound(frame, limit_bytes).longest_rank(cut_s)
-        return self.time_bound(frame).longest_rank(frame, cut_s)
-
-    def may_fit(self, frame: Frame, limit_bytes: float) -> bool:
-        """Whether the frame is not ruled out within `limit_bytes` by what it holds at least (planner/frames/bounds.py)."""
-        return may_fit(frame, self.table, limit_bytes)
-
-    def raise_bound(self, frame: Frame, limit_bytes: float, least_s: float) -> None:
-        """Remember that within `limit_bytes` the frame takes at least `least_s` (infinity: it does not fit)."""
-        self._raised[frame] = limit_bytes, max(least_s, self.least_s(frame, limit_bytes))
-
-    def lean_columns(self, rank: Columns | Ways, num_blocks: int, limit_bytes: float) -> list[Column]:
-        """The columns of the memory objective, which do not depend on its slowdown, made once."""
-        assert isinstance(rank, RankColumns), "the memory objective has no chunks"
-        key = (rank.frame, rank.rank, rank.looks_up, num_blocks, limit_bytes)
-        if key not in self._lean:
-            self._lean[key] = rank.leanest(num_blocks, limit_bytes)
-        return self._lean[key]
-
-
-class Session:
-    """What the steps of one search share: prices, options, the memory limit and the clock.
-
-    slack: share of the limit that the columns leave free, where the schedules of chunks need more than they say
-    """
-
-    def __init__(self, prices: Prices, options: SearchOptions, on_progress: OnProgress | None, slack: float = 0.0) -> None:
-        self.prices, self.options, self.on_progress, self.slack = prices, options, on_progress, slack
-        self.table, self.time_bound = prices.table, prices.time_bound
-        limit = limit_bytes(prices.book.machine.cluster, prices.book.training.stack, options)
-        self.book, self.limit_bytes = prices.book.within(Chunking(limit_bytes=limit)), limit * (1 - slack)
-        self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
-
-    def left_s(self) -> float | None:
-        """Seconds until the time limit (negative after it), or None without one."""
-        return None if self.deadline_s is None else self.deadline_s - time.monotonic()
-
-    def solver_limit_s(self) -> float:
-        """What one solve may take: the time left within bounds, so that one hard frame cannot hold up all others."""
-        left_s = self.left_s()
-        return MOST_SOLVE_S if left_s is None else min(max(left_s, LEAST_SOLVE_S), MOST_SOLVE_S)
-
-    def book_of(self, choice: Choice) -> PriceBook:
-        """The prices of a choice, by where it has the token table."""
-        return self.book.with_table(on_host=any(column.looks_up for column in choice.columns))
-
-    def columns(
-        self, frame: Frame, make: Callable[[Columns, int], list[Column]], cut_s: float, counts: Sequence[Collection[int]] | None = None,
-    ) -> list[list[Column]] | None:
-        """The columns of every rank, over all block counts, or those of `counts`, with which the frame can take less than `cut_s`.
-
-        None as soon as one rank has none, because nothing fits its device, or of equal ranks one alone takes longer than the cut.
-        """
-        longest = self.prices.longest_rank(frame, cut_s, self.limit_bytes)
-        options: list[list[Column]] = []
-        for rank in range(frame.mesh.pp):
-            columns, possible = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
-            tried = (count for count in possible if counts is None or count in counts[rank])
-            per_count = itertools.takewhile(bool, (make(columns, count) for count in tried))  # more blocks never need less memory
-            options.append(list(itertools.chain.from_iterable(per_count)))
-            if not options[-1] or (frame.equal_ranks and all(self._too_slow(frame, column, cut_s) for column in options[-1])):
-                return None
-        return options
-
-    def relaxed(self, frame: Frame, cut_s: float) -> list[list[Column]] | None:
-        """Columns of real numbers of blocks (`RankColumns.relaxed`): what they cannot reach no plan of the frame can.
-
-        Without those that alone take longer than the cut, as more blocks then do too.
-        """
-
-        def make(rank: Columns, count: int) -> list[Column]:
-            return [column for column in rank.relaxed(count, self.limit_bytes) if not self._too_slow(frame, column, cut_s)]
-
-        return self.columns(frame, make, cut_s)
-
-    def _too_slow(self, frame: Frame, column: Column, cut_s: float) -> bool:
-        """Whether the frame takes longer than the cut by one rank's column, whatever the others have."""
-        if frame.recomputes_ahead or cut_s == INFINITY:
-            return False
-        share, others_s = bubble_share(frame, self.prices.book), self.prices.time_bound(frame).total_s
-        return others_s + (frame.num_micro_batches - share) * column.time_s + column.tail_s > cut_s * (1 + ROUNDING)
 
 
 def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved]:
@@ -333,82 +181,6 @@ def _as_memory(fastest: Solved) -> Solved:
     return Solved(fastest.frame, fastest.choice, fastest.choice.redundant_bytes, 0.0)
 
 
-def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
-    """The frame of `solved` with as many blocks on every stage, or where an end counts as one, each on its fastest column.
-
-    On equal stages the closed form is exact. On others it may be too short by less than a percent, and would then put a plan first
-    that a rule of thumb on equal stages beats.
-    """
-    frame, num_layers, pp = solved.frame, session.book.model.num_layers, solved.frame.mesh.pp
-    for ends in counted_ends(num_layers, pp) if pp > 1 and frame.virtual_stages == 1 else ():
-        blocks = equal_blocks(frame, num_layers, ends)
-        ranks = [
-            [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes)
-             if (c.zero, c.looks_up) == (chosen.zero, chosen.looks_up)]
-            for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
-        if all(ranks):
-            passes = frame.num_micro_batches
-            yield to_strategy(frame, tuple(min(columns, key=lambda c: passes * c.time_s + c.tail_s) for columns in ranks))
-
-
-def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
-    """Merak's one knob of recompute on equal stages, the least that fits, where the frame has such: no plan is slower than the rule."""
-    frame, book, num_layers = solved.frame, session.book_of(solved.choice), session.book.model.num_layers
-    if frame.mesh.pp == 1 or frame.virtual_stages > 1 or frame.chunked:
-        return
-    allowed = session.prices.recompute or tuple(Recompute)
-    if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(frame.tp_overlap, book.model):
-        return
-    for ends in counted_ends(num_layers, frame.mesh.pp):
-        blocks = equal_blocks(frame, num_layers, ends)
-        for zero in sorted({column.zero for column in solved.choice.columns}):
-            counts = Room(frame, blocks, zero, book, session.limit_bytes).least_knob()
-            if counts is not None:
-                yield stage_aware(frame, blocks, counts, zero)
-
-
-def _other_homes(solved: Solved, session: Session) -> Iterator[Strategy]:
-    """Of a frame in chunks without pipeline the best columns: what waits for copies, the exact schedules know better."""
-    frame, passes = solved.frame, solved.frame.num_micro_batches
-    if frame.chunked and frame.mesh.pp == 1:
-        columns = rank_columns(0, frame, session.table).fastest(session.book.model.num_layers, session.limit_bytes)
-        alike = (column for column in columns if column.looks_up == solved.choice.columns[0].looks_up)
-        for column in sorted(alike, key=lambda c: passes * c.time_s + c.tail_s)[:SCHEDULED]:
-            yield to_strategy(frame, (column,))
-
-
-def _idle_chunks(strategy: Strategy) -> bool:
-    """Whether a strategy holds blocks in chunks of which none leaves the device: the same without chunks is simpler."""
-    return strategy.frame.chunked and all(choice.home is Home.DEVICE for stage in strategy.stages for choice in stage)
-
-
-def _price(strategy: Strategy, book: PriceBook) -> StepPrice | None:
-    """What a strategy takes, or None where the exact schedule of its chunks, or its host, needs more than there is."""
-    try:
-        price = price_step(strategy, book)
-    except InfeasibleError:
-        return None
-    host = max(memory.host for memory in price.memory)
-    return price if host <= host_share_bytes(book.machine.cluster) * (1 + ROUNDING) else None
-
-
-def _replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> list[tuple[Solved, Strategy, StepPrice]]:
-    """The best solved frames priced in full, in the order of the search; an interrupt keeps what is replayed."""
-    replayed: list[tuple[Solved, Strategy, StepPrice]] = []
-    try:
-        for solved in outcome.to_replay:
-            tried = [to_strategy(solved.frame, solved.choice.columns)]
-            if objective is Objective.THROUGHPUT:
-                tried += [*_equal_stages(solved, session), *_by_the_rule(solved, session), *_other_homes(solved, session)]
-            book = session.book_of(solved.choice)
-            priced = [(solved, strategy, price) for strategy in dict.fromkeys(tried) if (price := _price(strategy, book))]
-            replayed += [min(priced, key=lambda found: found[2].step_s)] if priced else []
-    except KeyboardInterrupt:
-        if not replayed:
-            raise
-    return replayed
-
-
 def search(
     prices: Prices, objective: Objective, options: SearchOptions, on_progress: OnProgress | None = None, fastest: Solved | None = None,
     slack: float = 0.0,
@@ -430,11 +202,9 @@ def search(
     fastest = outcome.solved[0]
     if objective is Objective.MEMORY:
         outcome = _then_leanest(outcome, space.frames, session)
-    replayed = _replay(outcome, objective, session)
+    replayed = replay(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
         return search(prices, objective, options, on_progress, slack=slack + SLACK)
-    if objective is Objective.THROUGHPUT:
-        replayed.sort(key=lambda found: found[2].step_s * (1 + WORTH_CHUNKS * _idle_chunks(found[1])))
     (best, strategy, price), *others = replayed
     record = _record(objective, best, fastest, outcome, space)
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)

@@ -13,7 +13,8 @@ from planner.plan.plan import Plan, read, to_yaml, write
 from planner.plan.prediction import Objective, Status
 from planner.ranks.master import Master
 from planner.request import SearchOptions
-from planner.search import Prices, find_plan, search
+from planner.search import find_plan, search
+from planner.session import Prices
 from profiles.errors import ConfigError, InfeasibleError, SolverError
 from profiles.units import GIB, MIB
 from tests.instances import PINS, every_price, peak_bytes, random_instance, redundant_bytes

@@ -1,0 +1,102 @@
+"""The best frames of a search, run through the simulator: their own columns, and what may be better than the closed form says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from costmodels.book import PriceBook
+from costmodels.chunks.home import Home
+from costmodels.recompute import Recompute
+from costmodels.step import StepPrice, price_step
+from costmodels.strategy import Strategy
+from planner.baselines.space import counted_ends, equal_blocks
+from planner.baselines.stage_aware import Room, stage_aware
+from planner.frames.branch import Outcome
+from planner.host.costs import host_share_bytes
+from planner.layers.levels import illegal_full_recompute
+from planner.plan.prediction import Objective
+from planner.ranks.blocks import to_strategy
+from planner.ranks.chunk_columns import rank_columns
+from planner.session import ROUNDING, Session, Solved
+from profiles.errors import InfeasibleError
+
+SCHEDULED = 4  # columns of one frame whose exact schedules are compared
+WORTH_CHUNKS = 0.01  # how much faster chunks must be where nothing leaves the device
+
+
+def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
+    """The frame of `solved` with as many blocks on every stage, or where an end counts as one, each on its fastest column.
+
+    On equal stages the closed form is exact. On others it may be too short by less than a percent, and would then put a plan first
+    that a rule of thumb on equal stages beats.
+    """
+    frame, num_layers, pp = solved.frame, session.book.model.num_layers, solved.frame.mesh.pp
+    for ends in counted_ends(num_layers, pp) if pp > 1 and frame.virtual_stages == 1 else ():
+        blocks = equal_blocks(frame, num_layers, ends)
+        ranks = [
+            [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes)
+             if (c.zero, c.looks_up) == (chosen.zero, chosen.looks_up)]
+            for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
+        if all(ranks):
+            passes = frame.num_micro_batches
+            yield to_strategy(frame, tuple(min(columns, key=lambda c: passes * c.time_s + c.tail_s) for columns in ranks))
+
+
+def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
+    """Merak's one knob of recompute on equal stages, the least that fits, where the frame has such: no plan is slower than the rule."""
+    frame, book, num_layers = solved.frame, session.book_of(solved.choice), session.book.model.num_layers
+    if frame.mesh.pp == 1 or frame.virtual_stages > 1 or frame.chunked:
+        return
+    allowed = session.prices.recompute or tuple(Recompute)
+    if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(frame.tp_overlap, book.model):
+        return
+    for ends in counted_ends(num_layers, frame.mesh.pp):
+        blocks = equal_blocks(frame, num_layers, ends)
+        for zero in sorted({column.zero for column in solved.choice.columns}):
+            counts = Room(frame, blocks, zero, book, session.limit_bytes).least_knob()
+            if counts is not None:
+                yield stage_aware(frame, blocks, counts, zero)
+
+
+def _other_homes(solved: Solved, session: Session) -> Iterator[Strategy]:
+    """Of a frame in chunks without pipeline the best columns: what waits for copies, the exact schedules know better."""
+    frame, passes = solved.frame, solved.frame.num_micro_batches
+    if frame.chunked and frame.mesh.pp == 1:
+        columns = rank_columns(0, frame, session.table).fastest(session.book.model.num_layers, session.limit_bytes)
+        alike = (column for column in columns if column.looks_up == solved.choice.columns[0].looks_up)
+        for column in sorted(alike, key=lambda c: passes * c.time_s + c.tail_s)[:SCHEDULED]:
+            yield to_strategy(frame, (column,))
+
+
+def _idle_chunks(strategy: Strategy) -> bool:
+    """Whether a strategy holds blocks in chunks of which none leaves the device: the same without chunks is simpler."""
+    return strategy.frame.chunked and all(choice.home is Home.DEVICE for stage in strategy.stages for choice in stage)
+
+
+def _price(strategy: Strategy, book: PriceBook) -> StepPrice | None:
+    """What a strategy takes, or None where the exact schedule of its chunks, or its host, needs more than there is."""
+    try:
+        price = price_step(strategy, book)
+    except InfeasibleError:
+        return None
+    host = max(memory.host for memory in price.memory)
+    return price if host <= host_share_bytes(book.machine.cluster) * (1 + ROUNDING) else None
+
+
+def replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> list[tuple[Solved, Strategy, StepPrice]]:
+    """The best solved frames priced in full, for throughput the fastest first; an interrupt keeps what is replayed."""
+    replayed: list[tuple[Solved, Strategy, StepPrice]] = []
+    try:
+        for solved in outcome.to_replay:
+            tried = [to_strategy(solved.frame, solved.choice.columns)]
+            if objective is Objective.THROUGHPUT:
+                tried += [*_equal_stages(solved, session), *_by_the_rule(solved, session), *_other_homes(solved, session)]
+            book = session.book_of(solved.choice)
+            priced = [(solved, strategy, price) for strategy in dict.fromkeys(tried) if (price := _price(strategy, book))]
+            replayed += [min(priced, key=lambda found: found[2].step_s)] if priced else []
+    except KeyboardInterrupt:
+        if not replayed:
+            raise
+    if objective is Objective.THROUGHPUT:
+        replayed.sort(key=lambda found: found[2].step_s * (1 + WORTH_CHUNKS * _idle_chunks(found[1])))
+    return replayed
