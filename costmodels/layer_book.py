@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from costmodels.collectives import point_to_point_time
 from costmodels.halved import HalvedOperators
@@ -13,6 +13,7 @@ from costmodels.layer import ENDLESS, DataParallelTime, LayerOperators, LayerTim
 from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, step_copy_bytes, zero_buffer_bytes
 from costmodels.mesh import Mesh
 from costmodels.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
+from costmodels.once import Once
 from costmodels.pace import layouts_of
 from costmodels.recompute import Again, Recompute, backward_bytes, host_bytes_by_operator, ideal_saved_bytes, saved_bytes, workspace_of
 from costmodels.sharding import Sharding
@@ -21,7 +22,6 @@ from profiles.model import LayerClass
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import TrainingSpec
 
-T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 
@@ -63,7 +63,7 @@ class LayerBook(ABC, Generic[K]):
         self.machine = machine
         self.zero_ranks = zero_ranks
         self.offload = offload
-        self._known: dict[Hashable, Any] = {}
+        self._once = Once()
 
     @abstractmethod
     def layer(self, kind: K, micro_batch_size: int) -> LayerClass:
@@ -80,12 +80,6 @@ class LayerBook(ABC, Generic[K]):
     def counts_tied(self, mesh: Mesh) -> bool:
         """Whether copies of parameters that other layers hold are counted: where stages are apart."""
         return mesh.pp > 1
-
-    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self._known:
-            self._known[key] = make()
-        found: T = self._known[key]
-        return found
 
     def shards(self, mesh: Mesh) -> int:
         """How many data-parallel ranks hold one copy of sharded states together."""

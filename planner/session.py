@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from costmodels.book import PriceBook
 from costmodels.chunks.price import Chunking
+from costmodels.once import Once
 from costmodels.step import bubble_share
 from costmodels.strategy import Frame
 from planner.frames.bounds import TimeBound, may_fit, time_bound
@@ -57,16 +58,12 @@ class Prices:
         frames, beaten = paying(space.frames, self.book)
         self.space = Space(frames, (*space.pruned, *(Pruned(describe(frame), reason) for frame, reason in beaten)))
         self.table, self.recompute = MixTable(self.book, pins.resolved()), pins.resolved().recompute
-        self._bounds: dict[Frame, TimeBound] = {}
-        self._chunk_bounds: dict[tuple[Frame, float], ChunkBound] = {}
         self._raised: dict[Frame, tuple[float, float]] = {}
-        self._lean: dict[tuple[Frame, int, bool, int, float], list[Column]] = {}
+        self._once = Once()
 
     def time_bound(self, frame: Frame) -> TimeBound:
         """The frame's lower bound of time, computed once: both passes and the columns ask for it."""
-        if frame not in self._bounds:
-            self._bounds[frame] = time_bound(frame, self.table)
-        return self._bounds[frame]
+        return self._once(("time", frame), lambda: time_bound(frame, self.table))
 
     def least_s(self, frame: Frame, limit_bytes: float) -> float:
         """The best known bound of the frame's time within `limit_bytes`: what was proven under a looser limit holds."""
@@ -76,10 +73,8 @@ class Prices:
 
     def chunk_bound(self, frame: Frame, limit_bytes: float) -> ChunkBound:
         """The bound of a frame in chunks."""
-        key = frame, limit_bytes
-        if key not in self._chunk_bounds:
-            self._chunk_bounds[key] = ChunkBound(frame, self.table, self.time_bound(frame), limit_bytes, bubble_share(frame, self.book))
-        return self._chunk_bounds[key]
+        return self._once(("chunks", frame, limit_bytes), lambda: ChunkBound(
+            frame, self.table, self.time_bound(frame), limit_bytes, bubble_share(frame, self.book)))
 
     def longest_rank(self, frame: Frame, cut_s: float, limit_bytes: float) -> int | None:
         """How many blocks a rank may hold before the frame takes `cut_s` or more; None when there is no such limit."""
@@ -98,10 +93,8 @@ class Prices:
     def lean_columns(self, rank: Columns | Ways, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The columns of the memory objective, which do not depend on its slowdown, made once."""
         assert isinstance(rank, RankColumns), "the memory objective has no chunks"
-        key = (rank.frame, rank.rank, rank.looks_up, num_blocks, limit_bytes)
-        if key not in self._lean:
-            self._lean[key] = rank.leanest(num_blocks, limit_bytes)
-        return self._lean[key]
+        key = rank.frame, rank.rank, rank.looks_up, num_blocks, limit_bytes
+        return self._once(("lean", *key), lambda: rank.leanest(num_blocks, limit_bytes))
 
 
 class Session:

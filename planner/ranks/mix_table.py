@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
-
 from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
 from costmodels.chunks.price import BlockCost
 from costmodels.lookup import illegal_lookup
 from costmodels.mesh import Mesh
 from costmodels.offload import Offload
+from costmodels.once import Once
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
@@ -22,7 +20,6 @@ from planner.ranks.prices import PerBlock, block_prices
 from planner.request import Constraints
 from profiles.model import LayerKind
 
-T = TypeVar("T")
 _Kind = tuple[int, Sharding, bool, bool]  # what options depend on
 
 
@@ -34,24 +31,7 @@ class MixTable:
         self.catalogue = catalogue_of(book, pins)
         self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
-        self._known: dict[tuple[int, Sharding, bool, bool, int, int], Mixes] = {}
-        self._hulls: dict[tuple[_Kind, Tensors], Hulls] = {}
-        self._block_costs: dict[tuple[Mesh, int, int, Sharding], dict[Home, BlockCost]] = {}
-        self._divisions: dict[_Kind, dict[Tensors, Sharding]] = {}
-        self._tensors: dict[Sharding, Tensors] = {}
-        self._homes: dict[tuple[Mesh, int, int, Sharding, int], HomeCosts] = {}
-        self._pairs: dict[_Kind, Pairs] = {}
-        self._whole: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
-        self._sending: dict[tuple[int, Sharding], tuple[LayerOption, ...]] = {}
-        self._blocks: dict[tuple[Mesh, int, Sharding, bool, bool, bool, bool, bool], dict[int, PerBlock]] = {}
-        self._made: dict[Hashable, Any] = {}
-
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives, made once for a key."""
-        if key not in self._made:
-            self._made[key] = make()
-        found: T = self._made[key]
-        return found
+        self.once = Once()
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
@@ -85,70 +65,54 @@ class MixTable:
         """
         key = frame.micro_batch_size, frame.sharding
         if sends_activations(frame, self.offload):
-            if key not in self._sending:
-                self._sending[key] = with_host(self.catalogue.options(*key), frame.micro_batch_size, self.catalogue.book)
-            return self._sending[key]
+            return self.once(
+                ("sending", *key), lambda: with_host(self.catalogue.options(*key), frame.micro_batch_size, self.catalogue.book))
         if not frame.keeps_all(rank):
             return self.catalogue.options(*key)
-        if key not in self._whole:
+
+        def whole() -> tuple[LayerOption, ...]:
             again = self.book.recompute_operators
             kept = tuple(o for o in self.catalogue.options(*key) if not again(LayerKind.BLOCK, o.recompute))
-            self._whole[key] = kept or (self.catalogue.preset(Recompute.NONE, *key),)
-        return self._whole[key]
+            return kept or (self.catalogue.preset(Recompute.NONE, *key),)
+
+        return self.once(("whole", *key), whole)
 
     def pairs(self, frame: Frame, rank: int) -> Pairs:
         """Every ordered pair of options, an option with itself included."""
-        key = self._kind(frame, rank)
-        if key not in self._pairs:
-            self._pairs[key] = option_pairs(self.options(frame, rank))
-        return self._pairs[key]
+        return self.once(("pairs", self._kind(frame, rank)), lambda: option_pairs(self.options(frame, rank)))
 
     def per_block(self, frame: Frame, rank: int) -> dict[int, PerBlock]:
         """By ZeRO stage, what a block on each option costs in `frame`."""
-        key = (
-            frame.mesh, *self._kind(frame, rank), frame.splits_backward, frame.recomputes_ahead, frame.chunked)
-        if key not in self._blocks:
-            self._blocks[key] = {
-                zero: block_prices(self.options(frame, rank), frame, zero, self.book) for zero in self.zero_stages(frame)}
-        return self._blocks[key]
+        key = frame.mesh, self._kind(frame, rank), frame.splits_backward, frame.recomputes_ahead, frame.chunked
+        return self.once(("blocks", *key), lambda: {
+            zero: block_prices(self.options(frame, rank), frame, zero, self.book) for zero in self.zero_stages(frame)})
 
     def homes(self, frame: Frame, sharding: Sharding, num_blocks: int) -> HomeCosts:
         """What it costs to give the blocks of a rank homes, of a frame in chunks."""
         key = frame.mesh, frame.micro_batch_size, frame.num_micro_batches, sharding, num_blocks
-        if key not in self._homes:
-            self._homes[key] = home_costs(self.tensors(sharding), num_blocks, frame, self.block_costs(frame, sharding), self.book)
-        return self._homes[key]
+        return self.once(("homes", *key), lambda: home_costs(
+            self.tensors(sharding), num_blocks, frame, self.block_costs(frame, sharding), self.book))
 
     def block_costs(self, frame: Frame, sharding: Sharding) -> dict[Home, BlockCost]:
         """What one block costs by home, of a frame in chunks, without padding."""
         key = frame.mesh, frame.micro_batch_size, frame.num_micro_batches, sharding
-        if key not in self._block_costs:
-            self._block_costs[key] = block_costs(frame, sharding, self.offload, self.book)
-        return self._block_costs[key]
+        return self.once(("block costs", *key), lambda: block_costs(frame, sharding, self.offload, self.book))
 
     def tensors(self, sharding: Sharding) -> Tensors:
         """The sizes of a block's tensors, divided as `sharding` does."""
-        if sharding not in self._tensors:
-            self._tensors[sharding] = tensors_of(sharding, self.book)
-        return self._tensors[sharding]
+        return self.once(("tensors", sharding), lambda: tensors_of(sharding, self.book))
 
     def hulls(self, frame: Frame, rank: int, tensors: Tensors) -> Hulls:
         """What mixes of real numbers of blocks with these `tensors` reach (planner/layers/mixes.py)."""
-        key = self._kind(frame, rank), tensors
-        if key not in self._hulls:
-            self._hulls[key] = hulls([option for option in self.options(frame, rank) if self.tensors(option.sharding) == tensors])
-        return self._hulls[key]
+        return self.once(("hulls", self._kind(frame, rank), tensors), lambda: hulls(
+            [option for option in self.options(frame, rank) if self.tensors(option.sharding) == tensors]))
 
     def divisions(self, frame: Frame, rank: int) -> dict[Tensors, Sharding]:
         """The ways to divide the weights that the options have, and one option's sharding for each."""
-        key = self._kind(frame, rank)
-        if key not in self._divisions:
-            self._divisions[key] = {self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)}
-        return self._divisions[key]
+        return self.once(("divisions", self._kind(frame, rank)), lambda: {
+            self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)})
 
     def get(self, frame: Frame, rank: int, num_blocks: int) -> Mixes:
         """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
-        key = (*self._kind(frame, rank), frame.virtual_stages, num_blocks)
-        if key not in self._known:
-            self._known[key] = make_mixes(self.options(frame, rank), num_blocks, frame.virtual_stages)
-        return self._known[key]
+        return self.once(("mixes", self._kind(frame, rank), frame.virtual_stages, num_blocks), lambda: make_mixes(
+            self.options(frame, rank), num_blocks, frame.virtual_stages))
