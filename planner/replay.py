@@ -17,6 +17,7 @@ from planner.layers.levels import illegal_full_recompute
 from planner.plan.prediction import Objective
 from planner.ranks.blocks import to_strategy
 from planner.ranks.chunk_columns import rank_columns
+from planner.ranks.prices import end_kinds
 from planner.session import ROUNDING, Session, Solved
 from profiles.errors import InfeasibleError
 
@@ -35,7 +36,7 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
         blocks = equal_blocks(frame, num_layers, ends)
         ranks = [
             [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes)
-             if (c.zero, c.looks_up) == (chosen.zero, chosen.looks_up)]
+             if (c.zero > 0, c.looks_up) == (chosen.zero > 0, chosen.looks_up) or not end_kinds(rank, frame)]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
         if all(ranks):
             passes = frame.num_micro_batches

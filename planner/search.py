@@ -42,6 +42,7 @@ from profiles.units import GIB
 LEAST_LEFT_S = 1e-3  # of a time limit that is over: a search takes no zero
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
 SLACK = 0.02  # of the memory limit
+SOLVED_TO = 1e-7  # relative: the solver's own tolerance on an optimum
 Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions], InfeasibleError]
 
 
@@ -69,7 +70,7 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
     num_layers, limit, prices = session.book.model.num_layers, session.limit_bytes, session.prices
     values_s: dict[Frame, float] = {}
     relaxed_values_s: dict[Frame, float] = {}
-    beaten: list[Solved] = []
+    open_: list[Frame] = []  # whose relaxation is below the cut
 
     def solve(frame: Frame, bound_s: float, cut_s: float, _: float) -> Solved | None:
         usual = replace(frame, schedule=Schedule.ONE_F_ONE_B)
@@ -85,6 +86,7 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
         prices.raise_bound(frame, limit, cut_s if relaxed_s is None else min(relaxed_s, cut_s))
         if relaxed is None or relaxed_s is None or relaxed_s >= cut_s:
             return None
+        open_.append(frame)
         counts = [{column.num_blocks for column in columns} for columns in relaxed]
         options = session.columns(frame, lambda rank, count: rank.fastest(count, limit), cut_s, counts)
         least_s = lower_bound_s(frame, options, num_layers, share) if options else None
@@ -97,7 +99,6 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
             return None
         found = Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
         if frame.recomputes_ahead and found.value >= values_s.get(usual, INFINITY):
-            beaten.append(found)
             return None
         values_s[frame] = found.value
         return found
@@ -109,32 +110,36 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
     if not outcome.finished:
         return outcome
     if outcome.solved:
-        tried = (*outcome.solved, *beaten)
-        others = set(possible).difference(found.frame for found in tried)
-        _certify(tried, min((prices.least_s(frame, limit) for frame in others), default=INFINITY), session)
+        others = set(possible).difference(open_)
+        others_s = min((prices.least_s(frame, limit) for frame in others), default=INFINITY)
+        _certify(open_, best_of(outcome.solved), others_s, session)
     return replace(outcome, bound=min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
 
 
-def _certify(solved: Sequence[Solved], others_s: float, session: Session) -> None:
+def _certify(frames: Sequence[Frame], best: float, others_s: float, session: Session) -> None:
     """Raise the bounds of frames that might hold something better than the best: the master over relaxed columns.
 
     others_s: the least bound of all other frames; to raise one above it proves no more.
-    Its optimum is below every way to choose an option of the catalogue for each layer by itself that is below the best.
+    Its optimum is below every way to choose an option and a ZeRO stage for each layer by itself that is below the best.
     """
-    best, limit, num_layers = solved[0].value, session.limit_bytes, session.book.model.num_layers
-    for frame in (found.frame for found in solved):
+    limit = session.limit_bytes
+    for frame in frames:
         if session.prices.least_s(frame, limit) >= min(others_s, best * (1 - WORTH_PROVING)):
             continue
-        relaxed, share = session.relaxed(frame, best), bubble_share(frame, session.book)
-        if relaxed is None or lower_bound_s(frame, relaxed, num_layers, share) is None:  # nothing of it is below the best
-            session.prices.raise_bound(frame, limit, best)
-            continue
         try:
-            choice = Master(frame, relaxed, num_layers, share=share).fastest(session.options.solver, session.solver_limit_s())
+            least_s = max(_averages_s(frame, best, session, plain=plain) for plain in (False, True)[: 1 + frame.recomputes_ahead])
         except (Unsolved, SolverError):  # the bound stays as it is
             continue
-        if choice is not None and choice.proven:
-            session.prices.raise_bound(frame, limit, min(best, choice.step_s * (1 - ROUNDING)))
+        session.prices.raise_bound(frame, limit, min(best, least_s * (1 - SOLVED_TO)))
+
+
+def _averages_s(frame: Frame, best: float, session: Session, *, plain: bool) -> float:
+    """The least seconds of `frame` over averages of its relaxed columns, `best` where none is below it, zero where nothing is proven."""
+    relaxed, share, num_layers = session.relaxed(frame, best, plain=plain), bubble_share(frame, session.book), session.book.model.num_layers
+    if relaxed is None or lower_bound_s(frame, relaxed, num_layers, share) is None:
+        return best
+    master = Master(frame, relaxed, num_layers, tied=session.book.tied, share=share, averaged=not frame.chunked)
+    return master.bound_s(session.options.solver, session.solver_limit_s()) or 0.0
 
 
 def _require_infeasible(frame: Frame, options: Sequence[Sequence[Column]], session: Session) -> None:

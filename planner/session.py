@@ -141,14 +141,16 @@ class Session:
                 return None
         return options
 
-    def relaxed(self, frame: Frame, cut_s: float) -> list[list[Column]] | None:
+    def relaxed(self, frame: Frame, cut_s: float, *, plain: bool = False) -> list[list[Column]] | None:
         """Columns of real numbers of blocks (`RankColumns.relaxed`): what they cannot reach no plan of the frame can.
 
-        Without those that alone take longer than the cut, as more blocks then do too.
+        Without the numbers of blocks all of whose columns alone take longer than the cut, as more blocks then do too. An average of two
+        columns may be below the cut where one of them is not.
         """
 
         def make(rank: Columns, count: int) -> list[Column]:
-            return [column for column in rank.relaxed(count, self.limit_bytes) if not self._too_slow(frame, column, cut_s)]
+            found = rank.relaxed(count, self.limit_bytes, plain=plain)
+            return [] if all(self._too_slow(frame, column, cut_s) for column in found) else found
 
         return self.columns(frame, make, cut_s)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
@@ -68,7 +68,7 @@ def _rank_options(count: int, frame: Frame) -> list[tuple[int, tuple[Recompute, 
 
 
 def every_strategy(frame: Frame, num_layers: int) -> Iterator[Strategy]:
-    """All strategies of a frame: splits of the blocks, and a ZeRO stage and recompute mix for every rank."""
+    """All strategies of a frame with one ZeRO stage for each rank: splits of the blocks, and a recompute mix for every rank."""
     pp, v = frame.mesh.pp, frame.virtual_stages
     short = v > 1 and num_layers % (pp * v) > 0  # the first and the last virtual stage hold one block less
     for split in [(-(-(num_layers + 2 * short) // pp),) * pp] if v > 1 else _splits(num_layers, pp):
@@ -84,11 +84,25 @@ def every_strategy(frame: Frame, num_layers: int) -> Iterator[Strategy]:
             yield Strategy(frame=frame, stages=tuple(stages))
 
 
-def every_price(instance: Instance) -> list[tuple[Strategy, StepPrice]]:
-    """Every strategy of every frame of the instance with its whole price."""
-    book = instance.book()
+def mixed_strategies(frame: Frame, num_layers: int, count: int, seed: int = 0) -> Iterator[Strategy]:
+    """Strategies in which every block has a level and a ZeRO stage of its own, and embedding and head have theirs, at random."""
+    draw = random.Random(f"{seed} {frame}")
+    zeros = range(4) if frame.mesh.dp > 1 else (0,)
+    for strategy in draw.choices(list(itertools.islice(every_strategy(frame, num_layers), 4000)), k=count):
+        yield replace(strategy, stages=tuple(tuple(
+            _redrawn(choice, zeros, draw) for choice in stage) for stage in strategy.stages))
+
+
+def _redrawn(choice: LayerChoice, zeros: Sequence[int], draw: random.Random) -> LayerChoice:
+    levels = tuple(Recompute) if choice.kind is LayerKind.BLOCK else (choice.recompute,)
+    return replace(choice, zero=draw.choice(zeros), recompute=draw.choice(levels))
+
+
+def every_price(instance: Instance, mixed: int = 0) -> list[tuple[Strategy, StepPrice]]:
+    """Every strategy of every frame of the instance with one ZeRO stage for a rank, and `mixed` others of each frame, priced in whole."""
+    book, layers = instance.book(), instance.model.num_layers
     frames = enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames
-    every = (strategy for frame in frames for strategy in every_strategy(frame, instance.model.num_layers))
+    every = (strategy for frame in frames for strategy in (*every_strategy(frame, layers), *mixed_strategies(frame, layers, mixed)))
     return [(strategy, price_step(strategy, book)) for strategy in every if not book.tied or same_sharding(strategy)]
 
 

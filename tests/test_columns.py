@@ -23,7 +23,7 @@ from planner.request import Constraints
 from profiles.catalog import load_stack
 from profiles.model import LayerKind
 from profiles.spec import Precision
-from tests.instances import PINS, every_strategy, peak_bytes, random_instance, redundant_bytes
+from tests.instances import PINS, every_strategy, mixed_strategies, peak_bytes, random_instance, redundant_bytes
 
 SEEDS = range(8)
 DEPTHS = [pytest.param(None, id="shallow"), pytest.param(4, id="with-virtual-stages")]  # 2 ranks x 2 chunks need 4 blocks
@@ -125,14 +125,14 @@ def test_columns_count_gradients_in_full_where_the_stack_frees_them():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_front_of_one_rank_is_that_of_brute_force(seed):
+def test_no_enumerated_strategy_of_one_rank_beats_its_columns(seed):
     """pp 1: every strategy of the frame is one column, so the columns can be compared with the enumeration."""
     instance = random_instance(seed)
     book, layers = instance.book(), instance.model.num_layers
     for frame in (frame for frame in frames_of(instance) if frame.mesh.pp == 1):
-        priced = [(s, price_step(s, book)) for s in every_strategy(frame, layers)]
+        priced = [(s, price_step(s, book)) for s in (*every_strategy(frame, layers), *mixed_strategies(frame, layers, 200))]
         peaks = sorted(peak_bytes(price) for _, price in priced)
-        for limit in (peaks[len(peaks) // 3] + 1, UNLIMITED, peaks[0] - 1):
+        for limit in (peaks[len(peaks) // 3] + 1, UNLIMITED, peaks[0] / 2):
             fitting = [
                 (p.simulated.ranks[0].busy_s, p.simulated.ranks[0].tail_s, redundant_bytes(s, p) / frame.mesh.num_ranks)
                 for s, p in priced if peak_bytes(p) <= limit]
@@ -140,9 +140,7 @@ def test_the_front_of_one_rank_is_that_of_brute_force(seed):
             fast, lean = columns.fastest(layers, limit), columns.leanest(layers, limit)
             assert bool(fast) == bool(lean) == bool(fitting)
             for point in fitting:  # nothing beats the columns
-                assert any(
-                    column.time_s * frame.num_micro_batches <= point[0] * (1 + 1e-9) and column.tail_s <= point[1] * (1 + 1e-9)
-                    for column in fast)
+                assert min(c.time_s * frame.num_micro_batches + c.tail_s for c in fast) <= (point[0] + point[1]) * (1 + 1e-9)
                 assert any(
                     column.time_s * frame.num_micro_batches <= point[0] * (1 + 1e-9) and column.tail_s <= point[1] * (1 + 1e-9)
                     and column.redundant_bytes <= point[2] + 16 for column in lean)

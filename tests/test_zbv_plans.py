@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 
 import pytest
@@ -44,22 +44,23 @@ def frame_of(pp: int = 4, dp: int = 2, tp: int = 1, *, schedule: Schedule = Sche
         num_micro_batches=TRAINING.global_batch_size // (b * dp), sequence_parallel=tp > 1, actions=actions)
 
 
-def zbv_strategy(frame: Frame, counts: tuple[int, ...], zeros: tuple[int, ...]) -> Strategy:
-    """`counts[r]` blocks on rank r, the larger half on its first chunk."""
+def zbv_strategy(frame: Frame, counts: tuple[int, ...], zeros: tuple[tuple[int, ...], ...]) -> Strategy:
+    """`counts[r]` blocks on rank r, the larger half on its first chunk; `zeros[r]` their ZeRO stages, the ends have the first."""
     layers: list[list[LayerChoice]] = [[] for _ in range(frame.num_virtual_stages)]
-    for rank, (count, zero) in enumerate(zip(counts, zeros, strict=True)):
-        block = LayerChoice(LayerKind.BLOCK, (), zero)
-        layers[rank] += [block] * (-(-count // 2))
-        layers[frame.num_virtual_stages - 1 - rank] += [block] * (count // 2)
-    layers[0].insert(0, LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zeros[0]))
-    layers[-1].append(LayerChoice(LayerKind.HEAD, Recompute.NONE, zeros[0]))
+    for rank, (count, own) in enumerate(zip(counts, zeros, strict=True)):
+        blocks = [LayerChoice(LayerKind.BLOCK, (), zero) for zero in own]
+        layers[rank] += blocks[: -(-count // 2)]
+        layers[frame.num_virtual_stages - 1 - rank] += blocks[-(-count // 2) :]
+    layers[0].insert(0, LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zeros[0][0]))
+    layers[-1].append(LayerChoice(LayerKind.HEAD, Recompute.NONE, zeros[0][0]))
     return Strategy(frame=frame, stages=tuple(map(tuple, layers)))
 
 
 @pytest.mark.parametrize("frame", [frame_of(), frame_of(2, 2, 2), frame_of(4, 1, 2, b=4), frame_of(2, 4, b=2)], ids=str)
 def test_what_a_rank_holds_of_micro_batches_is_what_the_simulation_holds(frame):
     book = PriceBook(LLAMA, TRAINING, machine_for(H100))
-    strategy = zbv_strategy(frame, (LLAMA.num_layers // frame.mesh.pp,) * frame.mesh.pp, (1,) * frame.mesh.pp)
+    strategy = zbv_strategy(
+        frame, (LLAMA.num_layers // frame.mesh.pp,) * frame.mesh.pp, ((1,) * (LLAMA.num_layers // frame.mesh.pp),) * frame.mesh.pp)
     price = price_step(strategy, book)
 
     for rank, timeline in enumerate(price.simulated.ranks):
@@ -100,7 +101,7 @@ def test_the_search_finds_the_best_of_all_plans_of_the_schedule_where_memory_bin
     everything = [
         price_step(zbv_strategy(frame, counts, zeros), book)
         for frame in frames for counts in ((2, 4), (3, 3), (4, 2))
-        for zeros in product(range(3) if frame.mesh.dp > 1 else (0,), repeat=2)]
+        for zeros in product(*(combinations_with_replacement(range(3) if frame.mesh.dp > 1 else (0,), count) for count in counts))]
     peaks = sorted(map(peak_bytes, everything))
     limit = int(peaks[len(peaks) // 4])
     best_s = min(price.closed_form_s for price in everything if peak_bytes(price) <= limit)
@@ -110,8 +111,9 @@ def test_the_search_finds_the_best_of_all_plans_of_the_schedule_where_memory_bin
         options=SearchOptions(memory_limit_bytes=limit))
 
     assert plan.pipeline.schedule is Schedule.ZBV
-    assert plan.search.fastest_step_time_s == pytest.approx(best_s, rel=1e-5, abs=2e-6)
-    assert (1 - 2 * WORTH_PROVING) * best_s <= plan.search.bound <= best_s * (1 + 1e-5) + 2e-6
+    assert plan.search.fastest_step_time_s <= best_s * (1 + 1e-5) + 2e-6
+    assert plan.search.bound <= best_s * (1 + 1e-5) + 2e-6
+    assert plan.search.gap <= 2 * WORTH_PROVING
     assert max(stage.total for stage in plan.predicted.memory_gib) * 2**30 <= limit * (1 + 1e-4)
 
 

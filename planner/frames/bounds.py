@@ -119,7 +119,8 @@ def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
     """
     if frame.schedule in LAST_KEEPS_ALL and Recompute.NONE not in table.catalogue.levels:
         return 0.0
-    share = max(float((block.recompute_s / block.time_s).max()) for block in table.per_block(frame, 0).values())
+    block = table.per_block(frame, 0)
+    share = float((block.recompute_s / block.time_s).max())
     ranks, hidden = frame.mesh.pp, hidden_passes(frame.schedule)
     return usual_s * (1 - share * (ranks + hidden) / (frame.num_micro_batches - 1 + ranks))
 

@@ -2,7 +2,8 @@
 
 The price of a rank is a sum over its blocks, so a mix is a tuple of counts. Few options give every tuple; of many a rank
 takes at most two with the same layout of the weights, which is what the linear relaxation takes for one memory limit, so
-that only its fraction of a block is lost. The relaxation itself is the bound that says how much that is.
+that only its fraction of a block is lost. The relaxation itself is the bound that says how much that is. The two may differ in
+recompute, in ZeRO stage, or in both.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from planner.layers.plans import LayerOption
 
 _BY_ROW = ("counts", "chunk_counts", "saved_bytes", "ideal_saved_bytes", "workspace_bytes", "host_bytes", "window_bytes", "last_s")
 MOST_TUPLES = 2000  # up to which every tuple of counts is tried
+NEAR = 2  # two options of a mix are next to each other on a hull, or one is between them
 MOST_PRICES = 6  # of a byte on the host, at which the relaxation of options that send activations is solved
 
 
@@ -69,10 +71,51 @@ def option_pairs(options: tuple[LayerOption, ...]) -> Pairs:
 
 
 def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
-    """All mixes of `num_blocks` blocks that no other beats; with several chunks every chunk has the same mix."""
-    mixes = _mixes(options, _tuples(options, -(-num_blocks // num_chunks)), num_blocks, num_chunks)
+    """All mixes of `num_blocks` blocks at one ZeRO stage that no other beats; with several chunks every chunk has the same mix."""
+    pairs = [(i, j) for i, j in combinations(hull(options), 2) if options[i].layout == options[j].layout]
+    mixes = _mixes(options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks)
     rows = _worth_it(mixes, mixes.counts @ column_of(options, "time_s") + mixes.last_s)
     return replace(mixes, **{name: getattr(mixes, name)[rows] for name in _BY_ROW})
+
+
+def near_mixes(
+    options: tuple[LayerOption, ...], chains: Sequence[Sequence[int]], num_blocks: int, num_chunks: int,
+) -> Mixes:
+    """Mixes of `num_blocks` blocks whose options may differ in ZeRO stage: one option, or two that are near on a chain of `chains`.
+
+    With several chunks every chunk has the same mix, or the two options differ in their ZeRO stage alone: states add up over the
+    chunks of a rank, so that any number of its blocks may be on the second.
+    """
+    pairs = sorted({(i, j) for chain in chains for a, i in enumerate(chain) for j in chain[a + 1 : a + 1 + NEAR]})
+    found = _mixes(options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks)
+    if num_chunks == 1:
+        return found
+    if all_tried(options, num_blocks, num_chunks):
+        return _spread(options, _tuples(options, num_blocks, ()), num_blocks, num_chunks)
+    spread = [(i, j) for i, j in pairs if _same_but_zero(options[i], options[j])]
+    whole = np.concatenate([np.zeros((0, len(options)), np.int64), *_of_pairs(len(options), num_blocks, spread)])
+    return _joined(found, _spread(options, whole, num_blocks, num_chunks))
+
+
+def all_tried(options: Sequence[LayerOption], num_blocks: int, num_chunks: int) -> bool:
+    """Whether `near_mixes` has every choice of an option for each block: over several chunks only where nothing but ZeRO stages differs."""
+    return exhaustive(options, num_blocks) and (num_chunks == 1 or all(_same_but_zero(options[0], option) for option in options))
+
+
+def _same_but_zero(one: LayerOption, other: LayerOption) -> bool:
+    return (one.recompute, one.sharding, one.on_host) == (other.recompute, other.sharding, other.on_host)
+
+
+def _spread(options: tuple[LayerOption, ...], whole: Ints, num_blocks: int, num_chunks: int) -> Mixes:
+    """Mixes with any counts, wherever the chunks of the rank begin, of options that keep the same of a block."""
+    chunk = np.zeros_like(whole)  # the longest chunk counts as of the first option in use
+    chunk[np.arange(len(whole)), (whole > 0).argmax(axis=1)] = -(-num_blocks // num_chunks)
+    return _summed(options, whole, chunk, num_chunks)
+
+
+def _joined(first: Mixes, second: Mixes) -> Mixes:
+    rows = {name: np.concatenate([getattr(first, name), getattr(second, name)]) for name in _BY_ROW}
+    return Mixes(options=first.options, **rows)
 
 
 def pure_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
@@ -85,6 +128,10 @@ def _mixes(options: tuple[LayerOption, ...], chunk: Ints, num_blocks: int, num_c
     if num_blocks % num_chunks:  # the shorter chunk lacks a block of its last option
         last = chunk.shape[1] - 1 - (chunk[:, ::-1] > 0).argmax(axis=1)
         counts[np.arange(len(counts)), last] -= 1
+    return _summed(options, counts, chunk, num_chunks)
+
+
+def _summed(options: tuple[LayerOption, ...], counts: Ints, chunk: Ints, num_chunks: int) -> Mixes:
     return Mixes(
         options=options, counts=counts, chunk_counts=chunk, saved_bytes=chunk @ column_of(options, "saved_bytes"),
         ideal_saved_bytes=chunk @ column_of(options, "ideal_saved_bytes"),
@@ -106,10 +153,10 @@ def widest(counts: Ints, values: Array) -> Array:
     return found
 
 
-def _tuples(options: tuple[LayerOption, ...], total: int) -> Ints:
+def _tuples(options: tuple[LayerOption, ...], total: int, pairs: Sequence[tuple[int, int]]) -> Ints:
     if exhaustive(options, total):
         return np.array(list(_every_tuple(len(options), total)), np.int64).reshape(-1, len(options))
-    return np.concatenate(list(_pairs(options, total)))
+    return np.concatenate([total * np.eye(len(options), dtype=np.int64), *_of_pairs(len(options), total, pairs)])
 
 
 def exhaustive(options: Sequence[LayerOption], total: int) -> bool:
@@ -126,27 +173,37 @@ def _every_tuple(num_options: int, total: int) -> Iterator[list[int]]:
         yield counts
 
 
-def _pairs(options: tuple[LayerOption, ...], total: int) -> Iterator[Ints]:
-    """One option for all, then for every two of one layout `total` - 1, ..., 1 blocks on the first."""
-    yield total * np.eye(len(options), dtype=np.int64)
+def _of_pairs(num_options: int, total: int, pairs: Sequence[tuple[int, int]]) -> Iterator[Ints]:
+    """For every pair `total` - 1, ..., 1 blocks on the first and the others on the second."""
     first = np.arange(1, total)
-    for i, j in combinations(hull(options), 2):
-        if options[i].layout == options[j].layout:
-            counts = np.zeros((total - 1, len(options)), np.int64)
-            counts[:, i], counts[:, j] = first, total - first
-            yield counts
+    for i, j in pairs:
+        counts = np.zeros((total - 1, num_options), np.int64)
+        counts[:, i], counts[:, j] = first, total - first
+        yield counts
 
 
 def hull(options: Sequence[LayerOption]) -> list[int]:
-    """The options on the lower convex hull of (time, kept bytes) of their layout, and on that of those that send nothing to the host.
+    """The options on one of the `chains` of (time, kept bytes).
 
     The workspace needs no hull of its own: what is recomputed there is what is not kept. What is sent has a window besides.
     """
-    layouts, found = dict.fromkeys(option.layout for option in options), set[int]()
-    for layout in layouts:
-        own = [i for i, option in enumerate(options) if option.layout == layout]
-        found.update(_lower_hull(options, own), _lower_hull(options, [i for i in own if not options[i].on_host]))
-    return sorted(found)
+    found = chains(options, column_of(options, "time_s"), column_of(options, "saved_bytes"))
+    return sorted({index for chain in found for index in chain})
+
+
+def chains(options: Sequence[LayerOption], seconds: Array, held: Array) -> list[list[int]]:
+    """Lower convex hulls of (seconds, held bytes) of a block: for each layout of the weights, and each limit on the ZeRO stage, that
+    of all options and that of the options that send nothing to the host.
+
+    A limit on the ZeRO stage has a hull of its own because the buffers of a higher stage are a maximum over blocks, not a sum.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for layout in dict.fromkeys(option.layout for option in options):
+        for most in sorted({option.zero for option in options}):
+            own = [i for i, option in enumerate(options) if option.layout == layout and option.zero <= most]
+            for some in (own, [i for i in own if not options[i].on_host]):
+                found[tuple(_chain([(float(seconds[i]), float(held[i]), i) for i in some]))] = None
+    return [list(chain) for chain in found if chain]
 
 
 def _lower_hull(options: Sequence[LayerOption], indices: Sequence[int]) -> list[int]:

@@ -31,9 +31,10 @@ Layout = frozenset[str]  # the parallel dims whose weights are divided
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerOption:
-    """One way to run a block, for one micro-batch and without data parallelism.
+    """One way to run a block, with the seconds and bytes of one micro-batch without data parallelism.
 
     layout        which weights are divided over the tensor-parallel ranks
+    zero          the ZeRO stage of its states; an option of the catalogue has stage 0 until a rank places it
     on_host       operators whose kept tensors the host keeps, host_bytes of them (planner/host/plans.py)
     out_s, back_s the copies of these; last_s: what the last block of a stage that has any waits besides
     """
@@ -45,6 +46,7 @@ class LayerOption:
     saved_bytes: float
     ideal_saved_bytes: float
     workspace_bytes: float
+    zero: int = 0
     on_host: tuple[str, ...] = ()
     host_bytes: float = 0.0
     out_s: float = 0.0

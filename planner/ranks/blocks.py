@@ -42,21 +42,30 @@ def block_counts(rank: int, frame: Frame, num_layers: int, longest: int | None =
 
 def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
     """The strategy that runs rank s on `columns[s]`: embedding first, blocks by option, head last."""
-    stages = []
-    for stage in range(frame.num_virtual_stages):
-        rank = frame.rank_of(stage)
-        column = columns[rank]
-        blocks = [
-            LayerChoice(
-                LayerKind.BLOCK, option.recompute, column.zero, option.sharding if option.sharding != frame.sharding else None,
-                on_host=option.on_host)
-            for option, count in column.mix for _ in range(-(-count // frame.virtual_stages))
-        ]
-        shorter = (0, frame.num_virtual_stages - 1) if frame.equal_ranks else frame.stages_of(rank)[1:]
-        if column.num_blocks % frame.virtual_stages and stage in shorter:
-            blocks.pop()
-        first = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero)] * (stage == 0)
-        last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (stage == frame.num_virtual_stages - 1)
-        stages.append((*first, *blocks, *last))
-    placed = in_homes(stages, frame, [column.homes for column in columns]) if frame.chunked else tuple(stages)
-    return Strategy(frame=frame, stages=placed)
+    stages: dict[int, tuple[LayerChoice, ...]] = {}
+    for rank, column in enumerate(columns):
+        for stage, blocks in zip(frame.stages_of(rank), _chunks_of(rank, column, frame), strict=True):
+            first = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero)] * (stage == 0)
+            last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (stage == frame.num_virtual_stages - 1)
+            stages[stage] = (*first, *blocks, *last)
+    placed = [stages[stage] for stage in range(frame.num_virtual_stages)]
+    homes = in_homes(placed, frame, [column.homes for column in columns]) if frame.chunked else tuple(placed)
+    return Strategy(frame=frame, stages=homes)
+
+
+def _chunks_of(rank: int, column: Column, frame: Frame) -> list[list[LayerChoice]]:
+    """The blocks of a rank by chunk: each option's are dealt out to the chunks in turn, so that every chunk has as many of it, but for
+    the block that a shorter chunk lacks and for the rest of a number that the chunks do not divide."""
+    own = frame.stages_of(rank)
+    shorter = (0, frame.num_virtual_stages - 1) if frame.equal_ranks else own[1:]
+    longest, uneven = -(-column.num_blocks // frame.virtual_stages), column.num_blocks % frame.virtual_stages > 0
+    room = [longest - (uneven and stage in shorter) for stage in own]
+    turns = (chunk for level in range(longest) for chunk, most in enumerate(room) if level < most)
+    chunks: list[list[LayerChoice]] = [[] for _ in own]
+    for option, count in column.mix:
+        choice = LayerChoice(
+            LayerKind.BLOCK, option.recompute, option.zero, option.sharding if option.sharding != frame.sharding else None,
+            on_host=option.on_host)
+        for _ in range(count):
+            chunks[next(turns)].append(choice)
+    return chunks

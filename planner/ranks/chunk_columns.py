@@ -47,7 +47,7 @@ class ChunkColumns:
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The mixes and homes within both limits that no other beats in time and in tail."""
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
-        for mixes, priced, rows in self._mixes(self.table.get(self.frame, self.rank, num_blocks), num_blocks):
+        for mixes, priced, rows in self._mixes(self.table.get(self.frame, self.rank, num_blocks, self.zero), num_blocks):
             row, home, time_s = mixes.best(usable, self.host_share_bytes)
             for i in front(time_s, mixes.costs.once_s[home]):
                 found.append(self._column(mixes, priced, rows, (int(row[i]), int(home[i])), float(time_s[i])))
@@ -61,7 +61,7 @@ class ChunkColumns:
         of `lean_step_bytes`.
         """
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
-        mixes, ideal = self.table.get(self.frame, self.rank, num_blocks), self._ideal_states(num_blocks)
+        mixes, ideal = self.table.get(self.frame, self.rank, num_blocks, self.zero), self._ideal_states(num_blocks)
         step = lean_step_bytes(self.frame, self.table.book)
         for own, priced, rows in self._mixes(mixes, num_blocks, pace):
             kept = self.fixed.ideal_held + self.compute.stashes * mixes.ideal_saved_bytes[rows]
@@ -101,7 +101,7 @@ class ChunkColumns:
             found.append(self._column(mixes, priced, rows, (int(row[least][0]), int(home[least][0])), time_s))
         return min(found, key=lambda column: column.memory_bytes)
 
-    def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]:
+    def relaxed(self, num_blocks: int, limit_bytes: float, *, plain: bool = False) -> list[Column]:
         """Columns that no mix of real numbers of blocks, with any homes, can beat within `limit_bytes`: a bound, not a plan.
 
         What a mix allocates is in one of many intervals: its compute takes at least what any does that allocates as much as the end of
@@ -142,7 +142,7 @@ class ChunkColumns:
         return found
 
     def _pure(self, num_blocks: int) -> Mixes:
-        return pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
+        return pure_mixes(self.table.placed(self.frame, self.rank, self.zero), num_blocks, self.frame.virtual_stages)
 
     def _homes(self, num_blocks: int) -> Iterator[tuple[HomeCosts, Tensors]]:
         """What homes cost, for each way to divide the weights."""

@@ -1,14 +1,15 @@
 """Stage columns: for one pipeline rank, every block count with its best ways to run, priced and within memory.
 
-A rank runs its blocks on a mix of the catalogue's options (planner/layers/mixes.py) at one ZeRO stage. The price is a sum over
-layers, so the mixes of n blocks are priced at once, vectorised; they depend on the micro-batch and the sharding alone. Only
-the points that no other point of the same rank and count beats become columns of the master (EQUATIONS I4).
+A rank runs its blocks on a mix of the catalogue's options, each at a ZeRO stage (planner/layers/mixes.py). The price is a sum over
+layers, so the mixes of n blocks are priced at once, vectorised. Only the points that no other point of the same rank and count
+beats become columns of the master (EQUATIONS I4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +21,22 @@ from costmodels.passes import plain_and_ramp
 from costmodels.strategy import Frame
 from planner.fronts import Array, Ints, front
 from planner.host.homes import NOTHING, Homes
-from planner.layers.mixes import Mixes, Pairs, exhaustive, pure_mixes, widest
+from planner.layers.mixes import Mixes, Pairs, all_tried, chains, column_of, near_mixes, pure_mixes, widest
 from planner.layers.plans import LayerOption
 from planner.ranks.mix_table import MixTable
-from planner.ranks.prices import Fixed, fixed_price
+from planner.ranks.prices import Fixed, PerBlock, end_kinds, fixed_price
 from profiles.model import LayerKind
 
+MOST_MIXED = 8  # mixes of two ZeRO stages with one number of blocks that are columns, evenly along their front
+TOLD_APART = 1e-9  # relative: sums of the same terms in another order
 PICOSECOND = 12  # decimals of seconds
+_TAIL_POWERS = (-2, -1, 0, 1, 2, 3, 4, 6)  # of two: the weights of the tail at which the relaxation is solved, over one micro-batch
 Mix = tuple[tuple[LayerOption, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One way to run one rank: how many of its blocks on which option, at ZeRO stage `zero`.
+    """One way to run one rank: how many of its blocks on which option, and the ZeRO stage of its embedding and head.
 
     time_s of one micro-batch; tail_s after the last one; memory_bytes the peak of a device; redundant_bytes per device.
     plain_s, ramp_s: of time_s what there is without recompute, and in the ramps of the pipeline (costmodels/passes.py)
@@ -70,10 +74,15 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """Mixes of one block count at one ZeRO stage, by row: seconds as in `Column`, bytes to allocate, redundant bytes."""
+    """Mixes of one block count, by row: seconds as in `Column`, bytes to allocate, redundant bytes.
+
+    zero     the ZeRO stage of embedding and head
+    mixed    whether the blocks of a mix may have two ZeRO stages
+    """
 
     mixes: Mixes
     zero: int
+    mixed: bool
     time_s: Array
     tail_s: Array
     plain_s: Array
@@ -89,7 +98,7 @@ class RankColumns:
         self.rank, self.frame, self.table, self.ends = rank, frame, table, ends or table.book
         self.stages = table.zero_stages(frame)
         self.fixed = {zero: fixed_price(rank, frame, zero, self.ends) for zero in self.stages}
-        self.per_block = table.per_block(frame, rank)
+        self.block = table.per_block(frame, rank)
         self.stashes = stashes(LayerKind.BLOCK, rank, frame)
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
         self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self.stashes),)
@@ -98,27 +107,61 @@ class RankColumns:
     def looks_up(self) -> bool:
         return self.ends is not self.table.book
 
-    def priced(self, mixes: Mixes, zero: int) -> Priced:
-        fixed, block = self.fixed[zero], self.per_block[zero]
+    @property
+    def end_stages(self) -> tuple[int, ...]:
+        """The ZeRO stages that embedding and head may have; where the rank has neither, one says all."""
+        return self.stages if end_kinds(self.rank, self.frame) else self.stages[-1:]
+
+    def candidates(self, num_blocks: int) -> list[Priced]:
+        """Mixes at one ZeRO stage, with embedding and head, and those of two stages, where there are several."""
+        found = [self.priced(self.table.get(self.frame, self.rank, num_blocks, zero), zero) for zero in self.stages]
+        if len(self.stages) > 1:
+            mixes = self._mixed(num_blocks)
+            found += [self.priced(mixes, zero, mixed=True) for zero in self.end_stages]
+        return found
+
+    def _mixed(self, num_blocks: int) -> Mixes:
+        return self.table.once(("mixed", self._unbeaten_blocks.options, self._chains, self.frame.virtual_stages, num_blocks), lambda: (
+            near_mixes(self._unbeaten_blocks.options, self._chains, num_blocks, self.frame.virtual_stages)))
+
+    @cached_property
+    def _unbeaten_blocks(self) -> PerBlock:
+        return self.table.unbeaten_blocks(self.frame, self.rank)[0]
+
+    @cached_property
+    def _chains(self) -> tuple[tuple[int, ...], ...]:
+        """The chains of what a block adds to the step of this rank, and of what it adds to the peak of its device."""
+        block = self._unbeaten_blocks
+        step_s = self.frame.num_micro_batches * block.time_s + block.tail_s
+        in_flight = self.stashes / self.frame.virtual_stages
+        held = block.states + self._spare(block.step_copies) + in_flight * column_of(block.options, "saved_bytes")
+        return tuple(map(tuple, chains(block.options, step_s, held)))
+
+    def _spare(self, step_copies: Array | float) -> Array:
+        """Bytes for the copies of the optimizer's step, which are no part of what the allocator keeps a share of besides."""
+        found: Array = np.asarray(step_copies / (1 + self.table.book.training.stack.allocator_share))
+        return found
+
+    def priced(self, mixes: Mixes, zero: int, *, mixed: bool = False) -> Priced:
+        fixed, block = self.fixed[zero], self.block.of(mixes.options)
         counts = mixes.counts
         running = self.running(mixes, zero)
         buffers = np.maximum(widest(counts, block.zero_buffer), fixed.zero_buffer)
         held = fixed.states + counts @ block.states + self.stashes * mixes.saved_bytes + fixed.held
         ideal = fixed.ideal_states + counts @ block.ideal_states + self.stashes * mixes.ideal_saved_bytes + fixed.ideal_held
         allocated = held + running + buffers
-        reserved = (fixed.step_copies + counts @ block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
         time_s = counts @ block.time_s + fixed.time_s + mixes.last_s
         plain_s, ramp_s = self._plain_and_ramp(time_s, counts @ block.recompute_s, counts @ block.longer_s)
         return Priced(
-            mixes=mixes, zero=zero, time_s=time_s, tail_s=counts @ block.tail_s + fixed.tail_s, plain_s=plain_s, ramp_s=ramp_s,
-            allocated=allocated + reserved, redundant=allocated - ideal)
+            mixes=mixes, zero=zero, mixed=mixed, time_s=time_s, tail_s=counts @ block.tail_s + fixed.tail_s, plain_s=plain_s, ramp_s=ramp_s,
+            allocated=allocated + self._spare(fixed.step_copies + counts @ block.step_copies), redundant=allocated - ideal)
 
     def _plain_and_ramp(self, time_s: Array, recompute_s: Array, longer_s: Array) -> tuple[Array, Array]:
         return plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, time_s, recompute_s, longer_s)
 
     def running(self, mixes: Mixes, zero: int) -> Array:
         """What the fullest moment holds beyond states and the most stashes (costmodels/moments.py)."""
-        fixed, block = self.fixed[zero], self.per_block[zero]
+        fixed, block = self.fixed[zero], self.block.of(mixes.options)
         saved, whole = mixes.saved_bytes, mixes.chunk_counts @ block.whole_saved
         inside = self._temporaries(mixes.workspace_bytes, saved, mixes.chunk_counts @ block.waiting, fixed) + mixes.window_bytes
         if not self.frame.recomputes_ahead:
@@ -166,83 +209,138 @@ class RankColumns:
     def _unbeaten(self, num_blocks: int, limit_bytes: float, *names: str) -> list[Column]:
         """Mixes that fit and that no other beats or equals in the values of `names`; of equals the one with least memory."""
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
-        for zero in self.stages:
-            priced = self.priced(self.table.get(self.frame, self.rank, num_blocks), zero)
+        for priced in self.candidates(num_blocks):
             fits = np.flatnonzero((priced.allocated <= usable) & self.host_fits(priced.mixes))
-            for rows in _of_equal_tail(priced, fits) if self.frame.recomputes_ahead else (fits,):
-                kept = rows[front(priced.time_s[rows], getattr(priced, names[-1])[rows])]
+            for rows in _of_equal_tail(priced, fits) if self.frame.recomputes_ahead and not priced.mixed else (fits,):
+                kept = rows[front(priced.time_s[rows], getattr(priced, names[-1])[rows], priced.allocated[rows])]
+                if priced.mixed and len(kept) > MOST_MIXED:
+                    kept = kept[np.linspace(0, len(kept) - 1, MOST_MIXED).astype(np.int64)]
                 found += [(priced, int(row)) for row in kept]
         if not found:
             return []
         values = np.array([[*(getattr(priced, name)[row] for name in names), priced.allocated[row]] for priced, row in found])
         return [self.column(*found[index]) for index in unbeaten_rows(values)]
 
-    def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]:
-        """Per ZeRO stage a column that no mix of real numbers of blocks can beat within `limit_bytes`: a bound, not a plan.
+    def relaxed(self, num_blocks: int, limit_bytes: float, *, plain: bool = False) -> list[Column]:
+        """Columns of which an average, with one ZeRO stage of embedding and head, is as good as any choice of an option and a ZeRO stage
+        for every block by itself within `limit_bytes`: a bound, no plan.
 
-        A linear program over one memory limit takes at most two options; for each two, the least share of the leaner one.
-        Where the mixes are all that there are, as with one block a chunk, the best of them is the bound.
+        Every such choice has t + w tail >= m(w) for every weight w, where m(w) is the least over all pairs of options. The columns are
+        the corners of the region that some of these lines leave. Without a pipeline one line with w = 1 / M says all.
+        Where the mixes are all that there are, as with one block, they are the columns.
+
+        plain: the time of a micro-batch is without recompute, which no schedule that recomputes ahead of the gradient goes below
         """
-        options = self.table.options(self.frame, self.rank)
-        if exhaustive(options, -(-num_blocks // self.frame.virtual_stages)):
+        if not plain and all_tried(self._unbeaten_blocks.options, num_blocks, self.frame.virtual_stages):
             return self.fastest(num_blocks, limit_bytes)
-        usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
-        pairs = self.table.pairs(self.frame, self.rank)
-        for zero in self.stages:
-            time_s, fits = self.relaxed_s(num_blocks, zero, pairs, usable)
-            tail_s = num_blocks * float(self.per_block[zero].tail_s.min()) + self.fixed[zero].tail_s
-            if fits:
-                plain_s, ramp_s = self._least_plain_and_ramp(num_blocks, zero, time_s)
-                time_s += self.fixed[zero].time_s
-                found.append(Column(((options[0], num_blocks),), zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s, looks_up=self.looks_up))
-        return unbeaten(found)
+        usable = usable_bytes(limit_bytes, self.frame.mesh, self.table.book)
+        found: list[Column] = []
+        for zero in self.end_stages:
+            least_s = self.relaxed_s(num_blocks, zero, usable, plain=plain)
+            if least_s is not None:
+                shortest_s = None if plain or not self.frame.recomputes_ahead else float(least_s[0])
+                found += (self._bound(num_blocks, zero, *corner, shortest_s) for corner in self._corners(num_blocks, zero, least_s))
+        return found
+
+    def _corners(self, num_blocks: int, zero: int, least_s: Array) -> list[tuple[float, float]]:
+        if self.frame.mesh.pp == 1:
+            return [(float(least_s[0]), 0.0)]
+        return _corners_of_lines(self._weights, least_s, num_blocks * float(self.block.tail_s.min()) + self.fixed[zero].tail_s)
+
+    def _bound(self, num_blocks: int, zero: int, time_s: float, tail_s: float, shortest_s: float | None) -> Column:
+        """A column of a bound; shortest_s: what no mix takes less than, where recompute may be hidden."""
+        plain_s, ramp_s = time_s, time_s
+        if shortest_s is not None:
+            plain_s, ramp_s = self._least_plain_and_ramp(num_blocks, zero, shortest_s - self.fixed[zero].time_s)
+        mix = ((self.block.options[0], num_blocks),)
+        return Column(mix, zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s, looks_up=self.looks_up)
+
+    @cached_property
+    def _weights(self) -> Array:
+        """Weights of the tail, in micro-batches, for which the least time is found; zero is first."""
+        if self.frame.mesh.pp == 1:
+            return np.array([1 / self.frame.num_micro_batches])
+        return np.array([0.0, *(2.0**power / self.frame.num_micro_batches for power in _TAIL_POWERS)])
 
     def _least_plain_and_ramp(self, num_blocks: int, zero: int, blocks_s: float) -> tuple[float, float]:
         """What no mix is below whose blocks take at least `blocks_s`: its least without recompute, of the ramps no more than that."""
-        fixed_s, block = self.fixed[zero].time_s, self.per_block[zero]
+        fixed_s, block = self.fixed[zero].time_s, self.block
         least_s = num_blocks * float((block.time_s - block.recompute_s).min())
         plain_s, _ = plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, blocks_s, blocks_s - least_s, blocks_s)
         return plain_s + fixed_s, plain_s + fixed_s
 
-    def relaxed_s(self, num_blocks: int, zero: int, pairs: Pairs, usable: float) -> tuple[float, bool]:
-        """The least seconds of the blocks over all pairs of options, and whether any pair fits: at each moment by itself.
+    @cached_property
+    def _pairs(self) -> RelaxedPairs:
+        return RelaxedPairs(*self.table.unbeaten_blocks(self.frame, self.rank))
 
-        A program over two limits at once would take three options; the larger of two optima over one is below it.
+    def relaxed_s(self, num_blocks: int, zero: int, usable: float, *, plain: bool = False) -> Array | None:
+        """By weight the least seconds of a micro-batch, with so much of the tail, over all pairs of options; None where no pair fits.
+
+        Each moment is taken by itself: a program over two limits at once would take three options, and the larger of two optima over
+        one limit is below it.
         """
-        fixed, block = self.fixed[zero], self.per_block[zero]
+        fixed, pairs = self.fixed[zero], self._pairs
         chunk = num_blocks / self.frame.virtual_stages
-        saved, whole = chunk * pairs.saved_bytes, chunk * block.whole_saved[pairs.index]
-        spare = (fixed.step_copies + num_blocks * block.step_copies) / (1 + self.table.book.training.stack.allocator_share)
-        always = num_blocks * block.states[pairs.index] + spare[pairs.index]
-        buffers = np.maximum(block.zero_buffer[pairs.index].max(axis=0), fixed.zero_buffer)
-        room = usable - (fixed.states + fixed.held + buffers)
-        first_s, second_s = num_blocks * block.time_s[pairs.index]
-        found = []
+        saved, whole = chunk * pairs.saved_bytes, chunk * pairs.whole_saved
+        always = num_blocks * pairs.states + self._spare(fixed.step_copies + num_blocks * pairs.step_copies)
+        room = usable - (fixed.states + fixed.held + np.maximum(pairs.zero_buffer, fixed.zero_buffer))
+        least_s = np.zeros(len(self._weights))
         for one in self._moments:
-            workspace = block.whole_workspace[pairs.index].max(axis=0) if one.alone else pairs.workspace_bytes
-            waiting = chunk * block.waiting[pairs.index].min(axis=0)
-            temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), waiting, fixed)
+            workspace = pairs.whole_workspace if one.alone else pairs.workspace_bytes
+            temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), chunk * pairs.waiting, fixed)
             own = one.stashes * saved + one.remade * (whole - saved) + always
             share, fits = _least_share(own, room - temporaries - (one.stashes - self.stashes) * fixed.saved)
-            times = np.where(fits, first_s + np.where(fits, share, 0.0) * (second_s - first_s), np.inf)
-            found.append((float(times.min()), bool(fits.any())))
-        return max(time_s for time_s, _ in found), all(fits for _, fits in found)
+            if not fits.any():
+                return None
+            time_s, tail_s = (
+                values[0, fits] + share[fits] * (values[1, fits] - values[0, fits])
+                for values in (pairs.plain_s if plain else pairs.time_s, pairs.tail_s))
+            least_s = np.maximum(least_s, num_blocks * (time_s + np.multiply.outer(self._weights, tail_s)).min(axis=1))
+        found: Array = least_s + fixed.time_s + self._weights * fixed.tail_s
+        return found
 
     def smallest(self, num_blocks: int) -> Column:
-        """The mix and ZeRO stage with the lowest peak memory, whatever its time.
+        """The mix and ZeRO stages with the lowest peak memory, whatever its time.
 
-        It is all blocks on one option: of two that are mixed, the one that keeps less has the larger workspace already.
+        It is all blocks on one option: of two that are mixed, the one that holds less has the larger workspace or buffer already.
         """
-        pure = pure_mixes(self.table.options(self.frame, self.rank), num_blocks, self.frame.virtual_stages)
-        priced, fits = (self.priced(pure, zero) for zero in self.stages), self.host_fits(pure)
-        rows = ((p, int(np.where(fits, p.allocated, np.inf).argmin())) for p in priced)
+        pure = pure_mixes(self.block.options, num_blocks, self.frame.virtual_stages)
+        fits = self.host_fits(pure)
+        rows = [(p, int(np.where(fits, p.allocated, np.inf).argmin())) for p in (self.priced(pure, zero) for zero in self.end_stages)]
         return min((self.column(p, row) for p, row in rows), key=lambda column: column.memory_bytes)
+
+
+class RelaxedPairs:
+    """What a block costs on the two options of every pair: `[side, pair]`, or the larger or smaller of both by pair."""
+
+    def __init__(self, block: PerBlock, pairs: Pairs) -> None:
+        index = pairs.index
+        self.time_s, self.tail_s, self.plain_s = block.time_s[index], block.tail_s[index], (block.time_s - block.recompute_s)[index]
+        self.states, self.step_copies, self.whole_saved = block.states[index], block.step_copies[index], block.whole_saved[index]
+        self.saved_bytes, self.workspace_bytes = pairs.saved_bytes, pairs.workspace_bytes
+        self.zero_buffer, self.whole_workspace = (values[index].max(axis=0) for values in (block.zero_buffer, block.whole_workspace))
+        self.waiting = block.waiting[index].min(axis=0)
 
 
 def _of_equal_tail(priced: Priced, rows: Ints) -> list[Ints]:
     """`rows` in groups: the tail is that of a layout of the weights, of which there are few."""
     _, group = np.unique(np.round(priced.tail_s[rows], PICOSECOND), return_inverse=True)
     return [rows[group == one] for one in range(group.max(initial=-1) + 1)]
+
+
+def _corners_of_lines(weights: Array, least_s: Array, tail_s: float) -> list[tuple[float, float]]:
+    """(time, tail) at the corners of the region above the lines time + weight tail = least, and above `tail_s`.
+
+    weights: ascending, the first zero. Of two neighbours the one with the lower weight is the upper one where the tail is longer.
+    """
+    found: list[tuple[float, float]] = []
+    for weight, least, next_weight, next_least in zip(weights[:-1], least_s[:-1], weights[1:], least_s[1:], strict=True):
+        meets_s = float((next_least - least) / (next_weight - weight))
+        if meets_s <= tail_s:
+            return [*found, (float(least - weight * tail_s), tail_s)]
+        if not found or found[-1][1] - meets_s > TOLD_APART * found[-1][1]:  # else three lines meet in one corner
+            found.append((float(least - weight * meets_s), meets_s))
+    return [*found, (float(least_s[-1] - weights[-1] * tail_s), tail_s)]
 
 
 def _least_share(own: Array, room: Array) -> tuple[Array, Array]:

@@ -16,7 +16,7 @@ class Ways(Protocol):
     """The columns of one rank, as `RankColumns` and `ChunkColumns` make them."""
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]: ...
-    def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]: ...
+    def relaxed(self, num_blocks: int, limit_bytes: float, *, plain: bool = False) -> list[Column]: ...
     def smallest(self, num_blocks: int) -> Column: ...
 
 
@@ -29,8 +29,9 @@ class EitherTable:
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         return _both(way.fastest(num_blocks, limit_bytes) for way in self.ways)
 
-    def relaxed(self, num_blocks: int, limit_bytes: float) -> list[Column]:
-        return _both(way.relaxed(num_blocks, limit_bytes) for way in self.ways)
+    def relaxed(self, num_blocks: int, limit_bytes: float, *, plain: bool = False) -> list[Column]:
+        """All columns of both ways: an average is of those of one way, so that none can stand in for another's."""
+        return [column for way in self.ways for column in way.relaxed(num_blocks, limit_bytes, plain=plain)]
 
     def smallest(self, num_blocks: int) -> Column:
         return min((way.smallest(num_blocks) for way in self.ways), key=lambda column: column.memory_bytes)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from costmodels.passes import Ahead, hidden_passes
 from costmodels.step import closed_form_s
@@ -53,15 +54,20 @@ def evaluate(frame: Frame, columns: Sequence[Column], *, proven: bool, share: fl
 
 
 class Master:
-    """The program of one frame, over `options[s]`, the columns of rank s; `share` is its bubble's, 1/v unless given."""
+    """The program of one frame, over `options[s]`, the columns of rank s; `share` is its bubble's, 1/v unless given.
+
+    averaged: a rank takes an average of its columns with one number of blocks, ZeRO stage of the ends and place of the token table, as
+    a bound does (`RankColumns.relaxed`): sum_c z_sc is 0 or 1 over such columns
+    """
 
     def __init__(
         self, frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, *, tied: bool = False, share: float | None = None,
+        averaged: bool = False,
     ) -> None:
         self.frame, self.share = frame, 1 / frame.virtual_stages if share is None else share
         self.problem = Problem("master")
-        self.picks = [
-            {column: self.problem.binary(f"z_{s}_{c}") for c, column in enumerate(columns)} for s, columns in enumerate(options)]
+        self.picks = [self._averages(s, columns) if averaged else {
+            column: self.problem.binary(f"z_{s}_{c}") for c, column in enumerate(columns)} for s, columns in enumerate(options)]
         self.pace, self.tail, self.hidden = self.problem.continuous("Z"), self.problem.continuous("E"), hidden_passes(frame.schedule)
         self.plain = self.problem.continuous("N") if self.hidden else None
         for s, picks in enumerate(self.picks):
@@ -76,6 +82,17 @@ class Master:
         if tied and tied_ends(frame):
             first, last = ([(z, 1.0) for c, z in self.picks[rank].items() if c.zero] for rank in tied_ends(frame))
             self.problem.require(weighted(first) == weighted(last), "C7_tied")
+
+    def _averages(self, s: int, columns: Sequence[Column]) -> dict[Column, Any]:
+        """Shares of the columns of rank s, of which only those of one group are above zero."""
+        picks = {column: self.problem.continuous(f"z_{s}_{c}") for c, column in enumerate(columns)}
+        groups: dict[tuple[int, int, bool], list[Any]] = {}
+        for column, z in picks.items():
+            groups.setdefault((column.num_blocks, column.zero, column.looks_up), []).append(z)
+        for g, group in enumerate(groups.values()):
+            taken = self.problem.binary(f"y_{s}_{g}")
+            self.problem.require(weighted([*((z, 1.0) for z in group), (taken, -1.0)]) == 0, f"C1_group_{s}_{g}")
+        return picks
 
     @property
     def time_us(self) -> object:
@@ -100,6 +117,12 @@ class Master:
         """The fastest choice, or None when the columns cannot place all blocks."""
         self.problem.minimize(self.time_us)
         return self._solve(solver, time_limit_s)
+
+    def bound_s(self, solver: SolverName, time_limit_s: float | None = None) -> float | None:
+        """The least seconds of a step over averages, or None when that is not proven or no averages place all blocks."""
+        self.problem.minimize(self.time_us)
+        solution = self.problem.solve(solver, time_limit_s)
+        return solution.objective / US_PER_S if solution is not None and solution.proven else None
 
     def leanest(self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None) -> Choice | None:
         """The fastest of the choices with the least redundant bytes that take at most `slowest_s`, or None."""
@@ -127,7 +150,8 @@ def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers:
     """A lower bound of the throughput master without solving it, or None when it is infeasible.
 
     The pace is at least the smallest Z at which the ranks together can hold all blocks; the sum is at least each
-    rank's own cheapest column a block; the tail at least the largest of the ranks' smallest.
+    rank's own cheapest column a block; the tail at least the largest of the ranks' smallest. One rank alone takes at least its own
+    passes and its own tail. All of this holds for averages of columns too.
     """
     if any(not columns for columns in options):
         return None
@@ -136,19 +160,21 @@ def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers:
     repeats = frame.num_micro_batches - share
 
     def whole_s(column: Column) -> float:
-        """Of one rank with its own tail: in chunks, what shortens the pace makes the tail longer."""
-        return repeats * column.time_s + column.tail_s * frame.chunked
+        """Of one rank with its own tail: what shortens the pace may make the tail longer."""
+        return repeats * column.time_s + column.tail_s
 
     if frame.equal_ranks or frame.mesh.pp == 1:  # no schedule with recompute ahead
         fastest = [min(column.time_s for column in columns) for columns in options]
         slowest_s = max(min(map(whole_s, columns)) for columns in options)
-        return max(slowest_s, (frame.num_micro_batches - share) * max(fastest) + tail_s) + share * sum(fastest)
+        ramps_s = sum(min(column.ramp_s for column in columns) for columns in options)
+        return max(slowest_s, (frame.num_micro_batches - share) * max(fastest) + tail_s) + share * ramps_s
     hidden, pace_s = hidden_passes(frame.schedule), _smallest_pace_s(options, num_layers, lambda column: column.time_s)
     if pace_s is None:
         return None
     plain_s = (hidden and _smallest_pace_s(options, num_layers, lambda column: column.plain_s)) or 0.0
-    at_least = max(_sum_bound(options, lambda column: column.ramp_s, num_layers), 0.0 if frame.recomputes_ahead else pace_s)
-    slowest_s = (frame.chunked and _smallest_pace_s(options, num_layers, whole_s)) or 0.0
+    ramp_s = 0.0 if frame.recomputes_ahead else _smallest_pace_s(options, num_layers, lambda column: column.ramp_s) or 0.0
+    at_least = max(_sum_bound(options, lambda column: column.ramp_s, num_layers), ramp_s)
+    slowest_s = 0.0 if frame.recomputes_ahead else _smallest_pace_s(options, num_layers, whole_s) or 0.0
     return max(slowest_s, (frame.num_micro_batches - share - hidden) * pace_s + hidden * plain_s + tail_s) + share * at_least
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
+
 from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
 from costmodels.chunks.price import BlockCost
@@ -16,7 +19,7 @@ from planner.host.costs import HomeCosts, Tensors, block_costs, home_costs, host
 from planner.host.plans import sends_activations, with_host
 from planner.layers.mixes import Hulls, Mixes, Pairs, hulls, make_mixes, option_pairs
 from planner.layers.plans import LayerOption, catalogue_of
-from planner.ranks.prices import PerBlock, block_prices
+from planner.ranks.prices import PerBlock, block_prices, unbeaten_options
 from planner.request import Constraints
 from profiles.model import LayerKind
 
@@ -77,15 +80,34 @@ class MixTable:
 
         return self.once(("whole", *key), whole)
 
-    def pairs(self, frame: Frame, rank: int) -> Pairs:
-        """Every ordered pair of options, an option with itself included."""
-        return self.once(("pairs", self._kind(frame, rank)), lambda: option_pairs(self.options(frame, rank)))
+    def placed(self, frame: Frame, rank: int, zero: int) -> tuple[LayerOption, ...]:
+        """The options of a rank at one ZeRO stage."""
+        return self.once(("placed", self._kind(frame, rank), zero), lambda: tuple(
+            replace(option, zero=zero) for option in self.options(frame, rank)))
 
-    def per_block(self, frame: Frame, rank: int) -> dict[int, PerBlock]:
-        """By ZeRO stage, what a block on each option costs in `frame`."""
+    def per_block(self, frame: Frame, rank: int) -> PerBlock:
+        """What a block costs in `frame` on each option at each ZeRO stage."""
         key = frame.mesh, self._kind(frame, rank), frame.splits_backward, frame.recomputes_ahead, frame.chunked
-        return self.once(("blocks", *key), lambda: {
-            zero: block_prices(self.options(frame, rank), frame, zero, self.book) for zero in self.zero_stages(frame)})
+
+        def make() -> PerBlock:
+            every = (self.placed(frame, rank, zero) for zero in self.zero_stages(frame))
+            return block_prices(tuple(chain.from_iterable(every)), frame, self.book)
+
+        return self.once(("blocks", *key), make)
+
+    def unbeaten_blocks(self, frame: Frame, rank: int) -> tuple[PerBlock, Pairs]:
+        """The options at ZeRO stages that no other beats in every cost, what a block costs on each, and every ordered pair of them.
+
+        A mix of blocks never gets worse by an option that costs no more in any way.
+        """
+        key = frame.mesh, self._kind(frame, rank), frame.splits_backward, frame.recomputes_ahead
+
+        def make() -> tuple[PerBlock, Pairs]:
+            block = self.per_block(frame, rank)
+            kept = block if frame.recomputes_ahead else block.of(unbeaten_options(block))
+            return kept, option_pairs(kept.options)
+
+        return self.once(("unbeaten", *key), make)
 
     def homes(self, frame: Frame, sharding: Sharding, num_blocks: int) -> HomeCosts:
         """What it costs to give the blocks of a rank homes, of a frame in chunks."""
@@ -112,7 +134,8 @@ class MixTable:
         return self.once(("divisions", self._kind(frame, rank)), lambda: {
             self.tensors(option.sharding): option.sharding for option in self.options(frame, rank)})
 
-    def get(self, frame: Frame, rank: int, num_blocks: int) -> Mixes:
-        """Mixes of `num_blocks` blocks of one rank; with virtual stages every chunk has the same mix."""
-        return self.once(("mixes", self._kind(frame, rank), frame.virtual_stages, num_blocks), lambda: make_mixes(
+    def get(self, frame: Frame, rank: int, num_blocks: int, zero: int) -> Mixes:
+        """Mixes of `num_blocks` blocks of one rank at one ZeRO stage; with virtual stages every chunk has the same mix."""
+        mixes = self.once(("mixes", self._kind(frame, rank), frame.virtual_stages, num_blocks), lambda: make_mixes(
             self.options(frame, rank), num_blocks, frame.virtual_stages))
+        return replace(mixes, options=self.placed(frame, rank, zero))

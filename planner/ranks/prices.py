@@ -1,8 +1,10 @@
-"""What a pipeline rank pays at one ZeRO stage: for embedding, head and transfers, and for a block on each option."""
+"""What a pipeline rank pays for embedding, head and transfers at one ZeRO stage, and for a block on each option."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 
@@ -37,15 +39,18 @@ class Fixed:
     host: float  # of the host
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PerBlock:
-    """What one block on each option of the catalogue costs at one ZeRO stage, by option; `waiting`: its weight gradient that waits.
+    """What one block costs on each of `options`, which have ZeRO stages; one value for each option in every array.
 
-    Zero where no recompute runs ahead: recompute_s; longer_s, by how much the backward is longer than the forward; whole_saved
-    and whole_workspace, what is kept and temporary without recompute. Of a frame in chunks the compute alone
-    (planner/ranks/chunk_columns.py)
+    waiting          the weight gradient of a split backward pass, while it waits
+    recompute_s, longer_s, whole_saved, whole_workspace
+                     of schedules that recompute ahead of the gradient, zero elsewhere: the recompute, by how much the backward pass
+                     is longer than the forward pass, and what is kept and temporary without recompute
+    A frame in chunks has the compute alone (planner/ranks/chunk_columns.py).
     """
 
+    options: tuple[LayerOption, ...]
     time_s: Array
     recompute_s: Array
     longer_s: Array
@@ -53,10 +58,23 @@ class PerBlock:
     whole_workspace: Array
     tail_s: Array
     states: Array
+    gradients: Array
     ideal_states: Array
     zero_buffer: Array
     step_copies: Array
     waiting: Array
+
+    @cached_property
+    def _index(self) -> dict[LayerOption, int]:
+        return {option: index for index, option in enumerate(self.options)}
+
+    def of(self, options: Sequence[LayerOption]) -> PerBlock:
+        """The costs of some of the options, in their order."""
+        rows = [self._index[option] for option in options]
+        return PerBlock(options=tuple(options), **{name: getattr(self, name)[rows] for name in _ARRAYS})
+
+
+_ARRAYS = tuple(field.name for field in fields(PerBlock) if field.name != "options")
 
 
 def end_kinds(rank: int, frame: Frame) -> tuple[LayerKind, ...]:
@@ -103,26 +121,46 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         step_copies=step_copies, waiting=waiting, host=host)
 
 
-def block_prices(options: tuple[LayerOption, ...], frame: Frame, zero: int, book: PriceBook) -> PerBlock:
+def block_prices(options: tuple[LayerOption, ...], frame: Frame, book: PriceBook) -> PerBlock:
+    """The costs of a block of `frame` on each option at the option's ZeRO stage."""
+    time_s, nothing = column_of(options, "time_s"), np.zeros(len(options))
     if frame.chunked:
-        nothing = np.zeros(len(options))
-        return PerBlock(**{field.name: nothing for field in fields(PerBlock)} | {"time_s": column_of(options, "time_s")})
-    shardings = list(dict.fromkeys(option.sharding for option in options))
-    own = np.array([shardings.index(option.sharding) for option in options])
-    data = [book.data_parallel(LayerKind.BLOCK, frame.micro_batch_size, frame.mesh, sharding, zero) for sharding in shardings]
-    held = [book.states(LayerKind.BLOCK, frame.mesh, sharding, zero) for sharding in shardings]
-    waiting = [
-        book.waiting_bytes(LayerKind.BLOCK, frame.micro_batch_size, sharding) if frame.splits_backward else 0.0 for sharding in shardings]
-    timed = [book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, o.sharding, o.recompute) for o in options if frame.recomputes_ahead]
-    whole = [book.activations(LayerKind.BLOCK, frame.micro_batch_size, o.sharding) for o in options if frame.recomputes_ahead]
+        return PerBlock(options=options, **dict.fromkeys(_ARRAYS, nothing) | {"time_s": time_s})
+    b, mesh, block = frame.micro_batch_size, frame.mesh, LayerKind.BLOCK
+    ways = list(dict.fromkeys((option.sharding, option.zero) for option in options))
+    own = np.array([ways.index((option.sharding, option.zero)) for option in options])
+    data = [book.data_parallel(block, b, mesh, sharding, zero) for sharding, zero in ways]
+    held = [book.states(block, mesh, sharding, zero) for sharding, zero in ways]
+    waiting = [book.waiting_bytes(block, b, sharding) if frame.splits_backward else 0.0 for sharding, _ in ways]
+    timed = [book.layer_time(block, b, o.sharding, o.recompute) for o in options if frame.recomputes_ahead]
+    whole = [book.activations(block, b, o.sharding) for o in options if frame.recomputes_ahead]
     none = [0.0] * len(options)
     return PerBlock(
+        options=options,
         recompute_s=np.array([time.recompute_s for time in timed] or none),
         longer_s=np.array([time.backward_s - time.forward_s for time in timed] or none),
         whole_saved=np.array([float(size.saved) for size in whole] or none),
         whole_workspace=np.array([float(size.workspace) for size in whole] or none),
-        time_s=column_of(options, "time_s") + column_of(data, "per_micro_batch_s")[own], tail_s=column_of(data, "per_step_s")[own],
+        time_s=time_s + column_of(data, "per_micro_batch_s")[own], tail_s=column_of(data, "per_step_s")[own],
         states=np.array([float(layer.states.total) for layer in held])[own],
+        gradients=np.array([float(layer.states.gradients) for layer in held])[own],
         ideal_states=np.array([sum(layer.ideal) for layer in held])[own],
         zero_buffer=column_of(held, "zero_buffer")[own], step_copies=column_of(held, "step_copies")[own],
         waiting=np.array(waiting)[own])
+
+
+def unbeaten_options(block: PerBlock) -> tuple[LayerOption, ...]:
+    """The options that no other with the same layout of the weights beats or equals in every cost; of equals the first."""
+    layouts = list(dict.fromkeys(option.layout for option in block.options))
+    per_option = [column_of(block.options, name) for name in (
+        "saved_bytes", "workspace_bytes", "host_bytes", "last_s")]
+    ideal = column_of(block.options, "ideal_saved_bytes")
+    values = np.stack([
+        block.time_s, block.tail_s, block.states, block.states - block.ideal_states, block.states - block.gradients, block.zero_buffer,
+        block.step_copies, block.waiting, per_option[0] - ideal, *per_option])
+    no_worse = (values[:, :, None] <= values[:, None, :]).all(axis=0)  # [one, other]
+    first = np.arange(len(block.options))
+    layout = np.array([layouts.index(option.layout) for option in block.options])
+    alike = layout[:, None] == layout[None, :]
+    beats = no_worse & alike & (~no_worse.T | (first[:, None] < first[None, :]))
+    return tuple(option for option, beaten in zip(block.options, beats.any(axis=0), strict=True) if not beaten)
