@@ -138,7 +138,7 @@ def _averages_s(frame: Frame, best: float, session: Session, *, plain: bool) -> 
     relaxed, share, num_layers = session.relaxed(frame, best, plain=plain), bubble_share(frame, session.book), session.book.model.num_layers
     if relaxed is None or lower_bound_s(frame, relaxed, num_layers, share) is None:
         return best
-    master = Master(frame, relaxed, num_layers, tied=session.book.tied, share=share, averaged=not frame.chunked)
+    master = Master(frame, relaxed, num_layers, tied=session.book.tied, share=share)
     return master.bound_s(session.options.solver, session.solver_limit_s()) or 0.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.book import PriceBook
@@ -91,6 +91,26 @@ def mixed_strategies(frame: Frame, num_layers: int, count: int, seed: int = 0) -
     for strategy in draw.choices(list(itertools.islice(every_strategy(frame, num_layers), 4000)), k=count):
         yield replace(strategy, stages=tuple(tuple(
             _redrawn(choice, zeros, draw) for choice in stage) for stage in strategy.stages))
+
+
+def with_other_ends(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
+    """The strategies, and each with every other ZeRO stage of embedding and head, which have the same on one rank."""
+    for strategy in strategies:
+        (first, *others), zeros = strategy.stages, range(4) if strategy.frame.mesh.dp > 1 else (0,)
+        for embedding, head in ((e, h) for e, h in itertools.product(zeros, zeros) if e == h or strategy.frame.mesh.pp > 1):
+            stages = [(replace(first[0], zero=embedding), *first[1:]), *others]
+            stages[-1] = (*stages[-1][:-1], replace(stages[-1][-1], zero=head))
+            yield replace(strategy, stages=tuple(stages))
+
+
+def least_peak(instance: Instance) -> float:
+    """The peak of the leanest strategy, with embedding and head at any ZeRO stage: of each frame the leanest ten have other ends."""
+    book, layers, found = instance.book(), instance.model.num_layers, []
+    for frame in enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames:
+        leanest = sorted(every_strategy(frame, layers), key=lambda strategy: peak_bytes(price_step(strategy, book)))[:10]
+        found += [
+            peak_bytes(price_step(strategy, book)) for strategy in with_other_ends(leanest) if not book.tied or same_sharding(strategy)]
+    return min(found)
 
 
 def _redrawn(choice: LayerChoice, zeros: Sequence[int], draw: random.Random) -> LayerChoice:

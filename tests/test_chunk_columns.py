@@ -98,7 +98,7 @@ def test_the_best_of_all_counts_is_found() -> None:
         rank, limit = ChunkColumns(0, frame, table), float(found.cluster.device.memory_bytes)
         usable = usable_bytes(limit, frame.mesh, table.book)
         cells = []
-        for mixes, *_ in rank._mixes(table.get(frame, 0, 6), 6):
+        for mixes, *_ in rank._mixes(table.get(frame, 0, 6, rank.zero), 6):
             for row, home in itertools.product(range(len(mixes.compute_s)), range(len(mixes.costs.host))):
                 own = np.array([row]), np.array([home])
                 if mixes.needed(*own)[0] <= usable and mixes.costs.host_bytes[home] <= table.host_share_bytes:

@@ -76,7 +76,8 @@ def test_a_search_equals_the_enumeration_of_both(seed, tmp_path):
     write(plan, tmp_path / "plan.yaml")
 
     assert plan.search.status is Status.OPTIMAL
-    assert plan.search.bound == pytest.approx(fastest_s, rel=1e-5, abs=2e-6)
+    assert plan.search.bound <= fastest_s * (1 + 1e-5) + 2e-6
+    assert plan.search.gap < 0.001
     assert plan.search.value <= WORTH_REPLAYING * fastest_s + 1e-6
     assert plan.predicted.step_time_s.value <= 1.05 * min(price.step_s for price in fitting)
     assert reprice(read(tmp_path / "plan.yaml")).plan.predicted == plan.predicted
@@ -97,7 +98,8 @@ def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_wit
     plan = find_plan(
         instance.model, instance.cluster, instance.training, Objective.MEMORY, constraints=LOOKUP, options=SearchOptions(max_slowdown=0.2))
 
-    assert least - 1e-4 <= plan.predicted.redundancy_gib.total <= most + 1e-4
+    assert plan.predicted.redundancy_gib.total <= most + 1e-4
+    assert plan.search.bound <= least + 1e-4
 
 
 def frames(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD):

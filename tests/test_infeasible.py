@@ -17,7 +17,7 @@ from profiles.spec import TrainingSpec
 from profiles.stack import NEUTRAL
 from profiles.terms import Residuals, Terms, shipped_terms
 from profiles.units import GIB, MIB
-from tests.instances import PINS, every_price, peak_bytes, random_instance
+from tests.instances import PINS, every_price, peak_bytes, random_instance, least_peak
 
 A100 = load_cluster("a100-80gb")
 
@@ -50,7 +50,7 @@ def test_the_smallest_cluster_fits_and_one_node_fewer_does_not(name, batch, limi
 @pytest.mark.parametrize("seed", range(12))
 def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
     instance = random_instance(seed)
-    least = min(peak_bytes(price) for _, price in every_price(instance))
+    least = least_peak(instance)
     asked = (instance.model, instance.cluster, instance.training)
 
     with pytest.raises(InfeasibleError, match=rf"needs {least / GIB:.1f} GiB on stage \d+, 1.0 usable: {least / GIB - 1:.1f} GiB short"):
@@ -66,7 +66,7 @@ def test_the_least_peak_is_that_of_the_leanest_of_all_strategies_to_1_mib(seed):
 
     found = least_peak_bytes(instance.model, instance.cluster, instance.training, PINS)
 
-    assert found == pytest.approx(min(peak_bytes(price) for _, price in every_price(instance)), abs=MIB)
+    assert found == pytest.approx(least_peak(instance), abs=MIB)
 
 
 def test_without_a_legal_candidate_there_is_no_least_peak():

@@ -7,7 +7,7 @@ beats become columns of the master (EQUATIONS I4).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from planner.ranks.mix_table import MixTable
 from planner.ranks.prices import Fixed, PerBlock, end_kinds, fixed_price
 from profiles.model import LayerKind
 
-MOST_MIXED = 8  # mixes of two ZeRO stages with one number of blocks that are columns, evenly along their front
+MOST_MIXED, MOST_LEAN = 8, 32  # mixes of two ZeRO stages with one number of blocks that are columns, evenly along their front
 TOLD_APART = 1e-9  # relative: sums of the same terms in another order
 PICOSECOND = 12  # decimals of seconds
 _TAIL_POWERS = (-2, -1, 0, 1, 2, 3, 4, 6)  # of two: the weights of the tail at which the relaxation is solved, over one micro-batch
@@ -42,6 +42,7 @@ class Column:
     plain_s, ramp_s: of time_s what there is without recompute, and in the ramps of the pipeline (costmodels/passes.py)
     homes: where the states of its blocks lie, of a frame in chunks
     looks_up: whether the host has its token table
+    corner: of a bound, whether averages with the other corners of `group` stand for plans, and not the column by itself
     """
 
     mix: Mix
@@ -54,6 +55,12 @@ class Column:
     ramp_s: float
     homes: Homes = NOTHING
     looks_up: bool = False
+    corner: bool = False
+
+    @property
+    def group(self) -> tuple[int, int, bool]:
+        """Number of blocks, ZeRO stage of the ends and place of the token table: what no average is over."""
+        return self.num_blocks, self.zero, self.looks_up
 
     @property
     def num_blocks(self) -> int:
@@ -198,32 +205,42 @@ class RankColumns:
 
     def fastest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The mixes within `limit_bytes` that no other beats in time and in tail, nor in what counts in the ramps."""
-        if self.frame.recomputes_ahead:
-            return self._unbeaten(num_blocks, limit_bytes, "time_s", "tail_s", "plain_s", "ramp_s")
-        return self._unbeaten(num_blocks, limit_bytes, "time_s", "tail_s")
+        names = ("time_s", "tail_s", "plain_s", "ramp_s") if self.frame.recomputes_ahead else ("time_s", "tail_s")
+        found: list[tuple[Priced, int]] = []
+        for priced, fits in self._fitting(num_blocks, limit_bytes):
+            for rows in _of_equal_tail(priced, fits) if self.frame.recomputes_ahead and not priced.mixed else (fits,):
+                kept = front(priced.time_s[rows], getattr(priced, names[-1])[rows], priced.allocated[rows])
+                found += [(priced, int(row)) for row in rows[_some(kept, MOST_MIXED) if priced.mixed else kept]]
+        return self._unbeaten(found, names)
 
     def leanest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
-        """Every mix within `limit_bytes` that no other beats in time, tail and redundant bytes together."""
-        return self._unbeaten(num_blocks, limit_bytes, "time_s", "tail_s", "redundant")
+        """The mixes within `limit_bytes` that no other beats in time, tail and redundant bytes together.
 
-    def _unbeaten(self, num_blocks: int, limit_bytes: float, *names: str) -> list[Column]:
-        """Mixes that fit and that no other beats or equals in the values of `names`; of equals the one with least memory."""
-        usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []
+        Of mixes of two ZeRO stages those that no other beats in redundant bytes and in the time of all micro-batches with the tail.
+        """
+        found: list[tuple[Priced, int]] = []
+        for priced, rows in self._fitting(num_blocks, limit_bytes):
+            step_s = priced.time_s[rows] + priced.tail_s[rows] / self.frame.num_micro_batches
+            kept = front(step_s if priced.mixed else priced.time_s[rows], priced.redundant[rows], priced.allocated[rows])
+            found += [(priced, int(row)) for row in rows[_some(kept, MOST_LEAN) if priced.mixed else kept]]
+        return self._unbeaten(found, ("time_s", "tail_s", "redundant"))
+
+    def _fitting(self, num_blocks: int, limit_bytes: float) -> Iterator[tuple[Priced, Ints]]:
+        """The candidates with those of their rows that fit the device and its share of the host."""
+        usable = usable_bytes(limit_bytes, self.frame.mesh, self.table.book)
         for priced in self.candidates(num_blocks):
-            fits = np.flatnonzero((priced.allocated <= usable) & self.host_fits(priced.mixes))
-            for rows in _of_equal_tail(priced, fits) if self.frame.recomputes_ahead and not priced.mixed else (fits,):
-                kept = rows[front(priced.time_s[rows], getattr(priced, names[-1])[rows], priced.allocated[rows])]
-                if priced.mixed and len(kept) > MOST_MIXED:
-                    kept = kept[np.linspace(0, len(kept) - 1, MOST_MIXED).astype(np.int64)]
-                found += [(priced, int(row)) for row in kept]
+            yield priced, np.flatnonzero((priced.allocated <= usable) & self.host_fits(priced.mixes))
+
+    def _unbeaten(self, found: Sequence[tuple[Priced, int]], names: Sequence[str]) -> list[Column]:
+        """The rows that no other beats or equals in the values of `names`; of equals the one with least memory."""
         if not found:
             return []
         values = np.array([[*(getattr(priced, name)[row] for name in names), priced.allocated[row]] for priced, row in found])
         return [self.column(*found[index]) for index in unbeaten_rows(values)]
 
     def relaxed(self, num_blocks: int, limit_bytes: float, *, plain: bool = False) -> list[Column]:
-        """Columns of which an average, with one ZeRO stage of embedding and head, is as good as any choice of an option and a ZeRO stage
-        for every block by itself within `limit_bytes`: a bound, no plan.
+        """Columns of which one, or an average of corners of one group, is as good as any choice of an option and a ZeRO stage for every
+        block by itself within `limit_bytes`: a bound, no plan.
 
         Every such choice has t + w tail >= m(w) for every weight w, where m(w) is the least over all pairs of options. The columns are
         the corners of the region that some of these lines leave. Without a pipeline one line with w = 1 / M says all.
@@ -253,7 +270,7 @@ class RankColumns:
         if shortest_s is not None:
             plain_s, ramp_s = self._least_plain_and_ramp(num_blocks, zero, shortest_s - self.fixed[zero].time_s)
         mix = ((self.block.options[0], num_blocks),)
-        return Column(mix, zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s, looks_up=self.looks_up)
+        return Column(mix, zero, time_s, tail_s, 0.0, 0.0, plain_s, ramp_s, looks_up=self.looks_up, corner=True)
 
     @cached_property
     def _weights(self) -> Array:
@@ -320,6 +337,11 @@ class RelaxedPairs:
         self.saved_bytes, self.workspace_bytes = pairs.saved_bytes, pairs.workspace_bytes
         self.zero_buffer, self.whole_workspace = (values[index].max(axis=0) for values in (block.zero_buffer, block.whole_workspace))
         self.waiting = block.waiting[index].min(axis=0)
+
+
+def _some(rows: Ints, most: int) -> Ints:
+    """At most so many of the rows, evenly, with the first and the last."""
+    return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
 
 
 def _of_equal_tail(priced: Priced, rows: Ints) -> list[Ints]:

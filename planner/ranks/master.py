@@ -56,18 +56,16 @@ def evaluate(frame: Frame, columns: Sequence[Column], *, proven: bool, share: fl
 class Master:
     """The program of one frame, over `options[s]`, the columns of rank s; `share` is its bubble's, 1/v unless given.
 
-    averaged: a rank takes an average of its columns with one number of blocks, ZeRO stage of the ends and place of the token table, as
-    a bound does (`RankColumns.relaxed`): sum_c z_sc is 0 or 1 over such columns
+    Of columns that are corners of a bound (`RankColumns.relaxed`) a rank takes an average over one group: z is a share, and its sum over
+    a group is 0 or 1.
     """
 
     def __init__(
         self, frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, *, tied: bool = False, share: float | None = None,
-        averaged: bool = False,
     ) -> None:
         self.frame, self.share = frame, 1 / frame.virtual_stages if share is None else share
         self.problem = Problem("master")
-        self.picks = [self._averages(s, columns) if averaged else {
-            column: self.problem.binary(f"z_{s}_{c}") for c, column in enumerate(columns)} for s, columns in enumerate(options)]
+        self.picks = [self._variables(s, columns) for s, columns in enumerate(options)]
         self.pace, self.tail, self.hidden = self.problem.continuous("Z"), self.problem.continuous("E"), hidden_passes(frame.schedule)
         self.plain = self.problem.continuous("N") if self.hidden else None
         for s, picks in enumerate(self.picks):
@@ -83,15 +81,16 @@ class Master:
             first, last = ([(z, 1.0) for c, z in self.picks[rank].items() if c.zero] for rank in tied_ends(frame))
             self.problem.require(weighted(first) == weighted(last), "C7_tied")
 
-    def _averages(self, s: int, columns: Sequence[Column]) -> dict[Column, Any]:
-        """Shares of the columns of rank s, of which only those of one group are above zero."""
-        picks = {column: self.problem.continuous(f"z_{s}_{c}") for c, column in enumerate(columns)}
-        groups: dict[tuple[int, int, bool], list[Any]] = {}
+    def _variables(self, s: int, columns: Sequence[Column]) -> dict[Column, Any]:
+        """The z of every column of rank s: 0 or 1, of a corner a share."""
+        variable = {True: self.problem.continuous, False: self.problem.binary}
+        picks = {column: variable[column.corner](f"z_{s}_{c}") for c, column in enumerate(columns)}
+        groups: dict[tuple[int, int, bool], list[tuple[Any, float]]] = {}
         for column, z in picks.items():
-            groups.setdefault((column.num_blocks, column.zero, column.looks_up), []).append(z)
+            if column.corner:
+                groups.setdefault(column.group, []).append((z, 1.0))
         for g, group in enumerate(groups.values()):
-            taken = self.problem.binary(f"y_{s}_{g}")
-            self.problem.require(weighted([*((z, 1.0) for z in group), (taken, -1.0)]) == 0, f"C1_group_{s}_{g}")
+            self.problem.require(weighted([*group, (self.problem.binary(f"y_{s}_{g}"), -1.0)]) == 0, f"C1_group_{s}_{g}")
         return picks
 
     @property
