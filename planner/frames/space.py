@@ -12,7 +12,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
 from planner.host.homes import has_chunks, illegal_chunks
-from planner.layers.levels import illegal_full_recompute, illegal_overlap
+from planner.layers.levels import illegal_full_recompute, illegal_overlap, illegal_zero
 from planner.ranks.blocks import shorter_ends
 from planner.request import Constraints
 from profiles.errors import ConfigError
@@ -204,9 +204,9 @@ def _excluded(frame: Frame, pins: Constraints) -> str | None:
         return "excluded by --virtual-stages"
     if frame.splits_backward and not _allowed(pins.resolved().recompute, Recompute.NONE):
         return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
-    if (frame.splits_backward or frame.recomputes_ahead) and frame.mesh.dp > 1 and pins.resolved().zero == (3,):
-        runs = "does not run" if frame.splits_backward else "has no price"
-        return f"{frame.schedule} {runs} with ZeRO 3, --zero or --forbid leaves no other"
+    reason = illegal_zero(frame, 3) if pins.resolved().zero == (3,) else None
+    if reason:
+        return f"{reason}, --zero or --forbid leaves no other"
     if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
         return "excluded by --sequence-parallel"
     return None

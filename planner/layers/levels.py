@@ -43,6 +43,14 @@ def illegal_overlap(frame: Frame, model: ModelSpec) -> str | None:
     return None
 
 
+def illegal_zero(frame: Frame, zero: int) -> str | None:
+    """Why the schedule of a frame cannot run at a ZeRO stage, or None: stage 3 frees what a split backward still needs, and would gather
+    for a recompute ahead of the gradient once more than it is priced for."""
+    if zero < 3 or frame.mesh.dp == 1 or not (frame.splits_backward or frame.recomputes_ahead):
+        return None
+    return f"{frame.schedule} {'does not run' if frame.splits_backward else 'has no price'} with ZeRO 3"
+
+
 def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = False) -> str | None:
     """Why blocks at a level cannot run again as a whole, or None: at level 3 half of their input comes while they run."""
     if level < 3 or not (model.dropout or on_host):
