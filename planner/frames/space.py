@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, isqrt
 
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
+from planner.deadline import NEVER, Deadline
 from planner.host.homes import has_chunks, illegal_chunks
 from planner.layers.levels import illegal_full_recompute, illegal_overlap, illegal_zero
 from planner.ranks.blocks import shorter_ends
@@ -40,7 +41,8 @@ class Space:
 
 def divisors(number: int) -> tuple[int, ...]:
     """The divisors of `number`, ascending."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(dict.fromkeys((*small, *(number // d for d in reversed(small)))))
 
 
 def describe(frame: Frame) -> str:
@@ -212,12 +214,18 @@ def _excluded(frame: Frame, pins: Constraints) -> str | None:
     return None
 
 
-def enumerate_space(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Space:
-    """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes."""
+def enumerate_space(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+) -> Space:
+    """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes.
+
+    Raises OutOfTimeError.
+    """
     frames: list[Frame] = []
     pruned: list[Pruned] = []
     for mesh in _meshes(model, cluster, pins):
         for found in (mesh,) if isinstance(mesh, Pruned) else _frames(mesh, model, training, pins):
+            deadline.check()
             if isinstance(found, Pruned):
                 pruned.append(found)
             else:

@@ -16,6 +16,7 @@ from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
+from planner.deadline import NEVER, Deadline
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec
 
@@ -59,7 +60,9 @@ def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = Fals
     return f"level 3 of sub-pipelined tensor parallelism does not recompute blocks in full where {what}"
 
 
-def paying(frames: Sequence[Frame], book: PriceBook) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, str], ...]]:
+def paying(
+    frames: Sequence[Frame], book: PriceBook, deadline: Deadline = NEVER,
+) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, str], ...]]:
     """The frames that are worth a search, and the others with their reason: the same frame is better at another level."""
     levels: dict[Frame, list[Frame]] = {}
     for frame in frames:
@@ -73,6 +76,7 @@ def paying(frames: Sequence[Frame], book: PriceBook) -> tuple[tuple[Frame, ...],
         return known[key]
 
     for frame in frames:
+        deadline.check()
         others = levels[replace(frame, tp_overlap=0)] if frame.tp_overlap else ()
         better = next((other for other in others if beats(other, frame)), None)
         if better is None:

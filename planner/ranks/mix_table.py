@@ -12,6 +12,7 @@ from costmodels.once import Once
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
+from planner.deadline import NEVER, Deadline
 from planner.host.costs import HomeCosts, Tensors, block_costs, home_costs, host_share_bytes, tensors_of
 from planner.host.plans import sends_activations, with_host
 from planner.layers.levels import illegal_zero
@@ -27,12 +28,12 @@ _Kind = tuple[int, Sharding, bool, bool]  # what options depend on
 class MixTable:
     """Catalogue and mixes by (micro-batch, sharding, chunks, number of blocks), each made once."""
 
-    def __init__(self, book: PriceBook, pins: Constraints) -> None:
+    def __init__(self, book: PriceBook, pins: Constraints, deadline: Deadline = NEVER) -> None:
         self.book = book
         self.catalogue = catalogue_of(book, pins)
         self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
-        self.once = Once()
+        self.deadline, self.once = deadline, Once(deadline.check)
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
