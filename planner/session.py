@@ -11,7 +11,7 @@ from costmodels.chunks.price import Chunking
 from costmodels.once import Once
 from costmodels.step import bubble_share
 from costmodels.strategy import Frame
-from planner.deadline import NEVER, Deadline
+from planner.deadline import NEVER, Deadline, in_time
 from planner.frames.bounds import TimeBound, may_fit, time_bound
 from planner.frames.chunk_bounds import ChunkBound
 from planner.frames.space import Pruned, Space, describe, enumerate_space, no_frame_error
@@ -136,9 +136,8 @@ class Session:
         options: list[list[Column]] = []
         for rank in range(frame.mesh.pp):
             columns, possible = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
-            tried = (count for count in possible if counts is None or count in counts[rank])
-            made = (make(columns, count) for count in tried if self.deadline.check() is None)
-            per_count = itertools.takewhile(bool, made)  # more blocks never need less memory
+            tried = in_time((count for count in possible if counts is None or count in counts[rank]), self.deadline)
+            per_count = itertools.takewhile(bool, (make(columns, count) for count in tried))  # more blocks never need less memory
             options.append(list(itertools.chain.from_iterable(per_count)))
             if not options[-1] or (frame.equal_ranks and all(self._too_slow(frame, column, cut_s) for column in options[-1])):
                 return None

@@ -27,6 +27,7 @@ QUICK = (
     "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
     "plan show plan.yaml",
     "plan show plan.yaml --chunks --plot moments.png",
+    "plan validate --source simumax --rows",
     "plan tokenize corpus/ --glob '**/*.txt' -o tokens.bin",
 )
 SLOW = (
@@ -39,7 +40,6 @@ SLOW = (
     "plan --model gpt-20b --gpus 64 --tp 4,8 --pp 1,2,4 --zero 1 --schedule 1f1b --recompute none,full",
     "plan --model gpt-20b --gpus 64 --gpu h100-80gb --stack nemo --fp8",
     "plan --model llama3-70b --gpus 16 --gpu h100-80gb --zero 0 --recompute none --micro-batch-size 2 --offload none",
-    "plan validate --source simumax --rows",
     "plan check plan.yaml",
 )
 ENOUGH_S = 300.0  # no search for what would fit is cut off
