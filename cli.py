@@ -95,7 +95,7 @@ def _search(options: dict[str, Any]) -> int:
         require_writable(output)
     question, pins, how = question_of(options), constraints(options), search_options(options)
     if options["explain"]:
-        _explain(question, pins, to_stderr=options["as_json"] or output == STDOUT)
+        _explain(question, pins, how, to_stderr=options["as_json"] or output == STDOUT)
     require_possible(question, pins)
     started_s = time.monotonic()
     plan, interrupts = _find(question, pins, how, options["objective"])
@@ -124,7 +124,7 @@ def _front(options: dict[str, Any]) -> int:
     require_front(options)
     question, pins, how = question_of(options), constraints(options), search_options(options)
     if options["explain"]:
-        _explain(question, pins, to_stderr=options["as_json"])
+        _explain(question, pins, how, to_stderr=options["as_json"])
     require_possible(question, pins)
     started_s = time.monotonic()
     with noticing_ctrl_c() as interrupts, front_bar(console(sys.stderr)) as (on_progress, on_search):
@@ -186,16 +186,16 @@ def _with_module(plan: Plan, question: Question) -> Plan:
     return plan
 
 
-def _explain(question: Question, pins: Constraints, *, to_stderr: bool) -> None:
+def _explain(question: Question, pins: Constraints, how: SearchOptions, *, to_stderr: bool) -> None:
     from planner.report.explain import print_pruned
     from planner.report.text import console
     from planner.session import Prices
 
-    prices = Prices(question.model, question.cluster, question.training, pins)
+    prices = Prices(question.model, question.cluster, question.training, pins, how.deadline)
     print_pruned(prices.space, console(sys.stderr if to_stderr else sys.stdout))
 
 
-_WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file")  # what a plan file leaves open
+_WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file", "time_limit")  # what a plan file leaves open
 
 
 @main.command(epilog="  plan compare plan.yaml\n  plan compare --model gpt-20b --gpus 64 --baseline megatron,zero-3\n"
@@ -231,7 +231,7 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     else:
         question = question_of(options)
         require_possible(question, pins)
-        plan, interrupts = _find(question, pins, how, options["objective"])
+        plan, interrupts = _find(question, pins, replace(how, deadline=how.deadline.share(2)), options["objective"])
         assumed = (*all_assumed(question, options, how), *offload_assumed(pins, plan))
     found = compare(plan, names, how)
     if options["as_json"]:

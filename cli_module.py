@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -49,9 +50,11 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     output: Path = options["output"]
     if output != STDOUT:
         require_writable(output)
-    question, pins, how = module_question(options, source), constraints(options), search_options(options)
+    question, pins = module_question(options, source), constraints(options)
     stages = parse_stages(options["stages"]) if options["stages"] else StageRule()
     require_torch("a module is traced, which needs torch")
+    importlib.import_module("torch")  # takes seconds, which are of the start and not of the time limit
+    how = search_options(options)
     started_s = time.monotonic()
     with _users_modules(), noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
         plan = plan_module(

@@ -77,7 +77,7 @@ searching = together(
                 "[default, for every objective: all with --host-memory, else only if nothing fits without]"),
     option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
            help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),
-    option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop then, with the best so far and its gap."),
+    option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop everything then, with the best so far and its gap."),
     option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
 )
 aim = together(

@@ -9,13 +9,18 @@ T = TypeVar("T")
 
 
 class Once:
-    """`once(key, make)`: what `make` gives, made at the first call with a key."""
+    """`once(key, make)`: what `make` gives, made at the first call with a key.
 
-    def __init__(self) -> None:
+    check: called before anything is made; may raise, when there is no time left for it
+    """
+
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self._made: dict[Hashable, Any] = {}
+        self._check = check
 
     def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
         if key not in self._made:
+            self._check()
             self._made[key] = make()
         found: T = self._made[key]
         return found

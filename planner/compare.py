@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from costmodels.book import PriceBook
@@ -18,6 +19,7 @@ from planner.plan.plan import Plan
 from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from planner.reprice import reprice
 from planner.request import SearchOptions
+from profiles.errors import OutOfTimeError
 
 MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
 
@@ -53,12 +55,14 @@ class Comparison:
 
     limit_bytes     what any plan may fill of a device
     filed_step_s    the step time in the plan file, where it is not what our prices say today
+    unpriced        the names of baselines for which there was no time
     """
 
     ours: Side
     rows: tuple[Row, ...]
     limit_bytes: float
     filed_step_s: float | None = None
+    unpriced: tuple[str, ...] = ()
 
     def is_tie(self, other: Side) -> bool:
         """Whether the prices cannot say whose step is shorter: the other's is inside the error band of ours."""
@@ -92,11 +96,14 @@ def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Compari
 
     Raises ConfigError for a plan without a price (planner/reprice.py). `names`: of `baselines.systems.baseline_names`.
     """
+    names, rows = tuple(names), list[Row]()
     ours = reprice(plan)
     book = ours.book.with_table(on_host=False)  # no baseline has it on the host, and not every mesh of theirs could
     limit = limit_bytes(plan.cluster, plan.training.stack, options)
     filed_s, now_s = plan.predicted.step_time_s.value, ours.plan.predicted.step_time_s.value
+    with suppress(OutOfTimeError):
+        for name in names:
+            rows.append(_row(price_baseline(name, book, limit, options.deadline), book))
     return Comparison(
         ours=_side("ours", ours.plan, ours.strategy, ours.price),
-        rows=tuple(_row(price_baseline(name, book, limit), book) for name in names),
-        limit_bytes=limit, filed_step_s=None if filed_s == now_s else filed_s)
+        rows=tuple(rows), unpriced=names[len(rows):], limit_bytes=limit, filed_step_s=None if filed_s == now_s else filed_s)

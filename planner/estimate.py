@@ -21,7 +21,7 @@ from planner.frames.space import illegal_frame, illegal_tensor_parallel
 from planner.host.homes import Homes, illegal_chunks
 from planner.host.kept_options import ALL, named_operators, with_kept_on_host
 from planner.infeasible.shortfall import limit_bytes
-from planner.layers.levels import illegal_full_recompute
+from planner.layers.levels import illegal_full_recompute, illegal_zero
 from planner.plan.plan import Plan
 from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from planner.ranks.blocks import block_counts, to_strategy
@@ -124,8 +124,9 @@ def _require_host(price: StepPrice, cluster: Cluster, *, chunked: bool) -> None:
 
 
 def _check_split(frame: Frame, zero: int, recompute: Recompute) -> None:
-    if frame.splits_backward and zero == 3 and frame.mesh.dp > 1:
-        raise ConfigError(f"{frame.schedule} splits the backward pass, which does not run with ZeRO 3", hint="choose --zero 2 or less")
+    reason = illegal_zero(frame, zero)
+    if reason:
+        raise ConfigError(reason, hint="choose --zero 2 or less")
     if frame.splits_backward and recompute is not Recompute.NONE:
         raise ConfigError(f"{frame.schedule} splits the backward pass, which runs without recompute", hint="drop --recompute")
 

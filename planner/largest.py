@@ -13,18 +13,17 @@ from dataclasses import dataclass, replace
 from costmodels.offload import Offload
 from planner.frames.space import enumerate_space
 from planner.infeasible.shortfall import infeasible_error, limit_bytes
-from planner.pareto import OnSearch
+from planner.pareto import TIME_LIMIT, OnSearch
 from planner.plan.plan import Plan
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.search import find_plan
-from profiles.errors import ConfigError, InfeasibleError, PlannerError
+from profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, PlannerError
 from profiles.hardware import Cluster
 from profiles.spec import ModelEntry, ModelSpec, TrainingSpec
 from profiles.transformer import build_graph
 from profiles.units import gib
 
 ALSO_TRIED = 2  # sizes above the bisection's answer
-FIRST_PLAN_S = 1e-6  # a search that is out of time from the beginning ends with the first plan that it finds
 LEAST_STATE_BYTES = 14  # of a parameter in 16 bits (EQUATIONS O2): parameter or gradient, master, two moments
 LEVELS: tuple[tuple[Offload, ...], ...] = ((), (Offload.OPTIMIZER,), SEARCHED_OFFLOAD)
 
@@ -34,7 +33,7 @@ class Largest:
     """Of one choice of what the host may keep: the fastest plan of the largest model that fits, None where none does.
 
     next_name, next_error: the smallest model above it that was tried, and why it does not fit; None where there is none
-    proven: False where it was interrupted; a larger one may then fit
+    stopped: by what it was ended early, such as `Ctrl-C`; a larger one may then fit
     """
 
     offload: tuple[Offload, ...]
@@ -42,7 +41,12 @@ class Largest:
     next_name: str | None
     next_error: PlannerError | None
     num_searches: int
-    proven: bool
+    stopped: str | None = None
+
+    @property
+    def proven(self) -> bool:
+        """Whether it was not ended early."""
+        return self.stopped is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +113,19 @@ class _Probes:
         self.num_searches = 0
 
     def fits(self, index: int) -> bool:
-        """Whether the size has a plan, which is kept. Raises KeyboardInterrupt."""
+        """Whether the size has a plan, which is kept. Raises KeyboardInterrupt, OutOfTimeError."""
         if index not in self.plans and index not in self.errors:
             try:
-                self.plans[index] = self._plan(index, replace(self._asking.options, time_limit_s=FIRST_PLAN_S))
+                options = self._asking.options
+                self.plans[index] = self._plan(index, replace(options, deadline=options.deadline.first_plan()))
             except (InfeasibleError, ConfigError) as error:
                 self.errors[index] = error
         return index in self.plans
 
-    def fastest(self, index: int) -> Plan:
-        """The fastest plan of a size that fits."""
-        return self._plan(index, self._asking.options)
+    def fastest(self, index: int, count: int) -> Plan:
+        """The fastest plan of a size that fits, found in its share of the time for `count` rows."""
+        options = self._asking.options
+        return self._plan(index, replace(options, deadline=options.deadline.share(count)))
 
     def _plan(self, index: int, options: SearchOptions) -> Plan:
         model, asking = self._sizes.of(index).spec, self._asking
@@ -138,7 +144,8 @@ class _Probes:
         return next((index for index in range(high, low - 1, -1) if self._legal(self._sizes.of(index).spec)), None)
 
     def _legal(self, model: ModelSpec) -> bool:
-        return bool(enumerate_space(model, self._asking.cluster, self._asking.training, self._pins).frames)
+        deadline = self._asking.options.deadline
+        return bool(enumerate_space(model, self._asking.cluster, self._asking.training, self._pins, deadline).frames)
 
     def next_above(self, best: int | None) -> tuple[str | None, PlannerError | None]:
         """The smallest size above `best` that does not fit, and what it lacks."""
@@ -188,30 +195,38 @@ def find_largest(
 ) -> tuple[Largest, ...]:
     """The largest model for each of `levels`, of which each allows what the one before does and more.
 
-    interrupted: whether Ctrl-C came, which ends it with what is known; a search that it ends may still have a plan
+    interrupted: whether Ctrl-C came, which ends it with what is known, as the deadline does; a search that it ends may still have a plan
+    Raises OutOfTimeError where the deadline came before any plan.
     """
     rows: list[Largest] = []
     known = 0
-    for offload in levels:
+    for number, offload in enumerate(levels):
         probes = _Probes(sizes, asking, offload, interrupted)
-        row, known = _largest(probes, offload, known, sizes.count)
-        rows.append(replace(row, proven=row.proven and not interrupted()))
+        row, known = _largest(probes, offload, known, sizes.count, len(levels) - number)
+        rows.append(replace(row, stopped="Ctrl-C") if interrupted() else row)
         if not rows[-1].proven:
             break
+    if rows[-1].stopped == TIME_LIMIT and not any(row.plan for row in rows):
+        tried = sum(row.num_searches for row in rows)
+        raise OutOfTimeError(
+            f"the time limit was over before a model was found that fits: {tried} sizes were tried", hint="give it a longer --time-limit")
     return tuple(rows)
 
 
-def _largest(probes: _Probes, offload: tuple[Offload, ...], known: int, count: int) -> tuple[Largest, int]:
-    """The row of one level, and the index to begin the next with: what fits with less on the host fits with more."""
-    proven, next_name, next_error = True, None, None
+def _largest(probes: _Probes, offload: tuple[Offload, ...], known: int, count: int, rows: int) -> tuple[Largest, int]:
+    """The row of one level, and the index to begin the next with: what fits with less on the host fits with more.
+
+    rows: how many are still to be made, this one included
+    """
+    stopped, next_name, next_error = None, None, None
     try:
         best: int | None = last_that_fits(probes.fits, probes.legal_at_most, known, count)
         best = best if best in probes.plans else None
         if best is not None:
-            probes.plans[best] = probes.fastest(best)
+            probes.plans[best] = probes.fastest(best, rows)
         next_name, next_error = probes.next_above(best)
-    except KeyboardInterrupt:
-        best, proven = max(probes.plans, default=None), False
+    except (KeyboardInterrupt, OutOfTimeError) as error:
+        best, stopped = max(probes.plans, default=None), TIME_LIMIT if isinstance(error, OutOfTimeError) else "Ctrl-C"
     return Largest(
         offload=offload, plan=None if best is None else probes.plans[best], next_name=next_name, next_error=next_error,
-        num_searches=probes.num_searches, proven=proven), best or 0
+        num_searches=probes.num_searches, stopped=stopped), best or 0

@@ -23,7 +23,6 @@ points are reported and compared, and which differs from the closed form by some
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from planner.plan.prediction import FrontPoint, Objective
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.search import Found, search, search_leaner
 from planner.session import Prices, Solved
-from profiles.errors import ConfigError, SolverError
+from profiles.errors import ConfigError, OutOfTimeError, SolverError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.units import GIB, MIB
@@ -46,6 +45,7 @@ HOST_SHARE = 3  # of so many memory limits one is searched with the host
 HOST_SLOWDOWN = 0.2  # up to which slowdown the leanest is searched with the host: the more time, the more columns
 CLOSEST = 0.02  # share by which a memory limit is at least below the peak of the plan before it
 GIB_DIGITS = 4
+TIME_LIMIT = "the time limit"
 
 Request = tuple[ModelSpec, Cluster, TrainingSpec, Constraints]
 OnSearch = Callable[[str, int, int], None]  # what is looked for, searches done, searches planned
@@ -153,18 +153,15 @@ class _Walk:
     ) -> None:
         self.prices, self.options, self.planned = prices, options, planned
         self.on_progress, self.on_search = on_progress, on_search
-        self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
         self.usable_bytes = limit_bytes(prices.book.machine.cluster, prices.book.training.stack, options)
         self.found: list[Plan] = []
         self.num_searches = 0
         self.nothing_within_bytes: int | None = None
 
-    def left_s(self) -> float | None:
-        """Seconds that are left, or None without a time limit. Raises _Over when there are none and a plan is found."""
-        left_s = None if self.deadline_s is None else self.deadline_s - time.monotonic()
-        if left_s is not None and left_s <= 0 and self.found:
-            raise _Over("the time limit")
-        return None if left_s is None else max(left_s, 1e-3)
+    def require_time(self) -> None:
+        """Raises _Over when there is no time left and a plan is found."""
+        if self.options.deadline.is_over and self.found:
+            raise _Over(TIME_LIMIT)
 
     def fastest(self, within_bytes: int | None = None, *, keep: bool = True) -> Found | None:
         """The fastest plan, within `within_bytes` if given; None when nothing fits."""
@@ -190,7 +187,7 @@ class _Walk:
 
     def _announced(self, name: str, options: SearchOptions) -> SearchOptions:
         """The options of the next search, which is told of."""
-        options = replace(options, time_limit_s=self.left_s())
+        self.require_time()
         if self.on_search:
             self.on_search(name, self.num_searches, max(self.planned, self.num_searches + 1))
         self.num_searches += 1
@@ -216,9 +213,9 @@ def find_front(
 ) -> Front:
     """The front of step time, peak memory and redundancy, at about `num_points` limits; the same request gives the same front.
 
-    Ctrl-C or the time limit of `options`, which is that of all searches together, end it with the points so far, the last
-    of which may be less than proven: its own status and gap say so. Raises ConfigError when no mesh is legal or
-    `num_points` is less than 3, InfeasibleError when nothing fits, SolverError before the first plan.
+    Ctrl-C or the deadline of `options` end it with the points so far, the last of which may be less than proven: its own
+    status and gap say so. Raises ConfigError when no mesh is legal or `num_points` is less than 3, InfeasibleError when
+    nothing fits, SolverError and OutOfTimeError before the first plan.
     """
     if num_points < LEAST_POINTS:
         raise ConfigError(f"--points is {num_points}, it must be at least {LEAST_POINTS}", hint="a front has three ends")
@@ -226,12 +223,12 @@ def find_front(
     slowdowns = _spread(SLOWDOWNS, max(1, num_points * len(SLOWDOWNS) // DEFAULT_POINTS))
     num_limits = num_points - len(slowdowns) - 2
     alone = replace(pins, offload=())
-    walk = _Walk(Prices(model, cluster, training, alone), options, num_points + 1, on_progress, on_search)
+    walk = _Walk(Prices(model, cluster, training, alone, options.deadline), options, num_points + 1, on_progress, on_search)
     stopped = None
     try:
         first, lean = walk.fastest(), list[Found | None]()
         if first is not None:
-            least = least_peak_bytes(model, cluster, training, alone)
+            least = least_peak_bytes(model, cluster, training, alone, options.deadline)
             _tighten(walk, _peak_bytes(first.plan), round(least or MIB), num_limits)
             lean = [walk.leanest(slowdown, first.fastest) for slowdown in slowdowns]  # the last takes longest
         offload = pins.offload if pins.offload is not None else () if first else SEARCHED_OFFLOAD
@@ -239,11 +236,11 @@ def find_front(
             _with_host(walk, (model, cluster, training, replace(pins, offload=offload)), slowdowns, lean, num_limits)
         if not walk.found:
             raise infeasible_error(model, cluster, training, replace(pins, offload=offload), options)
-        walk.left_s()
-    except (_Over, KeyboardInterrupt, SolverError) as reason:
+        walk.require_time()
+    except (_Over, KeyboardInterrupt, OutOfTimeError, SolverError) as reason:
         if not walk.found:
             raise
-        stopped = "Ctrl-C" if isinstance(reason, KeyboardInterrupt) else str(reason)
+        stopped = "Ctrl-C" if isinstance(reason, KeyboardInterrupt) else TIME_LIMIT if isinstance(reason, OutOfTimeError) else str(reason)
     return _front(walk, stopped)
 
 
@@ -251,7 +248,7 @@ def _with_host(
     walk: _Walk, asked: Request, slowdowns: Sequence[float], lean: Sequence[Found | None], num_limits: int,
 ) -> None:
     """What the host adds to the front, `lean` without it at each of the slowdowns; nothing where nothing fits with it either."""
-    walk.prices, walk.nothing_within_bytes = Prices(*asked), None
+    walk.prices, walk.nothing_within_bytes = Prices(*asked, walk.options.deadline), None
     walk.planned += sum(slowdown <= HOST_SLOWDOWN for slowdown in slowdowns) + num_limits // HOST_SHARE + 3
     peaks = [_peak_bytes(plan) for plan in walk.found]
     first = walk.fastest()
@@ -260,7 +257,7 @@ def _with_host(
     for slowdown, found in zip(slowdowns, lean or [None] * len(slowdowns), strict=True):
         if slowdown <= HOST_SLOWDOWN:
             walk.leaner(slowdown, found or first)
-    least = least_peak_bytes(*asked)
+    least = least_peak_bytes(*asked, walk.options.deadline)
     _tighten(walk, min((*peaks, _peak_bytes(first.plan))), round(least or MIB), num_limits // HOST_SHARE)
 
 

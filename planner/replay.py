@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from costmodels.book import PriceBook
 from costmodels.chunks.home import Home
@@ -19,7 +19,7 @@ from planner.ranks.blocks import to_strategy
 from planner.ranks.chunk_columns import rank_columns
 from planner.ranks.prices import end_kinds
 from planner.session import ROUNDING, Session, Solved
-from profiles.errors import InfeasibleError
+from profiles.errors import InfeasibleError, OutOfTimeError
 
 SCHEDULED = 4  # columns of one frame whose exact schedules are compared
 WORTH_CHUNKS = 0.01  # how much faster chunks must be where nothing leaves the device
@@ -84,18 +84,37 @@ def _price(strategy: Strategy, book: PriceBook) -> StepPrice | None:
     return price if host <= host_share_bytes(book.machine.cluster) * (1 + ROUNDING) else None
 
 
+def _tried(solved: Solved, objective: Objective, session: Session) -> Iterator[Strategy]:
+    """A solved frame as it was chosen, and for throughput what may be faster in the simulator. Raises OutOfTimeError after the first."""
+    yield to_strategy(solved.frame, solved.choice.columns)
+    if objective is Objective.THROUGHPUT:
+        yield from (*_equal_stages(solved, session), *_by_the_rule(solved, session), *_other_homes(solved, session))
+
+
+def _unique(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
+    seen = set[Strategy]()
+    for strategy in strategies:
+        if strategy not in seen:
+            seen.add(strategy)
+            yield strategy
+
+
 def replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> list[tuple[Solved, Strategy, StepPrice]]:
-    """The best solved frames priced in full, for throughput the fastest first; an interrupt keeps what is replayed."""
+    """The best solved frames priced in full, for throughput the fastest first; an interrupt and the end of the time keep what is
+    replayed."""
     replayed: list[tuple[Solved, Strategy, StepPrice]] = []
     try:
         for solved in outcome.to_replay:
-            tried = [to_strategy(solved.frame, solved.choice.columns)]
-            if objective is Objective.THROUGHPUT:
-                tried += [*_equal_stages(solved, session), *_by_the_rule(solved, session), *_other_homes(solved, session)]
-            book = session.book_of(solved.choice)
-            priced = [(solved, strategy, price) for strategy in dict.fromkeys(tried) if (price := _price(strategy, book))]
-            replayed += [min(priced, key=lambda found: found[2].step_s)] if priced else []
-    except KeyboardInterrupt:
+            book, priced = session.book_of(solved.choice), list[tuple[Solved, Strategy, StepPrice]]()
+            try:
+                for strategy in _unique(_tried(solved, objective, session)):
+                    if replayed or priced:  # a plan late is better than none
+                        session.deadline.check()
+                    price = _price(strategy, book)
+                    priced += [(solved, strategy, price)] if price else []
+            finally:
+                replayed += [min(priced, key=lambda found: found[2].step_s)] if priced else []
+    except (KeyboardInterrupt, OutOfTimeError):
         if not replayed:
             raise
     if objective is Objective.THROUGHPUT:

@@ -10,6 +10,7 @@ from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import TP_OVERLAP_LEVELS
+from planner.deadline import NEVER, Deadline
 from planner.forbid import NAMES, Ban, Value
 from planner.plan.prediction import Objective
 from profiles.errors import ConfigError
@@ -96,12 +97,13 @@ class SearchOptions:
     """How to search. `max_slowdown` bounds the memory objective; `memory_limit_bytes` replaces capacity minus margin.
 
     memory_margin: share of the device kept free; None for what the measured runs of the stack ask for (planner/band.py)
+    deadline: of all that is done with these options together
     """
 
     max_slowdown: float = DEFAULT_MAX_SLOWDOWN
     memory_margin: float | None = None
     memory_limit_bytes: int | None = None
-    time_limit_s: float | None = None
+    deadline: Deadline = NEVER
     solver: SolverName = SolverName.CBC
 
     def __post_init__(self) -> None:
@@ -109,8 +111,6 @@ class SearchOptions:
             raise ConfigError(f"--max-slowdown is {self.max_slowdown}, it must not be negative")
         if self.memory_margin is not None and not 0 <= self.memory_margin < 1:
             raise ConfigError(f"--memory-margin is {self.memory_margin}, it must be in [0, 1)", hint="0.08 keeps 8 % free")
-        if self.time_limit_s is not None and self.time_limit_s <= 0:
-            raise ConfigError(f"--time-limit is {self.time_limit_s}, it must be positive")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ far and the bound reached. The best frames are replayed in the event simulator, 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,12 +34,11 @@ from planner.replay import replay
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.session import INFINITY, ROUNDING, Prices, Session, Solved
 from planner.solver import Unsolved
-from profiles.errors import InfeasibleError, SolverError
+from profiles.errors import InfeasibleError, OutOfTimeError, SolverError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.units import GIB
 
-LEAST_LEFT_S = 1e-3  # of a time limit that is over: a search takes no zero
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
 SLACK = 0.02  # of the memory limit
 SOLVED_TO = 1e-7  # relative: the solver's own tolerance on an optimum
@@ -112,7 +111,8 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
     if outcome.solved:
         others = set(possible).difference(open_)
         others_s = min((prices.least_s(frame, limit) for frame in others), default=INFINITY)
-        _certify(open_, best_of(outcome.solved), others_s, session)
+        with suppress(OutOfTimeError):  # what is not certified keeps its bound
+            _certify(open_, best_of(outcome.solved), others_s, session)
     return replace(outcome, bound=min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
 
 
@@ -126,6 +126,8 @@ def _certify(frames: Sequence[Frame], best: float, others_s: float, session: Ses
     for frame in frames:
         if session.prices.least_s(frame, limit) >= min(others_s, best * (1 - WORTH_PROVING)):
             continue
+        if session.left_s() <= 0:
+            return
         try:
             least_s = max(_averages_s(frame, best, session, plain=plain) for plain in (False, True)[: 1 + frame.recomputes_ahead])
         except (Unsolved, SolverError):  # the bound stays as it is
@@ -194,7 +196,7 @@ def search(
 
     fastest: what an earlier search found under the same memory limit; the memory objective need not look for it again
     slack: share of the memory limit that columns leave free
-    Raises SolverError, and KeyboardInterrupt before the first plan.
+    Raises SolverError, and before the first plan KeyboardInterrupt and OutOfTimeError.
     """
     space, session = prices.space, Session(prices, options, on_progress, slack)
     if not in_reach(prices.table, session.limit_bytes):
@@ -259,7 +261,8 @@ def find_plan(
     """The best plan to train `model` on `cluster`: the fastest, or the one with least redundant memory within a slowdown.
 
     Raises ConfigError when no mesh is legal, the error that `explain` makes when nothing fits (an InfeasibleError that
-    says what is missing; `planner.report.relaxations.explained_error` also says what would fit), SolverError.
+    says what is missing; `planner.report.relaxations.explained_error` also says what would fit), SolverError, and OutOfTimeError where
+    the deadline of the options comes before the first plan.
     """
     objective, pins, options = Objective(objective), constraints or Constraints(), options or SearchOptions()
     if objective is Objective.MEMORY:
@@ -270,7 +273,7 @@ def find_plan(
         raise explain(model, cluster, training, pins, options)
     for allowed in ((), SEARCHED_OFFLOAD) if pins.offload is None else (pins.offload,):
         pins = replace(pins, offload=allowed)
-        found = search(Prices(model, cluster, training, pins), objective, options, on_progress)
+        found = search(Prices(model, cluster, training, pins, options.deadline), objective, options, on_progress)
         if found is not None:
             return found.plan
     raise explain(model, cluster, training, pins, options)
@@ -280,18 +283,19 @@ def _find_leanest(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions, on_progress: OnProgress | None,
 ) -> Found | None:
     """The least redundant plan without the host, and then with what it may keep: all of it where nothing is said and nothing fits."""
-    deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
-
-    def left() -> SearchOptions:
-        return options if deadline_s is None else replace(options, time_limit_s=max(deadline_s - time.monotonic(), LEAST_LEFT_S))
-
-    alone = search(Prices(model, cluster, training, replace(pins, offload=())), Objective.MEMORY, options, on_progress)
+    deadline = options.deadline
+    alone = search(Prices(model, cluster, training, replace(pins, offload=()), deadline), Objective.MEMORY, options, on_progress)
     offload = pins.offload if pins.offload is not None else () if alone else SEARCHED_OFFLOAD
     if not offload or (alone and alone.interrupted):
         return alone
-    prices = Prices(model, cluster, training, replace(pins, offload=offload))
-    found = alone or search(prices, Objective.THROUGHPUT, left(), on_progress)
-    return found and search_leaner(prices, found, left(), on_progress)
+    try:
+        prices = Prices(model, cluster, training, replace(pins, offload=offload), deadline)
+    except OutOfTimeError:
+        if alone is None:
+            raise
+        return replace(alone, plan=replace(alone.plan, search=replace(alone.plan.search, status=Status.FEASIBLE)))
+    found = alone or search(prices, Objective.THROUGHPUT, options, on_progress)
+    return found and search_leaner(prices, found, options, on_progress)
 
 
 def _record(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from costmodels.chunks.price import Chunking
 from costmodels.once import Once
 from costmodels.step import bubble_share
 from costmodels.strategy import Frame
+from planner.deadline import NEVER, Deadline, in_time
 from planner.frames.bounds import TimeBound, may_fit, time_bound
 from planner.frames.chunk_bounds import ChunkBound
 from planner.frames.space import Pruned, Space, describe, enumerate_space, no_frame_error
@@ -47,19 +47,21 @@ class Solved:
 class Prices:
     """What all searches of one request share, whatever their objective and limits: candidates, prices and bounds.
 
-    Raises ConfigError when no mesh is legal.
+    Raises ConfigError when no mesh is legal, OutOfTimeError at the end of `deadline`, as do all that make something of it.
     """
 
-    def __init__(self, model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> None:
-        space = enumerate_space(model, cluster, training, pins)
+    def __init__(
+        self, model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+    ) -> None:
+        space = enumerate_space(model, cluster, training, pins, deadline)
         if not space.frames:
             raise no_frame_error(space, cluster)
         self.book = PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
-        frames, beaten = paying(space.frames, self.book)
+        frames, beaten = paying(space.frames, self.book, deadline)
         self.space = Space(frames, (*space.pruned, *(Pruned(describe(frame), reason) for frame, reason in beaten)))
-        self.table, self.recompute = MixTable(self.book, pins.resolved()), pins.resolved().recompute
+        self.table, self.recompute = MixTable(self.book, pins.resolved(), deadline), pins.resolved().recompute
         self._raised: dict[Frame, tuple[float, float]] = {}
-        self._once = Once()
+        self._once, self._check = Once(deadline.check), deadline.check
 
     def time_bound(self, frame: Frame) -> TimeBound:
         """The frame's lower bound of time, computed once: both passes and the columns ask for it."""
@@ -84,6 +86,7 @@ class Prices:
 
     def may_fit(self, frame: Frame, limit_bytes: float) -> bool:
         """Whether the frame is not ruled out within `limit_bytes` by what it holds at least (planner/frames/bounds.py)."""
+        self._check()
         return may_fit(frame, self.table, limit_bytes)
 
     def raise_bound(self, frame: Frame, limit_bytes: float, least_s: float) -> None:
@@ -108,16 +111,15 @@ class Session:
         self.table, self.time_bound = prices.table, prices.time_bound
         limit = limit_bytes(prices.book.machine.cluster, prices.book.training.stack, options)
         self.book, self.limit_bytes = prices.book.within(Chunking(limit_bytes=limit)), limit * (1 - slack)
-        self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
+        self.deadline = options.deadline
 
-    def left_s(self) -> float | None:
-        """Seconds until the time limit (negative after it), or None without one."""
-        return None if self.deadline_s is None else self.deadline_s - time.monotonic()
+    def left_s(self) -> float:
+        """Seconds until the time limit, negative after it, infinite without one."""
+        return self.deadline.left_s
 
     def solver_limit_s(self) -> float:
         """What one solve may take: the time left within bounds, so that one hard frame cannot hold up all others."""
-        left_s = self.left_s()
-        return MOST_SOLVE_S if left_s is None else min(max(left_s, LEAST_SOLVE_S), MOST_SOLVE_S)
+        return self.deadline.solver_limit_s(LEAST_SOLVE_S, MOST_SOLVE_S)
 
     def book_of(self, choice: Choice) -> PriceBook:
         """The prices of a choice, by where it has the token table."""
@@ -134,7 +136,7 @@ class Session:
         options: list[list[Column]] = []
         for rank in range(frame.mesh.pp):
             columns, possible = rank_columns(rank, frame, self.table), block_counts(rank, frame, self.book.model.num_layers, longest)
-            tried = (count for count in possible if counts is None or count in counts[rank])
+            tried = in_time((count for count in possible if counts is None or count in counts[rank]), self.deadline)
             per_count = itertools.takewhile(bool, (make(columns, count) for count in tried))  # more blocks never need less memory
             options.append(list(itertools.chain.from_iterable(per_count)))
             if not options[-1] or (frame.equal_ranks and all(self._too_slow(frame, column, cut_s) for column in options[-1])):

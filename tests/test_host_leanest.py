@@ -16,6 +16,7 @@ from costmodels.memory import ideal_states
 from costmodels.offload import Offload
 from costmodels.recompute import Recompute
 from costmodels.step import price_step
+from planner.deadline import NEVER
 from planner.pareto import Front, find_front, plan_paths
 from planner.plan.chunks import rank_chunks_of
 from planner.plan.plan import Plan, host_gib, read, to_yaml, write
@@ -185,7 +186,7 @@ def test_an_interrupt_with_the_host_keeps_the_plan_without_it(monkeypatch: pytes
 
 
 def test_a_time_limit_is_that_of_all_its_searches() -> None:
-    plan = lean(asked(1, 20), SEARCHED_OFFLOAD, time_limit_s=1e-6)
+    plan = lean(asked(1, 20), SEARCHED_OFFLOAD, deadline=NEVER.first_plan())
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.chunks is None

@@ -17,7 +17,7 @@ from profiles.spec import TrainingSpec
 from profiles.stack import NEUTRAL
 from profiles.terms import Residuals, Terms, shipped_terms
 from profiles.units import GIB, MIB
-from tests.instances import PINS, every_price, peak_bytes, random_instance, least_peak
+from tests.instances import PINS, every_price, least_peak, peak_bytes, random_instance
 
 A100 = load_cluster("a100-80gb")
 

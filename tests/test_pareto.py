@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from planner.deadline import NEVER
 from planner.pareto import SLOWDOWNS, Front, Point, find_front, plan_paths, undominated
 from planner.plan.plan import Plan, read, to_yaml, write
 from planner.plan.prediction import Objective, Status
@@ -182,7 +183,7 @@ def test_an_interrupt_before_the_first_plan_is_raised(monkeypatch):
 
 
 def test_a_time_limit_is_that_of_all_searches_and_leaves_an_honest_point():
-    front = asked(time_limit_s=1e-6)
+    front = asked(deadline=NEVER.first_plan())
 
     assert front.stopped == "the time limit"
     assert front.num_searches == 1

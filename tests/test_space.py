@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
+from planner.deadline import deadline_after
 from planner.frames.space import MAX_MICRO_BATCH_SIZE, describe, divisors, enumerate_space, illegal_frame, illegal_tensor_parallel
 from planner.request import Constraints, SearchOptions
 from profiles.catalog import load_cluster, load_model, with_gpus
@@ -166,7 +167,7 @@ def test_large_micro_batches_are_tried_only_when_pinned():
     pytest.param(lambda: Constraints(zero=(4,)), "--zero is 4, it must be 0, 1, 2 or 3", id="zero"),
     pytest.param(lambda: SearchOptions(max_slowdown=-0.1), "--max-slowdown is -0.1, it must not be negative", id="slowdown"),
     pytest.param(lambda: SearchOptions(memory_margin=1.0), r"--memory-margin is 1.0, it must be in \[0, 1\)", id="margin"),
-    pytest.param(lambda: SearchOptions(time_limit_s=0.0), "--time-limit is 0.0, it must be positive", id="time-limit"),
+    pytest.param(lambda: deadline_after(0.0), "--time-limit is 0.0, it must be positive", id="time-limit"),
 ])
 def test_a_request_that_cannot_be_is_refused_with_its_option(options, message):
     with pytest.raises(ConfigError, match=message):

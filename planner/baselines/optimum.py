@@ -14,6 +14,7 @@ from costmodels.occupancy import rank_memory
 from costmodels.simulate import least_step_s
 from costmodels.step import StepPrice, price_step, step_costs
 from costmodels.strategy import Strategy
+from planner.deadline import NEVER, Deadline, in_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,13 @@ def _bound_s(strategy: Strategy, book: PriceBook) -> float:
     return least_step_s(strategy.frame.num_micro_batches, costs.stages, costs.tail_s, ahead=strategy.frame.recomputes_ahead)
 
 
-def fastest(candidates: Iterable[Strategy], book: PriceBook, limit_bytes: float) -> Optimum | None:
-    """The candidate with the shortest simulated step among those that fit; None when none does."""
-    fitting = [strategy for strategy in candidates if fits(strategy, book, limit_bytes)]
-    bounded = sorted((_bound_s(strategy, book), index) for index, strategy in enumerate(fitting))
+def fastest(candidates: Iterable[Strategy], book: PriceBook, limit_bytes: float, deadline: Deadline = NEVER) -> Optimum | None:
+    """The candidate with the shortest simulated step among those that fit; None when none does. Raises OutOfTimeError."""
+    fitting = [strategy for strategy in in_time(candidates, deadline) if fits(strategy, book, limit_bytes)]
+    bounded = sorted((_bound_s(strategy, book), index) for index, strategy in enumerate(in_time(fitting, deadline)))
     best: tuple[Strategy, StepPrice] | None = None
     simulated = 0
-    for bound_s, index in bounded:
+    for bound_s, index in in_time(bounded, deadline):
         if best is not None and bound_s >= best[1].step_s:
             break
         price, simulated = price_step(fitting[index], book), simulated + 1
@@ -70,10 +71,10 @@ def fastest(candidates: Iterable[Strategy], book: PriceBook, limit_bytes: float)
     return None if best is None else Optimum(*best, fitted=len(fitting), simulated=simulated)
 
 
-def leanest(candidates: Sequence[Strategy], book: PriceBook) -> Leanest:
-    """The candidate whose fullest device needs least. `candidates` are not empty."""
+def leanest(candidates: Sequence[Strategy], book: PriceBook, deadline: Deadline = NEVER) -> Leanest:
+    """The candidate whose fullest device needs least. `candidates` are not empty. Raises OutOfTimeError."""
     def fullest(strategy: Strategy) -> Leanest:
         rank, peak = max(_rank_bytes(strategy, book), key=lambda found: found[1])
         return Leanest(strategy, rank, peak)
 
-    return min(map(fullest, candidates), key=lambda lean: lean.peak_bytes)
+    return min(map(fullest, in_time(candidates, deadline)), key=lambda lean: lean.peak_bytes)

@@ -33,6 +33,7 @@ from planner.baselines.merak import merak_strategies
 from planner.baselines.optimum import Leanest, Optimum, fastest, leanest
 from planner.baselines.partitions import Partition, blocks_of_stages
 from planner.baselines.space import any_stages, data_parallel_frames, megatron_frames, megatron_meshes, plain_frames, staged, strategies
+from planner.deadline import NEVER, Deadline
 from profiles.errors import unknown_name_error
 
 LEVELS = tuple(Recompute)
@@ -66,9 +67,9 @@ class _Space:
     def strategies(self) -> tuple[Strategy, ...]:
         return tuple(chain.from_iterable(self.groups))
 
-    def answer(self, book: PriceBook, limit_bytes: float) -> Optimum | None:
+    def answer(self, book: PriceBook, limit_bytes: float, deadline: Deadline) -> Optimum | None:
         for group in self.groups:
-            found = fastest(group, book, limit_bytes)
+            found = fastest(group, book, limit_bytes, deadline)
             if found:
                 return found
         return None
@@ -190,12 +191,13 @@ def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def price_baseline(name: str, book: PriceBook, limit_bytes: float) -> Baseline:
-    """What the system called `name` would run on the machine of `book`, within `limit_bytes` of every device."""
+def price_baseline(name: str, book: PriceBook, limit_bytes: float, deadline: Deadline = NEVER) -> Baseline:
+    """What the system called `name` would run on the machine of `book`, within `limit_bytes` of every device. Raises OutOfTimeError."""
     what, make = _SYSTEMS[name]
+    deadline.check()
     space = make(book, limit_bytes)
     everything = space.strategies
-    optimum = space.answer(book, limit_bytes)
-    lean = leanest(everything, book) if everything and optimum is None else None
+    optimum = space.answer(book, limit_bytes, deadline)
+    lean = leanest(everything, book, deadline) if everything and optimum is None else None
     return Baseline(
         name=name, what=what, candidates=len(everything), in_order=len(space.groups) > 1, optimum=optimum, leanest=lean)

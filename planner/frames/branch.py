@@ -15,7 +15,7 @@ from costmodels.strategy import Frame
 from planner.frames.faults import GaveUp, Unanswered
 from planner.plan.prediction import Objective
 from planner.request import OnProgress, Progress
-from profiles.errors import SolverError
+from profiles.errors import OutOfTimeError, SolverError
 
 REPLAYED = 10  # how many of the best frames the simulator replays
 WORTH_REPLAYING = 1.10  # those within 10 % of the best: for unequal stages the closed form is up to that much off
@@ -69,12 +69,12 @@ def worth_replaying(solved: Sequence[S]) -> float:
 
 def branch(
     objective: Objective, bounded: Iterable[tuple[float, Frame]], solve: Solve[S], cut: Callable[[Sequence[S]], float], *,
-    left_s: Callable[[], float | None], on_progress: OnProgress | None, known: S | None = None, incumbent: S | None = None,
+    left_s: Callable[[], float], on_progress: OnProgress | None, known: S | None = None, incumbent: S | None = None,
 ) -> Outcome[S]:
     """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
 
-    left_s: seconds until the time limit (negative after it), or None without one. `known` is the answer when no frame was solved;
-    without it an interrupt, or the solver's last error, is raised again. `incumbent` is one to be beaten, of another search.
+    left_s: seconds until the time limit, negative after it. `known` is the answer when no frame was solved; without it an interrupt,
+    the end of the time, or the solver's last error is raised again. `incumbent` is one to be beaten, of another search.
     """
     solved: list[S] = [] if incumbent is None else [incumbent]
     open_ = Unanswered()
@@ -83,10 +83,10 @@ def branch(
     try:
         ordered = sorted(((bound, index, frame) for index, (bound, frame) in enumerate(bounded)))
         for reached, (bound, _, frame) in enumerate(ordered):
-            limit, seconds, proven = cut(solved), left_s(), bound
+            limit, proven = cut(solved), bound
             if bound >= limit:
                 break
-            if solved and seconds is not None and seconds <= 0:  # a plan late is better than none
+            if solved and left_s() <= 0:  # a plan late is better than none
                 finished = False
                 break
             found = open_.attempt(partial(solve, frame, bound, limit, best_of(solved)), bound)
@@ -104,6 +104,11 @@ def branch(
         if not solved and known is None:
             raise
         finished, interrupted = False, True
+    except OutOfTimeError as error:
+        if not solved and known is None:
+            looked = f"{reached} of {len(ordered)} candidates were searched" if ordered else "candidates were still being listed"
+            raise OutOfTimeError(f"the time limit was over before a plan was found: {looked}", hint=error.hint) from None
+        finished = False
     if not solved and known is None and open_.failures:
         raise open_.failures[-1]
     left = len(open_.bounds) + (0 if finished else len(ordered) - reached)

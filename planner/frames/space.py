@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, isqrt
 
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
+from planner.deadline import NEVER, Deadline
 from planner.host.homes import has_chunks, illegal_chunks
-from planner.layers.levels import illegal_full_recompute, illegal_overlap
+from planner.layers.levels import illegal_full_recompute, illegal_overlap, illegal_zero
 from planner.ranks.blocks import shorter_ends
 from planner.request import Constraints
 from profiles.errors import ConfigError
@@ -40,7 +41,8 @@ class Space:
 
 def divisors(number: int) -> tuple[int, ...]:
     """The divisors of `number`, ascending."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return tuple(dict.fromkeys((*small, *(number // d for d in reversed(small)))))
 
 
 def describe(frame: Frame) -> str:
@@ -204,20 +206,26 @@ def _excluded(frame: Frame, pins: Constraints) -> str | None:
         return "excluded by --virtual-stages"
     if frame.splits_backward and not _allowed(pins.resolved().recompute, Recompute.NONE):
         return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
-    if (frame.splits_backward or frame.recomputes_ahead) and frame.mesh.dp > 1 and pins.resolved().zero == (3,):
-        runs = "does not run" if frame.splits_backward else "has no price"
-        return f"{frame.schedule} {runs} with ZeRO 3, --zero or --forbid leaves no other"
+    reason = illegal_zero(frame, 3) if pins.resolved().zero == (3,) else None
+    if reason:
+        return f"{reason}, --zero or --forbid leaves no other"
     if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
         return "excluded by --sequence-parallel"
     return None
 
 
-def enumerate_space(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Space:
-    """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes."""
+def enumerate_space(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+) -> Space:
+    """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes.
+
+    Raises OutOfTimeError.
+    """
     frames: list[Frame] = []
     pruned: list[Pruned] = []
     for mesh in _meshes(model, cluster, pins):
         for found in (mesh,) if isinstance(mesh, Pruned) else _frames(mesh, model, training, pins):
+            deadline.check()
             if isinstance(found, Pruned):
                 pruned.append(found)
             else:

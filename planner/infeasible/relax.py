@@ -8,20 +8,20 @@ dropped and as many as possible are put back. Above planner/search.py: a search 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from costmodels.recompute import Recompute, recompute_operators
 from planner.band import residuals_of
+from planner.deadline import Deadline
 from planner.forbid import Ban, Value
-from planner.infeasible.shortfall import limit_bytes, smallest_cluster
+from planner.infeasible.shortfall import EXPLAINED_S, limit_bytes, smallest_cluster
 from planner.plan.plan import Plan
 from planner.plan.prediction import Status
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import cluster_names, load_cluster
-from profiles.errors import ConfigError, InfeasibleError, SolverError
+from profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, SolverError
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
@@ -32,6 +32,7 @@ BUDGET_S = 10.0  # for all searches together: an explanation, not an answer
 UNLIMITED_BYTES = 1 << 60
 MARGIN_STEP = 0.001
 LIMIT_STEP_GIB = 0.1
+GPUS = "--gpus"
 MOST_STEPS = 3  # the need of the leanest plan is known to 1 MiB
 PINS = ("schedule", "virtual_stages", "sequence_parallel", "tp", "pp", "dp", "ep", "micro_batch_size", "zero", "tp_overlap",
         "recompute")  # last: easiest
@@ -75,31 +76,23 @@ class Relaxations:
     untried: tuple[str, ...]
 
 
-class _OutOfTimeError(Exception):
-    """The budget of the explanation is spent."""
-
-
 class _Searches:
-    """Searches of relaxed requests within one budget of time."""
+    """Searches of relaxed requests before one deadline."""
 
-    def __init__(self, budget_s: float) -> None:
-        self._deadline_s = time.monotonic() + budget_s
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline = deadline
 
     def plan(self, request: Request) -> Plan | None:
-        """The fastest plan, or None when nothing fits or the solver fails. Raises _OutOfTimeError, KeyboardInterrupt."""
-        started_s = time.monotonic()
-        left_s = self._deadline_s - started_s
-        if left_s <= 0:
-            raise _OutOfTimeError
-        options = request.options
-        limit_s = left_s if options.time_limit_s is None else min(left_s, options.time_limit_s)
+        """The fastest plan, or None when nothing fits or the solver fails. Raises OutOfTimeError, KeyboardInterrupt."""
+        if self._deadline.is_over:
+            raise OutOfTimeError("the time for what would fit is over")
         try:
             plan = find_plan(
                 request.model, request.cluster, request.training, constraints=request.pins,
-                options=replace(options, time_limit_s=limit_s), explain=_unexplained)
+                options=replace(request.options, deadline=self._deadline), explain=_unexplained)
         except (InfeasibleError, ConfigError, SolverError):
             return None
-        if plan.search.status is Status.FEASIBLE and not plan.search.solver_failure and time.monotonic() < started_s + limit_s:
+        if plan.search.status is Status.FEASIBLE and not plan.search.solver_failure and not self._deadline.is_over:
             raise KeyboardInterrupt  # only Ctrl-C ends a search early; it is meant for all of them
         return plan
 
@@ -111,24 +104,29 @@ def _unexplained(*_: object) -> InfeasibleError:
 def relaxations(request: Request, need_bytes: float, budget_s: float = BUDGET_S, host_bytes: int | None = None) -> Relaxations:
     """Every change that makes a request fit whose leanest plan needs `need_bytes` on its fullest device.
 
+    budget_s: for the searches of all changes together, less where the deadline of the request comes before
     host_bytes: of a node's host with which its devices are enough, None where none is
     """
-    enough = smallest_cluster(
-        request.model, request.cluster, request.training, request.pins,
-        limit_bytes(request.cluster, request.training.stack, request.options))
-    searches, untried = _Searches(budget_s), list[str]()
+    untried, enough, deadline = list[str](), None, request.options.deadline
+    try:
+        enough = smallest_cluster(
+            request.model, request.cluster, request.training, request.pins,
+            limit_bytes(request.cluster, request.training.stack, request.options), deadline.within(EXPLAINED_S).share(2))
+    except OutOfTimeError:
+        untried.append(GPUS)
+    searches = _Searches(deadline.within(budget_s))
 
     def within(name: str, find: Callable[[], Relaxation | None]) -> list[Relaxation]:
         try:
             found = find()
-        except _OutOfTimeError:
+        except OutOfTimeError:
             untried.append(name)
             return []
         return [found] if found else []
 
     unlimited = _plan_or_none(searches, _with_unlimited_memory(request))
     hosts = within("--host-memory", lambda: _more_host(request, host_bytes, searches)) if host_bytes else []
-    larger = within("--gpus", lambda: _more_gpus(request, enough, searches)) if enough else []
+    larger = within(GPUS, lambda: _more_gpus(request, enough, searches)) if enough else []
     found = within("less free memory", lambda: _less_free(request, need_bytes, searches))
     dropped = [
         relaxed for items in _single_changes(request.pins)
@@ -144,7 +142,7 @@ def relaxations(request: Request, need_bytes: float, budget_s: float = BUDGET_S,
 def _plan_or_none(searches: _Searches, request: Request) -> Plan | None:
     try:
         return searches.plan(request)
-    except _OutOfTimeError:
+    except OutOfTimeError:
         return None
 
 
@@ -294,7 +292,7 @@ def _more_gpus(request: Request, num_gpus: int, searches: _Searches) -> Relaxati
     try:
         plan = searches.plan(asked)
         found = _relaxation(flags, asked, plan) if plan else _without(asked, freed, searches)
-    except _OutOfTimeError:
+    except OutOfTimeError:
         asked = replace(asked, pins=_dropping(request.pins, freed))
         return _relaxation(flags, asked, None, note=f"without {_named(freed)}" if freed else "")
     return replace(found, flags=(*flags, *found.flags)) if found and not plan else found

@@ -13,6 +13,7 @@ from costmodels.chunks.price import Chunking
 from costmodels.recompute import Recompute
 from costmodels.strategy import Frame
 from planner.band import memory_margin
+from planner.deadline import NEVER, Deadline
 from planner.frames.bounds import in_reach, may_fit
 from planner.frames.space import enumerate_space
 from planner.host.homes import has_chunks
@@ -21,7 +22,7 @@ from planner.ranks.chunk_columns import rank_columns
 from planner.ranks.columns import Column
 from planner.ranks.mix_table import MixTable
 from planner.request import Constraints, SearchOptions
-from profiles.errors import InfeasibleError
+from profiles.errors import InfeasibleError, OutOfTimeError
 from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.model import LayerKind
@@ -31,6 +32,9 @@ from profiles.units import GIB, MIB, gib
 
 STATE_BYTES = 24  # of a parameter on the host, padding included: more than any home needs
 FILLED = 4  # micro-batches for each virtual stage: the pipeline is full, and no pass is the first and the last of its chunk
+EXPLAINED_S = 60.0  # for what binds, and how many GPUs are enough: an explanation, not an answer
+ROUNDING = 2.0**-40  # relative: bytes are not halved in on beyond it
+UNTRIED = "how many are enough was not searched to the end"
 MOST_TIMES_LARGER = 64  # how far beyond the asked number of GPUs the smallest fitting one is looked for
 
 
@@ -78,7 +82,13 @@ class _Ranks:
         num_layers = table.book.model.num_layers
         self.columns = cache(lambda rank: rank_columns(rank, frame, table))
         self.counts = cache(lambda rank: tuple(block_counts(rank, frame, num_layers)))
-        self.smallest = cache(lambda rank, count: self.columns(rank).smallest(count))  # grows with the count
+        self.deadline = table.deadline
+        self.smallest = cache(self._smallest)
+
+    def _smallest(self, rank: int, count: int) -> Column:
+        """The column of so many blocks that needs fewest bytes, which grow with the count."""
+        self.deadline.check()
+        return self.columns(rank).smallest(count)
 
     def most_blocks(self, rank: int, limit: float) -> int:
         """How many blocks fit a device of `limit` bytes, 0 when not even the fewest do."""
@@ -105,7 +115,8 @@ def _leanest_of(frame: Frame, table: MixTable) -> _Leanest:
     num_layers, pp, ranks = table.book.model.num_layers, frame.mesh.pp, _Ranks(frame, table)
     even = -(-num_layers // pp)
     low, high = 0.0, max(ranks.smallest(rank, min(even, ranks.counts(rank)[-1])).memory_bytes for rank in range(pp))
-    while high - low > MIB:
+    while high - low > max(MIB, ROUNDING * high):
+        table.deadline.check()
         middle = (low + high) / 2
         most = [ranks.most_blocks(rank, middle) for rank in range(pp)]
         low, high = (low, middle) if all(most) and sum(most) >= num_layers else (middle, high)
@@ -116,11 +127,13 @@ def _leanest_of(frame: Frame, table: MixTable) -> _Leanest:
     return _Leanest(frame, fullest, tuple(map(ranks.smallest, range(pp), held)))
 
 
-def _least_memory_frames(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> Iterator[Frame]:
+def _least_memory_frames(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+) -> Iterator[Frame]:
     """The frames that can be leanest: per mesh and level of sub-pipelining the smallest micro-batch, without virtual stages,
     sequence parallel."""
     seen: dict[object, Frame] = {}
-    for frame in enumerate_space(model, cluster, training, pins).frames:
+    for frame in enumerate_space(model, cluster, training, pins, deadline).frames:
         alike = frame.mesh, frame.tp_overlap, frame.chunked
         known = seen.get(alike)
         if known is None or _thirst(frame) < _thirst(known):
@@ -133,45 +146,50 @@ def _thirst(frame: Frame) -> tuple[int, bool, int, bool]:
     return frame.micro_batch_size, frame.virtual_stages > 1, -frame.virtual_stages, not frame.sequence_parallel
 
 
-def _leanest(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> _Leanest | None:
-    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved())
-    found = (_leanest_of(frame, table) for frame in _least_memory_frames(model, cluster, training, pins))
+def _leanest(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+) -> _Leanest | None:
+    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(), deadline)
+    found = (_leanest_of(frame, table) for frame in _least_memory_frames(model, cluster, training, pins, deadline))
     return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
 
 
-def least_peak_bytes(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints) -> float | None:
-    """The bytes that the fullest rank of the leanest plan needs, to 1 MiB, or None when no candidate is legal.
+def least_peak_bytes(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+) -> float | None:
+    """The bytes that the fullest rank of the leanest plan needs, to 1 MiB, or None when no candidate is legal. Raises OutOfTimeError.
 
     A tied embedding, whose ends must shard alike, can make the least that a search reaches a little larger.
     """
-    lean = _leanest(model, cluster, training, pins)
+    lean = _leanest(model, cluster, training, pins, deadline)
     return None if lean is None else lean.column.memory_bytes
 
 
 def smallest_cluster(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float,
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float, deadline: Deadline = NEVER,
 ) -> int | None:
     """The smallest number of GPUs, in whole nodes beyond `cluster`, on which some plan fits, or None within the range.
 
-    Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for.
+    Pinned degrees other than tp are dropped: they belong to the number of GPUs that was asked for. Raises OutOfTimeError.
     """
     pins = replace(pins, pp=None, dp=None)
     for nodes in range(cluster.nodes + 1, MOST_TIMES_LARGER * cluster.nodes + 1):
         larger = replace(cluster, nodes=nodes)
-        table = MixTable(PriceBook(model, training, machine_for(larger), zero_ranks=pins.zero_ranks), pins.resolved())
-        if in_reach(table, limit) and any(_fits(frame, table, limit) for frame in _least_memory_frames(model, larger, training, pins)):
+        table = MixTable(PriceBook(model, training, machine_for(larger), zero_ranks=pins.zero_ranks), pins.resolved(), deadline)
+        frames = _least_memory_frames(model, larger, training, pins, deadline)
+        if in_reach(table, limit) and any(_fits(frame, table, limit) for frame in frames):
             return larger.num_gpus
     return None
 
 
 def shortfall(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions) -> Shortfall:
-    """What binds: the leanest plan, its fullest stage, the bytes it is short, and what most of them are."""
+    """What binds: the leanest plan, its fullest stage, the bytes it is short, and what most of them are. Raises OutOfTimeError."""
     limit = limit_bytes(cluster, training.stack, options)
-    lean = _leanest(model, cluster, training, pins)
+    lean = _leanest(model, cluster, training, pins, options.deadline)
     assert lean is not None, "there are legal frames"
     need, book = lean.column.memory_bytes, PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
     margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
-    host = enough_host_bytes(model, cluster, training, pins, limit)
+    host = enough_host_bytes(model, cluster, training, pins, limit, options.deadline)
     return Shortfall(need_bytes=need, limit_bytes=limit, host_bytes=host, text=(
         f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.frame.mesh}, "
         f"zero {lean.column.zero}, {_recompute_of(lean.column, book)} recompute, micro-batch {lean.frame.micro_batch_size}{_homes(lean)}) "
@@ -196,14 +214,17 @@ def _host_text(enough: int | None, cluster: Cluster, pins: Constraints) -> str:
 
 
 def enough_host_bytes(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float,
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, limit: float, deadline: Deadline = NEVER,
 ) -> int | None:
-    """How much memory of a node's host is enough for its devices as they are, to 1 GiB, by bisection; None where none is."""
+    """How much memory of a node's host is enough for its devices as they are, to 1 GiB, by bisection; None where none is.
+
+    Raises OutOfTimeError.
+    """
     if not has_chunks(pins.offload):
         return None
-    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved())
+    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(), deadline)
     most = -(-STATE_BYTES * table.book.graph(1).num_parameters // GIB)
-    frames = [frame for frame in _least_memory_frames(model, cluster, training, pins) if frame.chunked]
+    frames = [frame for frame in _least_memory_frames(model, cluster, training, pins, deadline) if frame.chunked]
 
     def fitting(host_gib: int) -> list[Frame]:
         table.host_share_bytes = host_gib * GIB / cluster.gpus_per_node
@@ -241,10 +262,27 @@ def _shorter(frame: Frame) -> Frame:
 def infeasible_error(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
 ) -> InfeasibleError:
-    """The error that says what binds, and how many GPUs are enough; planner/infeasible/relax.py looks for other ways out."""
-    short = shortfall(model, cluster, training, pins, options)
-    enough = smallest_cluster(model, cluster, training, pins, short.limit_bytes)
+    """The error that says what binds, and how many GPUs are enough; planner/infeasible/relax.py looks for other ways out.
+
+    It takes EXPLAINED_S at most, and says what it did not come to.
+    """
+    options = replace(options, deadline=options.deadline.within(EXPLAINED_S))
+    try:
+        short = shortfall(model, cluster, training, pins, options)
+    except OutOfTimeError:
+        return unexplained_error(model, cluster)
+    try:
+        enough = smallest_cluster(model, cluster, training, pins, short.limit_bytes, options.deadline)
+    except OutOfTimeError:
+        return InfeasibleError(short.text, hint=f"use more GPUs: {UNTRIED}, the time was over")
     return InfeasibleError(short.text, hint=f"{enough} GPUs are enough (--gpus {enough})" if enough else no_cluster_text(cluster))
+
+
+def unexplained_error(model: ModelSpec, cluster: Cluster, why: str = "the time was over") -> InfeasibleError:
+    """The error where there is no time for more than that nothing fits."""
+    return InfeasibleError(
+        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not searched, {why}",
+        hint=f"use more GPUs or pin less: {UNTRIED}")
 
 
 def no_cluster_text(cluster: Cluster) -> str:

@@ -16,6 +16,7 @@ from costmodels.book import PriceBook
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
+from planner.deadline import NEVER, Deadline
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec
 
@@ -43,6 +44,14 @@ def illegal_overlap(frame: Frame, model: ModelSpec) -> str | None:
     return None
 
 
+def illegal_zero(frame: Frame, zero: int) -> str | None:
+    """Why the schedule of a frame cannot run at a ZeRO stage, or None: stage 3 frees what a split backward still needs, and would gather
+    for a recompute ahead of the gradient once more than it is priced for."""
+    if zero < 3 or frame.mesh.dp == 1 or not (frame.splits_backward or frame.recomputes_ahead):
+        return None
+    return f"{frame.schedule} {'does not run' if frame.splits_backward else 'has no price'} with ZeRO 3"
+
+
 def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = False) -> str | None:
     """Why blocks at a level cannot run again as a whole, or None: at level 3 half of their input comes while they run."""
     if level < 3 or not (model.dropout or on_host):
@@ -51,7 +60,9 @@ def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = Fals
     return f"level 3 of sub-pipelined tensor parallelism does not recompute blocks in full where {what}"
 
 
-def paying(frames: Sequence[Frame], book: PriceBook) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, str], ...]]:
+def paying(
+    frames: Sequence[Frame], book: PriceBook, deadline: Deadline = NEVER,
+) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, str], ...]]:
     """The frames that are worth a search, and the others with their reason: the same frame is better at another level."""
     levels: dict[Frame, list[Frame]] = {}
     for frame in frames:
@@ -65,6 +76,7 @@ def paying(frames: Sequence[Frame], book: PriceBook) -> tuple[tuple[Frame, ...],
         return known[key]
 
     for frame in frames:
+        deadline.check()
         others = levels[replace(frame, tp_overlap=0)] if frame.tp_overlap else ()
         better = next((other for other in others if beats(other, frame)), None)
         if better is None:

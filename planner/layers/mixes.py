@@ -288,7 +288,7 @@ def sent_prices(options: Sequence[LayerOption]) -> tuple[float, ...]:
     chain = [options[i] for i in _lower_hull(options, [i for i, option in enumerate(options) if not option.on_host])]
     slopes = sorted({
         (slower.time_s - faster.time_s) / (faster.saved_bytes - slower.saved_bytes) for faster, slower in pairwise(chain)})
-    return (0.0, *slopes[:: -(-len(slopes) // MOST_PRICES)])
+    return (0.0, *slopes[:: max(1, -(-len(slopes) // MOST_PRICES))])
 
 
 def _worth_it(mixes: Mixes, time_s: Array) -> Ints:

@@ -20,6 +20,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.band import margin_text, memory_margin
+from planner.deadline import deadline_after
 from planner.forbid import parse_bans
 from planner.frames.space import illegal_tensor_parallel
 from planner.options.modules import load_module, narrowed
@@ -219,11 +220,11 @@ def offload_assumed(pins: Constraints, plan: Plan) -> tuple[str, ...]:
 
 
 def search_options(options: Options) -> SearchOptions:
-    """How to search. Raises ConfigError for numbers out of range and a size without a unit."""
+    """How to search; the time limit runs from here on. Raises ConfigError for numbers out of range and a size without a unit."""
     given = {name: options[name] for name in ("max_slowdown", "memory_margin") if options[name] is not None}
     limit = options["memory_limit"]
     return SearchOptions(
-        **given, solver=SolverName(options["solver"]), time_limit_s=options["time_limit"],
+        **given, solver=SolverName(options["solver"]), deadline=deadline_after(options["time_limit"]),
         memory_limit_bytes=None if limit is None else parse_size("--memory-limit", limit))
 
 

@@ -16,12 +16,22 @@ from planner.partition.price import ShardRun, ShardStrategy, price_shards
 from planner.partition.search import ModuleSearch
 from planner.partition.space import enumerate_modules
 from planner.partition.stages import Rule
-from profiles.errors import InfeasibleError
+from profiles.errors import InfeasibleError, OutOfTimeError
 from profiles.units import gib
 
 
 def infeasible_module_error(search: ModuleSearch) -> InfeasibleError:
-    """The error that says what binds, by how many GiB, and what would help."""
+    """The error that says what binds, by how many GiB, and what would help, as far as the time goes."""
+    try:
+        return _explained(search)
+    except OutOfTimeError:
+        cluster = search.book.machine.cluster
+        return InfeasibleError(
+            f"{search.sharded.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not "
+            "searched, the time was over", hint="use more GPUs, or give it a longer --time-limit")
+
+
+def _explained(search: ModuleSearch) -> InfeasibleError:
     book, training = search.book, search.book.training
     cluster, name = book.machine.cluster, search.sharded.model.name
     priced = ((made, price_shards(made, search.tables)) for made in (leanest(search, frame) for frame in _frames(search)))

@@ -53,7 +53,7 @@ def plan_module(
         on_phase("trace")
     model = trace(
         source, seq_length=training.seq_length, precision=training.precision, attention=training.attention,
-        on_cpu=cluster.device.is_host)
+        on_cpu=cluster.device.is_host, check=(options or SearchOptions()).deadline.check)
     if on_phase:
         on_phase("search")
     return find_module_plan(

@@ -6,7 +6,6 @@ those worth replaying; the best are replayed in the event simulator, and the fas
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule
 from costmodels.step import StepPrice
 from costmodels.strategy import Frame
+from planner.deadline import Deadline
 from planner.frames.branch import Outcome, branch, worth_replaying
 from planner.frames.space import Space, no_frame_error
 from planner.infeasible.shortfall import limit_bytes
@@ -74,7 +74,7 @@ class ModuleSearch:
             raise no_frame_error(self.space, cluster)
         self.most_solve_s = MOST_SOLVE_S
         self.also_1f1b = any(frame.mesh.pp > 1 and frame.schedule is Schedule.ONE_F_ONE_B for frame in self.space.frames)
-        self.deadline_s = None if options.time_limit_s is None else time.monotonic() + options.time_limit_s
+        self.deadline = options.deadline
         self._labels: dict[tuple[int, tuple[int, ...]], LabelTable] = {}
 
     def allowed(self, frame: Frame) -> Allowed:
@@ -94,6 +94,7 @@ class ModuleSearch:
     def stages(self, frame: Frame) -> list[StageTable]:
         """The tables of every virtual stage of a frame."""
         allowed = self.allowed(frame)
+        self.deadline.check()
         return [StageTable(k, frame, self.tables, allowed, self.labels, self.limit_bytes) for k in range(frame.num_virtual_stages)]
 
     def cut_ranges(self, frame: Frame, stages: Sequence[StageTable]) -> tuple[tuple[int, int], ...] | None:
@@ -130,7 +131,7 @@ class ModuleSearch:
         self.most_solve_s = MOST_SOLVE_S if bound_s < best_s * (1 - WORTH_PROVING) else REPLAY_SOLVE_S
         stages = self.stages(frame)
         times = self.least_times(frame, stages)
-        finder = Finder(frame, stages, times)
+        finder = Finder(frame, stages, times, self.deadline)
         known, among = self._first(finder, cut_s)
         if known is None:
             return None
@@ -179,12 +180,11 @@ class ModuleSearch:
             return solve_ranks(finder.frame, options, finder.stages)
         return solve(finder.frame, options, self.options.solver, self.solver_limit_s())
 
-    def left_s(self) -> float | None:
-        return None if self.deadline_s is None else self.deadline_s - time.monotonic()
+    def left_s(self) -> float:
+        return self.deadline.left_s
 
     def solver_limit_s(self) -> float:
-        left_s = self.left_s()
-        return self.most_solve_s if left_s is None else min(max(left_s, LEAST_SOLVE_S), self.most_solve_s)
+        return self.deadline.solver_limit_s(LEAST_SOLVE_S, self.most_solve_s)
 
     def run(self, on_progress: OnProgress | None) -> Outcome[ShardSolved]:
         """All frames, as long as one may be among the best. Raises KeyboardInterrupt before the first plan, SolverError."""
@@ -193,16 +193,20 @@ class ModuleSearch:
 
     def replayed(self, outcome: Outcome[ShardSolved]) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
         """The best solved frames priced in full, the fastest first."""
-        strategies = [(one, to_strategy(one)) for one in outcome.to_replay]
-        priced = [(one, made, price_shards(made, self.tables)) for one, made in strategies]
+        priced = list[tuple[ShardSolved, ShardStrategy, StepPrice]]()
+        for one in outcome.to_replay:
+            if priced and self.deadline.has_ended:
+                break
+            made = to_strategy(one)
+            priced.append((one, made, price_shards(made, self.tables)))
         return sorted(priced, key=lambda found: found[2].step_s)
 
 
 class Finder:
     """The columns of one frame, made for ranges as they are asked for; `coupled`: whether stages must fit together besides."""
 
-    def __init__(self, frame: Frame, stages: Sequence[StageTable], times: Sequence[Array]) -> None:
-        self.frame, self.stages, self.times = frame, stages, times
+    def __init__(self, frame: Frame, stages: Sequence[StageTable], times: Sequence[Array], deadline: Deadline) -> None:
+        self.frame, self.stages, self.times, self.check = frame, stages, times, deadline.check
         walks = times if frame.schedule not in AHEAD else [
             np.where(np.isfinite(least), np.minimum(least, table.base_s + _least_data(table)), np.inf)
             for least, table in zip(times, stages, strict=True)]
@@ -214,6 +218,7 @@ class Finder:
         """The columns of a range on a stage."""
         key = stage, first, end
         if key not in self._made:
+            self.check()
             self._made[key] = self.stages[stage].columns(first, end)
         return self._made[key]
 

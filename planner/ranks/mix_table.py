@@ -15,8 +15,10 @@ from costmodels.once import Once
 from costmodels.recompute import Recompute
 from costmodels.sharding import Sharding
 from costmodels.strategy import Frame
+from planner.deadline import NEVER, Deadline
 from planner.host.costs import HomeCosts, Tensors, block_costs, home_costs, host_share_bytes, tensors_of
 from planner.host.plans import sends_activations, with_host
+from planner.layers.levels import illegal_zero
 from planner.layers.mixes import Hulls, Mixes, Pairs, hulls, make_mixes, option_pairs
 from planner.layers.plans import LayerOption, catalogue_of
 from planner.ranks.prices import PerBlock, block_prices, unbeaten_options
@@ -29,25 +31,22 @@ _Kind = tuple[int, Sharding, bool, bool]  # what options depend on
 class MixTable:
     """Catalogue and mixes by (micro-batch, sharding, chunks, number of blocks), each made once."""
 
-    def __init__(self, book: PriceBook, pins: Constraints) -> None:
+    def __init__(self, book: PriceBook, pins: Constraints, deadline: Deadline = NEVER) -> None:
         self.book = book
         self.catalogue = catalogue_of(book, pins)
         self.offload, self.host_share_bytes = pins.offload or (), host_share_bytes(book.machine.cluster)
         self._zero_stages = pins.zero or (0, 1, 2, 3)
-        self.once = Once()
+        self.deadline, self.once = deadline, Once(deadline.check)
 
     def zero_choices(self, mesh: Mesh) -> tuple[int, ...]:
         """The ZeRO stages to choose from: without data parallelism there is nothing to shard, only to offload."""
         return self._zero_stages if mesh.dp > 1 or self.book.offloads_states else (0,)
 
     def zero_stages(self, frame: Frame) -> tuple[int, ...]:
-        """Those of `zero_choices` that the frame's schedule can run: stage 3 frees what a split backward still needs, and would
-        gather for a recompute ahead of the gradient once more than it is priced for. Chunks are sharded as with stage 3."""
+        """Those of `zero_choices` that the frame's schedule can run. Chunks are sharded as with stage 3."""
         if frame.chunked:
             return (3,) if frame.mesh.dp > 1 else (0,)
-        choices = self.zero_choices(frame.mesh)
-        apart = frame.splits_backward or (frame.recomputes_ahead and frame.mesh.dp > 1)
-        return tuple(zero for zero in choices if zero < 3) if apart else choices
+        return tuple(zero for zero in self.zero_choices(frame.mesh) if not illegal_zero(frame, zero))
 
     def books_of_ends(self, frame: Frame, kind: LayerKind) -> tuple[PriceBook, ...]:
         """The prices that a rank may have whose first layer is of `kind`: of the embedding with its table on the device, and on the

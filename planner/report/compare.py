@@ -152,6 +152,8 @@ def _lean_text(lean: Leanest) -> str:
 
 def _notes(found: Comparison, *, pinned: bool) -> Iterator[str]:
     band, ours = found.ours.plan.predicted.error_band, found.ours
+    if found.unpriced:
+        yield f"not priced before the time limit: {', '.join(found.unpriced)}"
     if found.filed_step_s is not None:
         yield f"the plan file says {seconds_text(found.filed_step_s)}; the comparison is of {seconds_text(ours.step_s)}, as priced now"
     if ours.fullest.total > found.limit_bytes:
@@ -176,14 +178,14 @@ def _meaning(row: Row) -> str:
 
 def comparison_document(found: Comparison) -> dict[str, Any]:
     """What `plan compare --json` prints: seconds, GiB and shares; differences are a baseline's less ours."""
-    plan = found.ours.plan
+    plan, unpriced = found.ours.plan, {"unpriced": list(found.unpriced)} if found.unpriced else {}
     return {
         "model": plan.model.name, "gpu": plan.cluster.device.name, "gpus": plan.cluster.num_gpus,
         "global_batch_size": plan.training.global_batch_size, "seq_length": plan.training.seq_length, "stack": plan.training.stack.name,
         "memory_limit_gib": round(gib(found.limit_bytes), 4),
         "error_band": asdict(plan.predicted.error_band) if plan.predicted.error_band else None,
         "filed_step_time_s": found.filed_step_s, "ours": _side_document(found.ours),
-        "baselines": [_row_document(found, row) for row in found.rows]}
+        "baselines": [_row_document(found, row) for row in found.rows], **unpriced}
 
 
 def _side_document(side: Side) -> dict[str, Any]:

@@ -88,8 +88,9 @@ def _facts(rows: Sequence[Largest], elapsed_s: float, *, wide: bool) -> Iterator
             yield label, f"{host_text(row.offload)}: {row.next_error.message}"
             label = ""
     searches = sum(row.num_searches for row in rows)
-    if not all(row.proven for row in rows):
-        yield "stopped", "early (Ctrl-C): a larger model may fit, and rows may be missing"
+    stopped = next((row.stopped for row in rows if row.stopped), None)
+    if stopped:
+        yield "stopped", f"early ({stopped}): a larger model may fit, and rows may be missing"
     yield "searched", f"{searches} searches in {elapsed_s:.1f} s; of each model the fastest plan"
     kinds = {str(row.plan.predicted.step_time_s.kind) for row in rows if row.plan}
     yield "note", (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from planner.infeasible.relax import BUDGET_S, Relaxation, Relaxations, Request, relaxations
-from planner.infeasible.shortfall import no_cluster_text, shortfall
+from dataclasses import replace
+
+from planner.infeasible.relax import BUDGET_S, GPUS, Relaxation, Relaxations, Request, relaxations
+from planner.infeasible.shortfall import EXPLAINED_S, no_cluster_text, shortfall, unexplained_error
 from planner.report.text import aligned, seconds_text
 from planner.request import Constraints, SearchOptions
-from profiles.errors import InfeasibleError
+from profiles.errors import InfeasibleError, OutOfTimeError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
 
@@ -17,24 +19,31 @@ _INDENT = 8
 def explained_error(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
 ) -> InfeasibleError:
-    """The error with its ways out, for `find_plan(..., explain=explained_error)`: up to a quarter of a minute.
+    """The error with its ways out, for `find_plan(..., explain=explained_error)`: mostly up to a quarter of a minute.
 
-    A Ctrl-C ends the search for ways out, not the error.
+    A Ctrl-C or the deadline of the options ends the search for ways out, not the error.
     """
-    short = shortfall(model, cluster, training, pins, options)
+    try:
+        short = shortfall(model, cluster, training, pins, replace(options, deadline=options.deadline.within(EXPLAINED_S)))
+    except KeyboardInterrupt:
+        return unexplained_error(model, cluster, "Ctrl-C came")
+    except OutOfTimeError:
+        return unexplained_error(model, cluster)
     request = Request(model=model, cluster=cluster, training=training, pins=pins, options=options)
     try:
-        hint = hint_text(relaxations(request, short.need_bytes, host_bytes=short.host_bytes), cluster)
+        found = relaxations(request, short.need_bytes, host_bytes=short.host_bytes)
+        hint = hint_text(found, cluster, "before the time limit" if options.deadline.is_over else f"in {BUDGET_S:g} s")
     except KeyboardInterrupt:
         hint = "ask for more GPUs or pin less; what would fit was not searched to the end (Ctrl-C)"
     return InfeasibleError(short.text, hint=hint)
 
 
-def hint_text(found: Relaxations, cluster: Cluster) -> str:
-    """The ways out, one a line."""
-    untried = f"not tried in {BUDGET_S:g} s: {', '.join(found.untried)}" if found.untried else ""
+def hint_text(found: Relaxations, cluster: Cluster, when: str = f"in {BUDGET_S:g} s") -> str:
+    """The ways out, one a line; what was not tried `when` there was time for it."""
+    untried = f"not tried {when}: {', '.join(found.untried)}" if found.untried else ""
     if not found.found:
-        return f"{no_cluster_text(cluster)}{'; ' if untried else ''}{untried}"
+        known = "use more GPUs or pin less" if GPUS in found.untried else no_cluster_text(cluster)
+        return f"{known}{'; ' if untried else ''}{untried}"
     rows = [(_how(relaxed), _cost(relaxed, found.unlimited_s, first=index == 0)) for index, relaxed in enumerate(found.found)]
     lines = aligned(rows, _WIDE, left=(0, 1), indent=_INDENT)
     return "\n".join(("it fits with", *lines, *((f"      {untried}",) if untried else ())))

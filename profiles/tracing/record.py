@@ -7,7 +7,7 @@ What depends on neither is computed at once, for real: a *constant*. A torch.aut
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,15 +25,19 @@ from profiles.tracing.source import Workload
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 
 
-def record(workload: Workload, micro_batch_size: int, precision: Precision = Precision.FP32, *, on_cpu: bool = False) -> Program:
+def record(
+    workload: Workload, micro_batch_size: int, precision: Precision = Precision.FP32, *, on_cpu: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> Program:
     """The calls of one micro-batch with parameters and float inputs in `precision`.
 
     on_cpu: tensors are laid out as a CPU's kernels lay them out, else a GPU's
+    check: called at every call of torch; may raise
     Raises ConfigError with the line of the user's code: what it does depends on the values of tensors, it uses a tensor that no
     call of torch made, its loss is not a scalar.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake, Paths(workload.module), on_cpu=on_cpu)
+    recorder = Recorder(fake, Paths(workload.module), on_cpu=on_cpu, check=check)
     with torch.random.fork_rng(devices=[]):
         batch = {key: fake.from_tensor(_cast(value, precision)) for key, value in workload.batch(micro_batch_size).items()}
     for key, value in batch.items():

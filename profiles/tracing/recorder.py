@@ -51,8 +51,9 @@ class Recorder(TorchFunctionMode):
     changed: by memory, the real tensors that recorded calls write.
     """
 
-    def __init__(self, fake: FakeTensorMode, paths: Paths, *, on_cpu: bool) -> None:
+    def __init__(self, fake: FakeTensorMode, paths: Paths, *, on_cpu: bool, check: Callable[[], None] = lambda: None) -> None:
         super().__init__()
+        self.check = check
         self.fake, self.paths, self.on_cpu = fake, paths, on_cpu
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
@@ -66,6 +67,7 @@ class Recorder(TorchFunctionMode):
         self.given: set[int] | None = None  # inside a torch.autograd.Function: ids of its arguments
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.check()
         kwargs = kwargs or {}
         if func is Tensor.__iter__:
             return iter(self.__torch_function__(Tensor.unbind, types, args))
