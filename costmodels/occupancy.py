@@ -9,8 +9,8 @@ from typing import Any
 
 from costmodels.actions import Work, parse_row
 from costmodels.book import PriceBook
-from costmodels.fullest import Held, Throughout, fullest_bytes
-from costmodels.layer_book import ActivationBytes, LayerBook, LayerStates
+from costmodels.fullest import Bytes, Held, Throughout, fullest_bytes
+from costmodels.layer_book import ActivationBytes, LayerBook
 from costmodels.memory import ZERO_2_COPIES, ZERO_3_COPIES, StateBytes
 from costmodels.mesh import Axis, Mesh
 from costmodels.moments import moments
@@ -205,42 +205,60 @@ def _remade_bytes(choice: LayerChoice, frame: Frame, book: PriceBook) -> int:
     return book.remade_bytes(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
 
 
+def gradients_come_and_go(frame: Frame, book: PriceBook) -> bool:
+    """Whether the gradients of a frame are freed and made again in a step; elsewhere they are taken as always there."""
+    return book.training.stack.frees_gradients and not frame.splits_backward and not book.offload
+
+
 def _apart_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes], book: PriceBook, together: float) -> float:
     """By how much `together`, of gradients, activations and temporaries, is more than there is at any moment.
 
-    Counted where the stack frees gradients, backward passes are whole and the host keeps nothing; elsewhere gradients are taken
-    as always there.
+    Counted where gradients come and go and the host keeps nothing.
     """
     frame = strategy.frame
-    if not book.training.stack.frees_gradients or frame.splits_backward or book.offload or any(size.host for size in kept.values()):
+    if not gradients_come_and_go(frame, book) or any(size.host for size in kept.values()):
         return 0.0
     held = {choice: book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero) for choice in kept}
-    table = book.shared_table_bytes(frame.mesh, frame.sharding)
-    layers = {choice: _of_layer(choice, size, held[choice], joined=table > 0) for choice, size in kept.items()}
-    if frame.recomputes_ahead:
-        layers = {
-            choice: replace(
-                layer, remade=_remade_bytes(choice, frame, book), alone=layer_activations(choice, frame, book, ahead=True).workspace)
-            for choice, layer in layers.items()}
-    end = next((choice for choice in kept if choice.kind is LayerKind.EMBEDDING and table and choice.zero == 3), None)
-    return together - fullest_bytes(strategy, rank, layers, Throughout(
-        sent=book.sent_bytes(frame.micro_batch_size, frame.sharding), shared_table=table,
-        gathered=held[end].zero_buffer / ZERO_3_COPIES if end else 0.0,
-        reduced=max(held[choice].zero_buffer if choice.zero == 1 else 0 for choice in kept)))
+    embedding = next((choice for choice in kept if choice.kind is LayerKind.EMBEDDING), None)
+    reduced = max(held[choice].zero_buffer if choice.zero == 1 else 0 for choice in kept)
+    return together - fullest_bytes(
+        strategy, rank, {choice: held_in_passes(choice, size, frame, book) for choice, size in kept.items()},
+        throughout(frame, None if embedding is None else embedding.zero, reduced, book))
 
 
-def _of_layer(choice: LayerChoice, size: ActivationBytes, states: LayerStates, *, joined: bool) -> Held:
-    """What a layer holds as it runs backward; ZeRO 1 reduces after that.
+def throughout(frame: Frame, embedding_zero: int | None, reduced: Bytes, book: PriceBook) -> Throughout:
+    """What no layer's pass frees on a rank, where gradients come and go.
 
-    joined: embedding and head are gathered and reduced together, as one layer that begins the passes and ends them
+    embedding_zero: the ZeRO stage of the embedding where the rank has it; reduced: the largest buffer of its layers of ZeRO 1
     """
-    whole = states.zero_buffer / {2: ZERO_2_COPIES, 3: ZERO_3_COPIES}.get(choice.zero, 1)
+    table, gathered = book.shared_table_bytes(frame.mesh, frame.sharding), 0.0
+    if table and embedding_zero == 3:
+        gathered = book.states(LayerKind.EMBEDDING, frame.mesh, frame.sharding, 3).zero_buffer / ZERO_3_COPIES
+    return Throughout(
+        sent=book.sent_bytes(frame.micro_batch_size, frame.sharding), shared_table=table, gathered=gathered, reduced=reduced)
+
+
+def held_in_passes(choice: LayerChoice, size: ActivationBytes, frame: Frame, book: PriceBook) -> Held:
+    """What a layer holds as it runs backward, where gradients come and go; ZeRO 1 reduces after that.
+
+    Embedding and head with one table are gathered and reduced together, as one layer that begins the passes and ends them.
+    """
+    states = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero)
+    joined = book.shared_table_bytes(frame.mesh, frame.sharding) > 0
+    remade = alone = 0.0
+    if frame.recomputes_ahead:
+        remade, alone = _remade_bytes(choice, frame, book), layer_activations(choice, frame, book, ahead=True).workspace
+    held = Held(saved=size.saved, workspace=size.workspace, gradients=states.states.gradients, remade=remade, alone=alone)
     if joined and choice.kind is LayerKind.HEAD:
-        return Held(saved=size.saved, workspace=size.workspace, gradients=states.states.gradients)
-    once = joined and choice.kind is LayerKind.EMBEDDING
-    return Held(
-        saved=size.saved, workspace=size.workspace, gradients=states.states.gradients,
-        gathered=2 * whole if choice.zero == 3 and not once else 0.0, reduced=whole if choice.zero >= 2 else 0.0)
+        return held
+    gathered, reduced = zero_passes_bytes(states.zero_buffer, choice.zero)
+    return replace(held, gathered=0.0 if joined and choice.kind is LayerKind.EMBEDDING else gathered, reduced=reduced)
+
+
+def zero_passes_bytes(zero_buffer: float, zero: int) -> tuple[float, float]:
+    """Of a layer's ZeRO buffer what is gathered, and what is reduced, in its backward pass."""
+    whole = zero_buffer / {2: ZERO_2_COPIES, 3: ZERO_3_COPIES}.get(zero, 1)
+    return (2 * whole if zero == 3 else 0.0), (whole if zero >= 2 else 0.0)
 
 
 def _workspace_bytes(strategy: Strategy, rank: int, kept: dict[LayerChoice, ActivationBytes]) -> float:

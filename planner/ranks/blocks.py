@@ -9,6 +9,7 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame, LayerChoice, Strategy
 from planner.host.homes import in_homes
 from planner.ranks.columns import Column
+from planner.ranks.dealing import dealt
 from profiles.model import LayerKind
 
 
@@ -54,18 +55,10 @@ def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
 
 
 def _chunks_of(rank: int, column: Column, frame: Frame) -> list[list[LayerChoice]]:
-    """The blocks of a rank by chunk: each option's are dealt out to the chunks in turn, so that every chunk has as many of it, but for
-    the block that a shorter chunk lacks and for the rest of a number that the chunks do not divide."""
-    own = frame.stages_of(rank)
-    shorter = (0, frame.num_virtual_stages - 1) if frame.equal_ranks else own[1:]
-    longest, uneven = -(-column.num_blocks // frame.virtual_stages), column.num_blocks % frame.virtual_stages > 0
-    room = [longest - (uneven and stage in shorter) for stage in own]
-    turns = (chunk for level in range(longest) for chunk, most in enumerate(room) if level < most)
-    chunks: list[list[LayerChoice]] = [[] for _ in own]
-    for option, count in column.mix:
-        choice = LayerChoice(
+    """The blocks of a rank by chunk."""
+    blocks = [
+        LayerChoice(
             LayerKind.BLOCK, option.recompute, option.zero, option.sharding if option.sharding != frame.sharding else None,
             on_host=option.on_host)
-        for _ in range(count):
-            chunks[next(turns)].append(choice)
-    return chunks
+        for option, count in column.mix for _ in range(count)]
+    return [[blocks[number] for number in chunk] for chunk in dealt(rank, column.num_blocks, frame)]

@@ -16,13 +16,14 @@ import numpy.typing as npt
 
 from costmodels.book import PriceBook
 from costmodels.moments import Moment, moments
-from costmodels.occupancy import occupied_bytes, peaks, stashes, usable_bytes
+from costmodels.occupancy import gradients_come_and_go, occupied_bytes, peaks, stashes, usable_bytes
 from costmodels.passes import plain_and_ramp
 from costmodels.strategy import Frame
 from planner.fronts import Array, Ints, front
 from planner.host.homes import NOTHING, Homes
 from planner.layers.mixes import Mixes, Pairs, all_tried, chains, column_of, near_mixes, pure_mixes, widest
 from planner.layers.plans import LayerOption
+from planner.ranks.freed import FreedGradients
 from planner.ranks.mix_table import MixTable
 from planner.ranks.prices import Fixed, PerBlock, end_kinds, fixed_price
 from profiles.model import LayerKind
@@ -110,6 +111,12 @@ class RankColumns:
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
         self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self.stashes),)
 
+    @cached_property
+    def _freed(self) -> FreedGradients | None:
+        """What is not there at once where gradients come and go; chunks have their own account of it (costmodels/chunks/room.py)."""
+        come_and_go = gradients_come_and_go(self.frame, self.ends) and not self.frame.chunked
+        return FreedGradients(self.rank, self.frame, self.block, self.fixed, self.ends) if come_and_go else None
+
     @property
     def looks_up(self) -> bool:
         return self.ends is not self.table.book
@@ -159,9 +166,10 @@ class RankColumns:
         allocated = held + running + buffers
         time_s = counts @ block.time_s + fixed.time_s + mixes.last_s
         plain_s, ramp_s = self._plain_and_ramp(time_s, counts @ block.recompute_s, counts @ block.longer_s)
+        apart = self._freed.apart_bytes(mixes, zero, running + buffers) if self._freed else 0.0
         return Priced(
             mixes=mixes, zero=zero, mixed=mixed, time_s=time_s, tail_s=counts @ block.tail_s + fixed.tail_s, plain_s=plain_s, ramp_s=ramp_s,
-            allocated=allocated + self._spare(fixed.step_copies + counts @ block.step_copies), redundant=allocated - ideal)
+            allocated=allocated - apart + self._spare(fixed.step_copies + counts @ block.step_copies), redundant=allocated - ideal)
 
     def _plain_and_ramp(self, time_s: Array, recompute_s: Array, longer_s: Array) -> tuple[Array, Array]:
         return plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, time_s, recompute_s, longer_s)
@@ -294,19 +302,12 @@ class RankColumns:
         """By weight the least seconds of a micro-batch, with so much of the tail, over all pairs of options; None where no pair fits.
 
         Each moment is taken by itself: a program over two limits at once would take three options, and the larger of two optima over
-        one limit is below it.
+        one limit is below it. Chunks of a rank count as alike.
         """
         fixed, pairs = self.fixed[zero], self._pairs
-        chunk = num_blocks / self.frame.virtual_stages
-        saved, whole = chunk * pairs.saved_bytes, chunk * pairs.whole_saved
-        always = num_blocks * pairs.states + self._spare(fixed.step_copies + num_blocks * pairs.step_copies)
-        room = usable - (fixed.states + fixed.held + np.maximum(pairs.zero_buffer, fixed.zero_buffer))
         least_s = np.zeros(len(self._weights))
-        for one in self._moments:
-            workspace = pairs.whole_workspace if one.alone else pairs.workspace_bytes
-            temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), chunk * pairs.waiting, fixed)
-            own = one.stashes * saved + one.remade * (whole - saved) + always
-            share, fits = _least_share(own, room - temporaries - (one.stashes - self.stashes) * fixed.saved)
+        for own, room in self._limits(num_blocks, zero, usable):
+            share, fits = _least_share(own, room)
             if not fits.any():
                 return None
             time_s, tail_s = (
@@ -315,6 +316,25 @@ class RankColumns:
             least_s = np.maximum(least_s, num_blocks * (time_s + np.multiply.outer(self._weights, tail_s)).min(axis=1))
         found: Array = least_s + fixed.time_s + self._weights * fixed.tail_s
         return found
+
+    def _limits(self, num_blocks: int, zero: int, usable: float) -> Iterator[tuple[Array, Array]]:
+        """For each moment the bytes of the blocks, by side and pair, and the most that they may be, by pair."""
+        fixed, pairs = self.fixed[zero], self._pairs
+        chunk = num_blocks / self.frame.virtual_stages
+        saved, whole = chunk * pairs.saved_bytes, chunk * pairs.whole_saved
+        spare = self._spare(fixed.step_copies + num_blocks * pairs.step_copies)
+        if self._freed:
+            for at in self._freed.moments(zero):
+                states = num_blocks * (pairs.states - (1 - at.made) * pairs.gradients)
+                yield states + at.stashes * saved + at.remade * (whole - saved) + spare, usable - at.besides - pairs.inside(at.alone)
+            return
+        always = num_blocks * pairs.states + spare
+        room = usable - (fixed.states + fixed.held + np.maximum(pairs.zero_buffer, fixed.zero_buffer))
+        for one in self._moments:
+            workspace = pairs.whole_workspace if one.alone else pairs.workspace_bytes
+            temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), chunk * pairs.waiting, fixed)
+            own = one.stashes * saved + one.remade * (whole - saved) + always
+            yield own, room - temporaries - (one.stashes - self.stashes) * fixed.saved
 
     def smallest(self, num_blocks: int) -> Column:
         """The mix and ZeRO stages with the lowest peak memory, whatever its time.
@@ -336,7 +356,14 @@ class RelaxedPairs:
         self.states, self.step_copies, self.whole_saved = block.states[index], block.step_copies[index], block.whole_saved[index]
         self.saved_bytes, self.workspace_bytes = pairs.saved_bytes, pairs.workspace_bytes
         self.zero_buffer, self.whole_workspace = (values[index].max(axis=0) for values in (block.zero_buffer, block.whole_workspace))
-        self.waiting = block.waiting[index].min(axis=0)
+        self.waiting, self.gradients = block.waiting[index].min(axis=0), block.gradients[index]
+        gathered, reduced = block.passes_bytes
+        workspaces = column_of(block.options, "workspace_bytes"), block.whole_workspace
+        self._inside: list[Array] = [(gathered + np.maximum(workspace, reduced))[index].min(axis=0) for workspace in workspaces]
+
+    def inside(self, alone: bool) -> Array:
+        """By pair what any block holds at least in its backward pass, where gradients come and go; alone: without recompute."""
+        return self._inside[alone]
 
 
 def _some(rows: Ints, most: int) -> Ints:

@@ -10,7 +10,7 @@ import numpy as np
 
 from costmodels.book import PriceBook
 from costmodels.chunks.memory import prices_of
-from costmodels.occupancy import sent_bytes, stashes
+from costmodels.occupancy import sent_bytes, stashes, zero_passes_bytes
 from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame
 from planner.fronts import Array
@@ -26,6 +26,7 @@ class Fixed:
     time_s: float
     tail_s: float
     states: float
+    gradients: float  # of the states
     ideal_states: float
     held: float
     saved: float  # of one micro-batch, by embedding and head
@@ -68,6 +69,13 @@ class PerBlock:
     def _index(self) -> dict[LayerOption, int]:
         return {option: index for index, option in enumerate(self.options)}
 
+    @cached_property
+    def passes_bytes(self) -> tuple[Array, Array]:
+        """Parameters that are gathered, and gradients that are reduced, in the backward pass of a block."""
+        found = [zero_passes_bytes(buffer, option.zero) for buffer, option in zip(self.zero_buffer, self.options, strict=True)]
+        gathered, reduced = zip(*found, strict=True)
+        return np.array(gathered), np.array(reduced)
+
     def of(self, options: Sequence[LayerOption]) -> PerBlock:
         """The costs of some of the options, in their order."""
         rows = [self._index[option] for option in options]
@@ -96,7 +104,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
     outside = prices_of(frame, book)
     tail_s = outside.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
     table = book.shared_table_bytes(mesh, sharding)
-    states = ideal = ideal_held = saved = used_up = waiting = host = 0.0
+    states = gradients = ideal = ideal_held = saved = used_up = waiting = host = 0.0
     held_bytes = sent_bytes(rank, frame, book) + table
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
@@ -107,7 +115,7 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
         states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
-        saved, host = saved + kept.saved, host + held.host
+        saved, host, gradients = saved + kept.saved, host + held.host, gradients + held.states.gradients
         held_bytes += stashes(kind, rank, frame) * kept.saved
         ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
@@ -115,8 +123,8 @@ def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
         waiting += book.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and frame.splits_backward)
     workspaces[LayerKind.EMBEDDING] += book.table_workspace_bytes(mesh, sharding)
     return Fixed(
-        time_s=time_s, tail_s=tail_s, states=states, ideal_states=ideal, held=held_bytes, saved=saved, ideal_held=ideal_held,
-        zero_buffer=buffer,
+        time_s=time_s, tail_s=tail_s, states=states, gradients=gradients, ideal_states=ideal, held=held_bytes, saved=saved,
+        ideal_held=ideal_held, zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
         step_copies=step_copies, waiting=waiting, host=host)
 
