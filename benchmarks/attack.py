@@ -23,6 +23,7 @@ from dataclasses import asdict
 import click
 
 from benchmarks.attacks.allowed import LEFT_OUT
+from benchmarks.attacks.prices import INFINITY
 from benchmarks.attacks.requests import memory_requests, requests
 from benchmarks.attacks.rounds import Outcome, attacked
 from planner.report.text import console, gib_text, print_table, say
@@ -40,19 +41,21 @@ def _row(found: Outcome) -> tuple[str, ...]:
 
 def summary(found: Sequence[Outcome]) -> str:
     """How many plans were beaten, and how many beyond their gap."""
-    beaten, beyond = [one for one in found if one.beats > 0], [one for one in found if one.beyond]
+    beaten = sum(one.beats > 0 for one in found)
+    beyond = [one for one in found if one.beyond]
     most = f", by at most {100 * max(one.beyond for one in beyond):.2f} %" if beyond else ""
     ties = sum(one.smaller_peak_gib is not None for one in found)
-    return (
-        f"{len(found)} plans, {sum(one.evaluations for one in found):,} strategies priced: {len(beaten)} beaten, {len(beyond)} beyond the gap"
-        f"{most}; {ties} as good in less memory")
+    priced = sum(one.evaluations for one in found)
+    return f"{len(found)} plans, {priced:,} prices: {beaten} beaten, {len(beyond)} beyond the gap{most}; {ties} as good in less memory"
 
 
 @click.command()
 @click.option("--requests", "count", type=click.IntRange(min=0), default=60, show_default=True, help="Requests for the fastest step.")
-@click.option("--memory-requests", "lean_count", type=click.IntRange(min=0), default=12, show_default=True, help="Requests for the least redundancy.")
+@click.option(
+    "--memory-requests", "lean_count", type=click.IntRange(min=0), default=12, show_default=True, help="Requests for the least redundancy.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the requests that are drawn and of the attacks.")
-@click.option("--evaluations", type=click.IntRange(min=10), default=1500, show_default=True, help="Strategies priced for a request, about.")
+@click.option(
+    "--evaluations", type=click.IntRange(min=10), default=1500, show_default=True, help="Prices of steps and of ranks' memory a request.")
 @click.option("--changes", is_flag=True, help="Also print each plan that is beaten and what beats it, block by block.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout.")
 def main(count: int, lean_count: int, seed: int, evaluations: int, changes: bool, as_json: bool) -> None:
@@ -63,10 +66,15 @@ def main(count: int, lean_count: int, seed: int, evaluations: int, changes: bool
         found.append(attacked(request, evaluations, seed))
         say(errors, f"{number} of {len(asked)}  {_line(found[-1])}")
     if as_json:
-        click.echo(json.dumps([{**asdict(one), "request": str(one.request), "beats": one.beats, "beyond": one.beyond} for one in found], indent=2))
+        click.echo(json.dumps([_document(one) for one in found], indent=2))
     else:
         _print(found, changes=changes)
     sys.exit(1 if any(one.beyond for one in found) else 0)
+
+
+def _document(found: Outcome) -> dict[str, object]:
+    best = None if found.best == INFINITY else found.best
+    return {**asdict(found), "request": str(found.request), "best": best, "beats": found.beats, "beyond": found.beyond}
 
 
 def _line(found: Outcome) -> str:

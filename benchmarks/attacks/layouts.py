@@ -75,22 +75,22 @@ class Layouts:
     def _mixed(self, frame: Frame, blocks: Sequence[int], zero: int) -> Strategy | None:
         ranks = [[way.at(zero) for way in self.palette.ways(frame, rank)] for rank in range(frame.mesh.pp)]
         chosen: list[list[LayerChoice]] = [[own[0]] * count for own, count in zip(ranks, blocks, strict=True)]
-        for rank, count in enumerate(blocks):
-            found = self._fitting(frame, blocks, chosen, rank, ranks[rank], count, zero)
+        for rank in range(frame.mesh.pp):
+            found = self._fitting(frame, blocks, chosen, rank, ranks[rank], zero)
             if found is None:
                 return None
             chosen[rank] = found
         return laid_out(frame, blocks, chosen, zero)
 
     def _fitting(
-        self, frame: Frame, blocks: Sequence[int], chosen: list[list[LayerChoice]], rank: int, own: list[LayerChoice], count: int, zero: int,
+        self, frame: Frame, blocks: Sequence[int], chosen: list[list[LayerChoice]], rank: int, own: list[LayerChoice], zero: int,
     ) -> list[LayerChoice] | None:
         """The fastest choice that fits, with as many blocks on the next faster one as there is room for."""
 
         def with_(layers: list[LayerChoice]) -> Strategy:
             return laid_out(frame, blocks, [*chosen[:rank], layers, *chosen[rank + 1:]], zero)
 
-        front = self._front(own, frame)
+        front, count = self._front(own, frame), blocks[rank]
         place = fewest(lambda n: self.prices.fits(with_([front[n]] * count), rank), len(front) - 1)
         lean, faster = front[place], front[max(0, place - 1)]
         if not self.prices.fits(with_([lean] * count), rank):

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
+from benchmarks.attacks.allowed import frames
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from planner.options.options import Asked, Question, question
 from planner.plan.prediction import Objective
 from planner.request import Constraints, SearchOptions
-from profiles.catalog import load_model
 from profiles.transformer import build_graph
 from profiles.units import GIB, gib
 
 MODELS = ("gpt-1.5b", "gpt-2.5b", "gpt-7.5b", "gpt-8.3b", "gpt-20b", "llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b")
 CLUSTERS = ("a100-40gb", "a100-80gb", "h100-80gb", "v100-32gb")
 GPUS = (4, 8, 16, 24, 32, 64)
-STACKS = ("megatron-core", "megatron-core", "parplan", "nemo", "torchtitan")  # the default twice as often
+STACKS = (None, None, "parplan", "nemo", "torchtitan")  # the default twice as often
 STATE_BYTES = 18  # of a parameter in mixed precision, in all
 FILLED = 0.7  # of the memory that states may fill in a request that is drawn: a larger model has no plan, or one with the host alone
 PINS = (
@@ -73,44 +73,43 @@ NAMED = (
     Request(_asked("llama3-8b", 24)),
     Request(_asked("gpt-7.5b", 32), Constraints(pp=(8,))),
     Request(
-        _asked("gpt-1.5b", 2, "v100-32gb", stack="parplan", global_batch_size=2), options=SearchOptions(memory_limit_bytes=int(13.5 * GIB))),
+        _asked("gpt-1.5b", 2, "v100-32gb", stack="parplan", global_batch_size=2),
+        options=SearchOptions(memory_limit_bytes=int(13.5 * GIB))),
     Request(_asked("llama3-8b", 4, stack="parplan", global_batch_size=4)),
     Request(_asked("llama3-8b", 8, global_batch_size=4), Constraints(pp=(8,))),
     Request(_asked("gpt-1.5b", 8, "a100-40gb", global_batch_size=64)),
 )
-SMALL = (  # for a test: few GPUs and micro-batches
-    Request(_asked("llama3-8b", 16, "h100-80gb", gpus_per_node=1, global_batch_size=64), Constraints(pp=(1,), tp=(1,))),
-    Request(_asked("gpt-1.5b", 8, "a100-40gb", global_batch_size=64), Constraints(pp=(1, 2), tp=(1, 2))),
+SMALL = (  # for a test: few GPUs and micro-batches, one for each kind of change that beat a plan once
+    Request(
+        _asked("llama3-8b", 16, "h100-80gb", gpus_per_node=1, global_batch_size=64),
+        Constraints(pp=(1,), tp=(1,), recompute=(Recompute.NONE,))),
+    Request(
+        _asked("gpt-1.5b", 2, "v100-32gb", stack="parplan", global_batch_size=2),
+        options=SearchOptions(memory_limit_bytes=int(13.5 * GIB))),
     Request(_asked("llama3-8b", 8, global_batch_size=4), Constraints(pp=(8,))),
-    Request(_asked("llama3-8b", 4, stack="parplan", global_batch_size=4), Constraints(micro_batch_size=(1, 2))),
+    Request(_asked("llama3-8b", 4, stack="parplan", global_batch_size=4), Constraints(tp=(2,), micro_batch_size=(2,))),
+    Request(_asked("gpt-1.5b", 8, "v100-32gb", stack="parplan", global_batch_size=16), Constraints(pp=(8,), micro_batch_size=(1,))),
     Request(_asked("gpt-7.5b", 16, global_batch_size=64), Constraints(pp=(4,), tp=(1,))),
 )
 
 
 def drawn(seed: int) -> Iterator[Request]:
-    """Ordinary requests without end, the same for a seed: a model whose states have room, a batch, a stack and sometimes pins."""
+    """Ordinary requests without end, the same for a seed: a model whose states have room, a batch, a stack and sometimes legal pins."""
     chance = random.Random(seed)
     while True:
         model, gpus, gpu = chance.choice(MODELS), chance.choice(GPUS), chance.choice(CLUSTERS)
-        stack, pins, batch, per_node = chance.choice(STACKS), chance.choice(PINS), chance.choice((None, None, 64, 128)), chance.random() < 0.1
-        asked = _asked(
-            model, gpus, gpu, stack=None if stack == "megatron-core" else stack, global_batch_size=batch, gpus_per_node=1 if per_node else None)
+        stack, pins, batch = chance.choice(STACKS), chance.choice(PINS), chance.choice((None, None, 64, 128))
+        per_node = 1 if chance.random() < 0.1 else None
+        asked = _asked(model, gpus, gpu, stack=stack, global_batch_size=batch, gpus_per_node=per_node)
         request = Request(asked, pins)
-        if _has_room(request) and _divides(request):
+        if _has_room(request) and any(frames(request.question, request.pins)):
             yield request
 
 
 def _has_room(request: Request) -> bool:
-    asked, spec = request.question, load_model(str(request.asked.model)).spec
-    needed = STATE_BYTES * build_graph(spec, asked.training, 1).num_parameters
+    asked = request.question
+    needed = STATE_BYTES * build_graph(asked.model, asked.training, 1).num_parameters
     return needed <= FILLED * asked.cluster.num_gpus * asked.cluster.device.memory_bytes
-
-
-def _divides(request: Request) -> bool:
-    """Whether the degrees that are pinned divide the GPUs, and tensor parallelism stays in a node."""
-    pins, cluster = request.pins, request.question.cluster
-    pp_fits = pins.pp is None or any(cluster.num_gpus % pp == 0 for pp in pins.pp)
-    return pp_fits and (pins.tp is None or any(cluster.gpus_per_node % tp == 0 for tp in pins.tp))
 
 
 def requests(number: int, seed: int) -> Iterator[Request]:

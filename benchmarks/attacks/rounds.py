@@ -68,7 +68,9 @@ class Outcome:
     @property
     def beats(self) -> float:
         """By what share of the plan the best attack is below it."""
-        return 1.0 if self.plan is None and self.best < INFINITY else 0.0 if self.plan is None else 1 - self.best / self.plan
+        if self.plan is None:
+            return float(self.best < INFINITY)
+        return 1 - self.best / self.plan
 
     @property
     def beyond(self) -> float:
@@ -130,7 +132,8 @@ class Attack:
     def _of_frames(self, start: Candidate | None) -> Iterator[Candidate]:
         """Other frames, filled and climbed from: those that the search does not have, and some that it has."""
         own = start.strategy.frame if start else None
-        cut, filled = start.value if start and self.request.objective is Objective.THROUGHPUT else INFINITY, []
+        cut = start.value if start and self.request.objective is Objective.THROUGHPUT else INFINITY
+        filled: list[Candidate] = []
         stop = self.prices.evaluations + int(SHARES["frames"] * self.evaluations)
         for frame in self._others(own, cut):
             if filled and self.prices.evaluations > stop:
