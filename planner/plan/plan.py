@@ -22,6 +22,7 @@ from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.module import ModuleSource
 from profiles.provenance import Kind
+from profiles.reader import Hints, read_yaml
 from profiles.schema import document, parse
 from profiles.spec import ModelSpec, TrainingSpec
 
@@ -211,14 +212,7 @@ def read(path: Path) -> Plan:
 
 def load(path: Path) -> Any:
     """What a file holds. Raises ConfigError: not readable, not YAML."""
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="make a plan with: plan --model NAME --gpus N") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = getattr(getattr(error, "problem_mark", None), "line", None)
-        place = f"{path}:{line + 1}" if line is not None else str(path)
-        raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}", hint="make the plan again") from None
+    return read_yaml(path, hints=Hints("make a plan with: plan --model NAME --gpus N", "make the plan again"))
 
 
 def from_document(body: Any, where: str) -> Plan:
