@@ -13,6 +13,7 @@ from costmodels.strategy import TP_OVERLAP_LEVELS
 from planner.forbid import NAMES, Ban, Value
 from planner.plan.prediction import Objective
 from profiles.errors import ConfigError
+from profiles.ranges import require_range
 
 ZERO_STAGES = (0, 1, 2, 3)
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
@@ -55,8 +56,7 @@ class Constraints:
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages"):
             for value in getattr(self, name) or ():
-                if value < 1:
-                    raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
+                require_range(name, value, f"--{name.replace('_', '-')}")
         for value in self.zero or ():
             if value not in ZERO_STAGES:
                 raise ConfigError(f"--zero is {value}, it must be 0, 1, 2 or 3")
@@ -89,6 +89,7 @@ class Constraints:
 
 
 DEFAULT_MAX_SLOWDOWN = 0.10
+LONGEST_S = 10**9  # of a time limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +106,12 @@ class SearchOptions:
     solver: SolverName = SolverName.CBC
 
     def __post_init__(self) -> None:
-        if self.max_slowdown < 0:
-            raise ConfigError(f"--max-slowdown is {self.max_slowdown}, it must not be negative")
+        if not 0 <= self.max_slowdown <= 1000:
+            raise ConfigError(f"--max-slowdown is {self.max_slowdown}, it must be from 0 to 1000", hint="0.1 is 10 %")
         if self.memory_margin is not None and not 0 <= self.memory_margin < 1:
             raise ConfigError(f"--memory-margin is {self.memory_margin}, it must be in [0, 1)", hint="0.08 keeps 8 % free")
-        if self.time_limit_s is not None and self.time_limit_s <= 0:
-            raise ConfigError(f"--time-limit is {self.time_limit_s}, it must be positive")
+        if self.time_limit_s is not None and not 0 < self.time_limit_s <= LONGEST_S:
+            raise ConfigError(f"--time-limit is {self.time_limit_s}, it must be positive, and at most {LONGEST_S:,} seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

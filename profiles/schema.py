@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from profiles.errors import ConfigError, did_you_mean
+from profiles.ranges import require_ranges
 from profiles.reader import shortened
 
 T = TypeVar("T")
@@ -20,11 +21,10 @@ _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 def parse(cls: type[T], document: object, where: str) -> T:
     """`document` as an instance of the dataclass `cls`.
 
-    Raises ConfigError with `where` (a file) and the key's path when a key is unknown, missing or of the wrong type.
+    Raises ConfigError with `where` (a file) and the key's path when a key is unknown, missing, of the wrong type or out of its range.
     """
     try:
         found: T = _adapter(cast(Hashable, cls)).validate_python(document)
-        return found
     except ValidationError as error:
         if error.error_count() > MAX_ERRORS:  # listing them would take minutes
             raise ConfigError(
@@ -34,6 +34,8 @@ def parse(cls: type[T], document: object, where: str) -> T:
         raise _config_error(cls, first["loc"], first["type"], first["msg"], first.get("input"), where) from None
     except ConfigError as error:  # from a `__post_init__`, which does not know the file
         raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
+    require_ranges(found, where)
+    return found
 
 
 @functools.cache

@@ -362,7 +362,7 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
     pytest.param(("--model", "gpt-20b"), r"--gpus is missing", id="no-gpus"),
     pytest.param(("--model", "gpt-20b", "--gpus", "12"), r"12 GPUs do not fill whole nodes of 8 .*\nhint: use --gpus 8 or", id="12-gpus"),
     pytest.param(("--model", "gpt-20b", "--gpus", "97", "--gpus-per-node", "97"), r"no legal way to use 97 GPUs", id="prime"),
-    pytest.param(("--model", "gpt-20b", "--gpus", "-4"), r"--gpus is -4, it must be at least 1", id="negative-gpus"),
+    pytest.param(("--model", "gpt-20b", "--gpus", "-4"), r"--gpus is -4, it must be from 1 to 10,000,000", id="negative-gpus"),
     pytest.param((*BIG, "--tp", "3"), r"tp 3 does not divide the 64 attention heads", id="heads"),
     pytest.param((*BIG, "--pp", "5,6"), r"--pp 5,6 does not divide the 64 GPUs", id="pins-that-do-not-divide"),
     pytest.param((*BIG, "--pp", "2", "--dp", "2", "--tp", "2"), r"no --pp x --dp x --tp that is pinned makes 64", id="pins-together"),
