@@ -114,10 +114,6 @@ def _require_layer_plan(layer_plan: LayerPlan, mesh: Mesh, where: str) -> None:
     """Raises ConfigError unless a layer plan is one of ranks of this mesh."""
     if layer_plan.zero and layer_plan.zero_ranks is not None and mesh.dp % layer_plan.zero_ranks:
         raise ConfigError(f"{where}: zero_ranks {layer_plan.zero_ranks} does not divide dp {mesh.dp}", hint=_AGAIN)
-    if mesh.tp == 1:
-        for name, placed in layer_plan.operators.items():
-            if placed.input or placed.output or any(placed.parameters.values()):
-                raise ConfigError(f"{where}: operators.{name} is divided over tp, the mesh has tp 1", hint=_AGAIN)
 
 
 def _require_layers(stages: Iterable[StagePlan], known: Mapping[str, LayerPlan], num_layers: int, where: str) -> None:
