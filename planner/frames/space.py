@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, isqrt
 
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
@@ -39,8 +39,9 @@ class Space:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of `number`, ascending."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
+    """The divisors of `number`, ascending, by trial up to its root."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return (*small, *(number // d for d in reversed(small) if d * d != number))
 
 
 def describe(frame: Frame) -> str:
