@@ -41,7 +41,8 @@ def require_whole(plan: Plan, where: str) -> None:
     _require_prediction(plan.predicted, plan.mesh.pp, plan.layer_plans, where)
     if plan.chunks is not None:
         if [rank.stage for rank in plan.chunks.ranks] != list(range(plan.mesh.pp)):
-            raise _unfit(where, "chunks.ranks", f"it has {len(plan.chunks.ranks)} stages, the mesh has pp {plan.mesh.pp}")
+            raise ConfigError(
+                f"{where}: chunks.ranks has {len(plan.chunks.ranks)} stages, the mesh has pp {plan.mesh.pp}", hint=_AGAIN)
         for index, group in enumerate(plan.chunks.groups):
             _require_rank(group.stage, plan.mesh.pp, f"{where}: chunks.groups.{index}: stage")
 
@@ -143,7 +144,7 @@ def _require_layers(stages: Iterable[StagePlan], known: Mapping[str, LayerPlan],
 def _require_prediction(predicted: Prediction, pp: int, known: Mapping[str, LayerPlan] | None, where: str) -> None:
     """Raises ConfigError unless what is predicted is of these stages and layer plans."""
     if [memory.stage for memory in predicted.memory_gib] != list(range(pp)):
-        raise _unfit(where, "predicted.memory_gib", f"it has {len(predicted.memory_gib)} stages, the mesh has pp {pp}")
+        raise ConfigError(f"{where}: predicted.memory_gib has {len(predicted.memory_gib)} stages, the mesh has pp {pp}", hint=_AGAIN)
     if predicted.redundancy_gib.stages and len(predicted.redundancy_gib.stages) != pp:
         raise _unfit(where, "predicted.redundancy_gib", f"it has {len(predicted.redundancy_gib.stages)} stages, the mesh has pp {pp}")
     for name, layer in predicted.redundancy_gib.layers.items() if known is not None else ():
