@@ -372,7 +372,7 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
     pytest.param((*BIG, "--tp", "two"), r"--tp", id="tp-word"),
     pytest.param((*BIG, "--zero", "4"), r"--zero", id="zero-4"),
     pytest.param((*BIG, "--schedule", "1f2b"), r"'1f2b' is not one of 'gpipe', '1f1b', 'interleaved'", id="schedule"),
-    pytest.param((*BIG, "--global-batch-size", "-1"), r"global_batch_size is -1", id="negative-batch"),
+    pytest.param((*BIG, "--global-batch-size", "-1"), r"--global-batch-size is -1", id="negative-batch"),
     pytest.param((*BIG, "--seq-length", "4096"), r"--seq-length is 4096, gpt-20b learns 2048 positions", id="positions"),
     pytest.param((*BIG, "--gpu", "v100-32gb", "--precision", "bf16"), r"v100-32gb has no bf16 .*\nhint: choose another", id="bf16"),
     pytest.param((*BIG, "--memory-limit", "72"), r"--memory-limit is '72'.*\nhint: for example --memory-limit 72GiB", id="no-unit"),
