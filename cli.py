@@ -32,7 +32,7 @@ from cli_options import (
     tracing,
 )
 from cli_output import STDOUT, deliver
-from cli_style import INTERRUPTED, List, Main, noticing_ctrl_c, option, print_json, show_version
+from cli_style import INTERRUPTED, List, Main, Whole, noticing_ctrl_c, option, print_json, show_version
 
 if TYPE_CHECKING:
     from planner.options.options import Question
@@ -257,17 +257,18 @@ _MEASURED = "Measured steps"
                      "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml\n"
                      "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --offload optimizer,parameters --host-blocks 20")
 @asked
-@option(_LAYOUT, "--pp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Pipeline stages.")
-@option(_LAYOUT, "--dp", type=click.IntRange(1), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")
-@option(_LAYOUT, "--tp", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Tensor parallel degree.")
-@option(_LAYOUT, "--ep", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Expert parallel degree, divides dp.")
-@option(_LAYOUT, "--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences in one.")
+@option(_LAYOUT, "--pp", type=Whole("pp"), default=1, show_default=True, metavar="N", help="Pipeline stages.")
+@option(_LAYOUT, "--dp", type=Whole("dp"), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")
+@option(_LAYOUT, "--tp", type=Whole("tp"), default=1, show_default=True, metavar="N", help="Tensor parallel degree.")
+@option(_LAYOUT, "--ep", type=Whole("ep"), default=1, show_default=True, metavar="N", help="Expert parallel degree, divides dp.")
+@option(_LAYOUT, "--micro-batch-size", type=Whole("micro_batch_size"), default=1, show_default=True, metavar="N", help="Sequences in one.")
 @option(_LAYOUT, "--schedule", type=click.Choice(SCHEDULES), help="[default: 1f1b, interleaved with --virtual-stages above 1]")
 @option(_LAYOUT, "--schedule-file", type=click.Path(path_type=Path), metavar="FILE",
         help="Instead, what each rank runs, one line each: 0F0,0F1,0B0,.. (stage, F B I or W, micro-batch).")
-@option(_LAYOUT, "--virtual-stages", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Chunks per pipeline rank.")
+@option(_LAYOUT, "--virtual-stages", type=Whole("virtual_stages"), default=1, show_default=True, metavar="N",
+        help="Chunks per pipeline rank.")
 @option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of every layer.")
-@option(_LAYOUT, "--zero-ranks", type=click.IntRange(2), metavar="N", help="Neighbours that hold one copy of the states. [default: all]")
+@option(_LAYOUT, "--zero-ranks", type=Whole("neighbours"), metavar="N", help="Neighbours that hold one copy of the states. [default: all]")
 @option(_LAYOUT, "--offload", type=List(click.Choice(OFFLOAD)), metavar="WHAT,..",
         help="To the host: states, or in chunks of blocks optimizer (states), parameters (with those); activations, lookup.")
 @option(_LAYOUT, "--host-blocks", type=click.IntRange(0), metavar="N", help="With parameters, the last N blocks of a rank. [default: all]")
@@ -307,8 +308,8 @@ def estimate(**options: Any) -> None:
 @main.command(epilog="  plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1\n"
                      "  plan explain --model llama3-8b --gpus 8 --tp 2 --micro-batch-size 2 --json | jq '.[].rejected'")
 @asked
-@option(_LAYOUT, "--tp", type=click.IntRange(1), default=8, show_default=True, metavar="N", help="Tensor parallel degree.")
-@option(_LAYOUT, "--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences in one.")
+@option(_LAYOUT, "--tp", type=Whole("tp"), default=8, show_default=True, metavar="N", help="Tensor parallel degree.")
+@option(_LAYOUT, "--micro-batch-size", type=Whole("micro_batch_size"), default=1, show_default=True, metavar="N", help="Sequences in one.")
 @option(_LAYOUT, "--zero", type=click.IntRange(0, 3), default=0, show_default=True, metavar="0..3", help="ZeRO stage of the states.")
 @option(_LAYOUT, "--operator", metavar="NAME", help="Only this operator. [default: all]")
 @as_json

@@ -12,7 +12,7 @@ import click
 
 from cli_options import OUTPUT, WHAT, as_json, located, searching, trained
 from cli_output import STDOUT
-from cli_style import INTERRUPTED, Command, noticing_ctrl_c, option, print_json
+from cli_style import INTERRUPTED, Command, Whole, noticing_ctrl_c, option, print_json
 
 if TYPE_CHECKING:
     from planner.largest import Largest
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "  plan max-model --gpus 8 --gpu v100-32gb --host-memory 240GiB\n  plan max-model --gpus 8 --gpu a100-40gb --hidden 8192 -o plan.yaml\n"
     "  plan max-model --gpus 32 --gpu a100-40gb --json | jq '.largest[] | {offload, model, tflops}'"))
 @option(WHAT, "--family", default="gpt", show_default=True, metavar="NAME|FILE", help="Whose models: its members of `plan models`.")
-@option(WHAT, "--hidden", type=click.IntRange(1), metavar="N", help="Instead of members: the most blocks of this hidden size.")
+@option(WHAT, "--hidden", type=Whole("hidden"), metavar="N", help="Instead of members: the most blocks of this hidden size.")
 @trained
 @located
 @searching

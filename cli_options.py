@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from cli_style import List, option, together
+from cli_style import List, Whole, option, together
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 RECOMPUTE = ("none", "selective", "full")
@@ -17,8 +17,8 @@ BASELINES = "Baselines"
 WHAT, WHERE, AIM, PINS, SEARCH, OUTPUT = "What to train", "On what", "Objective", "Pins", "Search", "Output"
 
 trained = together(
-    option(WHAT, "--global-batch-size", type=int, metavar="N", help="Sequences in a step. [default: the model's]"),
-    option(WHAT, "--seq-length", type=int, metavar="N", help="Tokens in a sequence. [default: the model's]"),
+    option(WHAT, "--global-batch-size", type=Whole("global_batch_size"), metavar="N", help="Sequences in a step. [default: the model's]"),
+    option(WHAT, "--seq-length", type=Whole("seq_length"), metavar="N", help="Tokens in a sequence. [default: the model's]"),
     option(WHAT, "--precision", type=click.Choice(PRECISIONS),
            help="Of weights and activations. [default: bf16, fp16 where the GPU has none, or the profile's]"),
     option(WHAT, "--gradient-precision", type=click.Choice(PRECISIONS),
@@ -29,9 +29,9 @@ trained = together(
     option(WHAT, "--attention", type=click.Choice(ATTENTION), help="Attention kernel. [default: the stack's]"),
 )
 located = together(
-    option(WHERE, "--gpus", type=int, metavar="N", help="How many GPUs."),
+    option(WHERE, "--gpus", type=Whole("gpus"), metavar="N", help="How many GPUs."),
     option(WHERE, "--gpu", metavar="NAME", help="A name of `plan clusters`. [default: a100-80gb, or the profile's]"),
-    option(WHERE, "--gpus-per-node", type=int, metavar="N", help="GPUs in a node. [default: the cluster's]"),
+    option(WHERE, "--gpus-per-node", type=Whole("gpus_per_node"), metavar="N", help="GPUs in a node. [default: the cluster's]"),
     option(WHERE, "--cluster", metavar="FILE", help="A cluster YAML instead of --gpu; it may say how many GPUs."),
     option(WHERE, "--host-memory", metavar="SIZE", help="Of a node, such as 240GiB. [default: the cluster's]"),
     option(WHERE, "--profile", metavar="FILE", help="A hardware profile of your own, of `plan profile` or `plan calibrate`."),
@@ -55,15 +55,15 @@ searching = together(
            help="Of the memory objective, over the fastest: without the host, where that fits. [default: 0.1]"),
     option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
     option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
-    option(PINS, "--pp", type=List(click.IntRange(1)), metavar="N,..", help="Pipeline stages allowed."),
-    option(PINS, "--dp", type=List(click.IntRange(1)), metavar="N,..", help="Data parallel degrees allowed."),
-    option(PINS, "--tp", type=List(click.IntRange(1)), metavar="N,..", help="Tensor parallel degrees allowed."),
-    option(PINS, "--ep", type=List(click.IntRange(1)), metavar="N,..", help="Expert parallel degrees allowed, divisors of dp."),
-    option(PINS, "--micro-batch-size", type=List(click.IntRange(1)), metavar="N,..", help="Sequences in a micro-batch."),
-    option(PINS, "--virtual-stages", type=List(click.IntRange(1)), metavar="N,..", help="Model chunks per pipeline rank."),
+    option(PINS, "--pp", type=List(Whole("pp")), metavar="N,..", help="Pipeline stages allowed."),
+    option(PINS, "--dp", type=List(Whole("dp")), metavar="N,..", help="Data parallel degrees allowed."),
+    option(PINS, "--tp", type=List(Whole("tp")), metavar="N,..", help="Tensor parallel degrees allowed."),
+    option(PINS, "--ep", type=List(Whole("ep")), metavar="N,..", help="Expert parallel degrees allowed, divisors of dp."),
+    option(PINS, "--micro-batch-size", type=List(Whole("micro_batch_size")), metavar="N,..", help="Sequences in a micro-batch."),
+    option(PINS, "--virtual-stages", type=List(Whole("virtual_stages")), metavar="N,..", help="Model chunks per pipeline rank."),
     option(PINS, "--schedule", type=List(click.Choice(SCHEDULES)), metavar="NAME,..", help=f"Of {', '.join(SCHEDULES)}."),
     option(PINS, "--zero", type=List(click.IntRange(0, 3)), metavar="0..3,..", help="ZeRO stages allowed."),
-    option(PINS, "--zero-ranks", type=click.IntRange(2), metavar="N",
+    option(PINS, "--zero-ranks", type=Whole("neighbours"), metavar="N",
            help="Neighbours that hold one copy of sharded states, where N divides dp. [default: all]"),
     option(PINS, "--recompute", type=List(click.Choice(RECOMPUTE)), metavar="NAME,..", help=f"Of {', '.join(RECOMPUTE)}."),
     option(PINS, "--sequence-parallel/--no-sequence-parallel", default=None, help="With or without, where tp > 1."),
@@ -84,7 +84,7 @@ aim = together(
     option(AIM, "--objective", type=click.Choice(("throughput", "memory", "pareto")), default="throughput", show_default=True,
            help="Fastest step, least redundant memory within --max-slowdown, or the front of time and memory. Memory is that of the "
                 "GPUs: the host takes states off them as --offload allows, never to hold more than without it."),
-    option(AIM, "--points", type=int, metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
+    option(AIM, "--points", type=Whole("num_points"), metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
 )
 explaining = option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why.")
 as_json = option(OUTPUT, "--json", "as_json", is_flag=True, help="Print JSON and nothing else on stdout.")

@@ -13,7 +13,7 @@ import click
 
 from cli_options import OUTPUT, PRECISIONS, as_json
 from cli_output import require_torch
-from cli_style import INTERRUPTED, Command, option
+from cli_style import INTERRUPTED, Command, Whole, option
 
 if TYPE_CHECKING:
     from planner.machine.profiling import Profiled, Wanted
@@ -46,8 +46,8 @@ PROGRAM = "executor.operations.program:measure"
         help="Collectives that torchrun -m profiles.profile_comm measured, on several nodes perhaps; may be repeated.")
 @option(IMPORT, "--nccl-tests", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
         help="Collectives from the text that nccl-tests printed, instead of measuring; may be repeated.")
-@option(IMPORT, "--nodes", type=click.IntRange(1), metavar="N", help="On how many nodes it ran, where its text does not say it.")
-@option(IMPORT, "--ranks-per-node", type=click.IntRange(1), metavar="N", help="With how many GPUs of each, likewise.")
+@option(IMPORT, "--nodes", type=Whole("nodes"), metavar="N", help="On how many nodes it ran, where its text does not say it.")
+@option(IMPORT, "--ranks-per-node", type=Whole("ranks_per_node"), metavar="N", help="With how many GPUs of each, likewise.")
 @option(LOOK, "--show", is_flag=True, help="Print FILE.")
 @option(LOOK, "--diff", is_flag=True, help="Compare FILE with a second one.")
 @option(LOOK, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw the profile: .png, .svg or .pdf.")

@@ -12,6 +12,7 @@ import click
 
 from profiles.errors import PlannerError, unknown_name_error
 from profiles.interrupts import on_ctrl_c
+from profiles.ranges import require_range
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -28,6 +29,20 @@ class List(click.ParamType):
         if not isinstance(value, str):
             return value
         return tuple(self.item.convert(part.strip(), param, ctx) for part in value.split(","))
+
+
+class Whole(click.ParamType):
+    """An integer in the range of a name (profiles/ranges.py)."""
+
+    name = "integer"
+
+    def __init__(self, of: str) -> None:
+        self.of = of
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number: int = click.INT.convert(value, param, ctx)
+        require_range(self.of, number, param.opts[0] if param else self.of)
+        return number
 
 
 class Option(click.Option):

@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from profiles.errors import ConfigError
 
-_TEXT = re.compile(r"(\d+)([FBIWR])(\d+)")
+_TEXT = re.compile(r"(\d{1,9})([FBIWR])(\d{1,9})", re.ASCII)
 _CSV = "one line per pipeline rank like 0F0,0F1,0B0,0B1: virtual stage, F, B, I, W or R, micro-batch"
 _PASSES = "F B, F R B or F I W"
 _CORRECT = "correct that line of the schedule"
@@ -75,8 +75,8 @@ def orders_of(rows: Sequence[str]) -> tuple[tuple[Action, ...], ...]:
     return tuple(orders)
 
 
-def check(rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_batches: int) -> None:
-    """Raises ConfigError unless the CSV lines are a step that every rank can finish.
+def check(rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_batches: int) -> dict[int, int]:
+    """The rank of every virtual stage. Raises ConfigError unless the CSV lines are a step that every rank can finish.
 
     Every virtual stage is on one rank, `virtual_stages` on each; every micro-batch passes through every stage once forward and
     once backward, the backward whole (B), after its recompute (R, later B) or in two parts (I, later W); and no rank waits for
@@ -89,6 +89,7 @@ def check(rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_ba
     for rank, actions in enumerate(parsed):
         _check_rank(actions, rank, num_micro_batches)
     _check_ends(parsed, len(home))
+    return home
 
 
 def _homes(parsed: Sequence[Sequence[tuple[int, Work, int]]], virtual_stages: int) -> dict[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from profiles.errors import ConfigError
+from profiles.ranges import DEVICES
 from profiles.spec import ModelSpec
 
 _FORBID = {"extra": "forbid"}
@@ -36,8 +37,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for axis in Axis:
-            if self.degree(axis) < 1:
-                raise ConfigError(f"mesh: {axis} is {self.degree(axis)}, it must be at least 1")
+            if self.degree(axis) not in DEVICES:
+                raise ConfigError(f"mesh: {axis} is {self.degree(axis)}, it must be {DEVICES}")
         if self.ep < 1 or self.dp % self.ep:
             raise ConfigError(
                 f"mesh: ep {self.ep} does not divide dp {self.dp}, over whose ranks the experts are divided",

@@ -40,6 +40,7 @@ class Schedule(StrEnum):
     CUSTOM = "custom"
 
 
+MOST_PASSES = 2_000_000  # of a step, which is simulated pass by pass: 10 to 20 s
 SPLIT = frozenset({Schedule.ZBV})  # their lists split backwards; a custom one may
 AHEAD = frozenset({Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP})  # theirs recompute ahead; a custom one may
 LAST_KEEPS_ALL = frozenset({Schedule.LAST_NO_RECOMPUTE, Schedule.SCP})  # of whose last stage nothing may be recomputed
@@ -107,6 +108,11 @@ def legal(schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_st
             f"a pipeline needs at least one rank, micro-batch and virtual stage, found {num_ranks} ranks, "
             f"{num_micro_batches} micro-batches and {virtual_stages} virtual stages"
         )
+    passes = 2 * num_ranks * virtual_stages * num_micro_batches
+    if passes > MOST_PASSES:
+        return (
+            f"a step of {num_micro_batches:,} micro-batches on {num_ranks * virtual_stages} stages is {passes:,} forward and backward "
+            f"passes, at most {MOST_PASSES:,} are planned")
     if schedule is Schedule.CUSTOM:
         return None
     if schedule is Schedule.ZBV:

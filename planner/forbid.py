@@ -9,6 +9,7 @@ from enum import StrEnum
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from profiles.errors import ConfigError, unknown_name_error
+from profiles.reader import MAX_DIGITS
 
 Value = int | bool | StrEnum
 _SWITCH = {"true": True, "false": False}
@@ -32,7 +33,7 @@ def _flag(name: str) -> str:
 
 def _whole(name: str, text: str, least: int, most: int | None) -> int:
     wanted = f"a whole number of at least {least}" if most is None else f"{least} to {most}"
-    if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+    if not text.isdecimal() or len(text) > MAX_DIGITS or int(text) < least or (most is not None and int(text) > most):
         raise ConfigError(f"--forbid {_flag(name)}={text}: it must be {wanted}", hint=f"for example --forbid {_flag(name)}={most or 8}")
     return int(text)
 

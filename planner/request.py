@@ -14,6 +14,7 @@ from planner.deadline import NEVER, Deadline
 from planner.forbid import NAMES, Ban, Value
 from planner.plan.prediction import Objective
 from profiles.errors import ConfigError
+from profiles.ranges import require_range
 
 ZERO_STAGES = (0, 1, 2, 3)
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
@@ -56,8 +57,7 @@ class Constraints:
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "ep", "micro_batch_size", "virtual_stages"):
             for value in getattr(self, name) or ():
-                if value < 1:
-                    raise ConfigError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
+                require_range(name, value, f"--{name.replace('_', '-')}")
         for value in self.zero or ():
             if value not in ZERO_STAGES:
                 raise ConfigError(f"--zero is {value}, it must be 0, 1, 2 or 3")
@@ -107,8 +107,8 @@ class SearchOptions:
     solver: SolverName = SolverName.CBC
 
     def __post_init__(self) -> None:
-        if self.max_slowdown < 0:
-            raise ConfigError(f"--max-slowdown is {self.max_slowdown}, it must not be negative")
+        if not 0 <= self.max_slowdown <= 1000:
+            raise ConfigError(f"--max-slowdown is {self.max_slowdown}, it must be from 0 to 1000", hint="0.1 is 10 %")
         if self.memory_margin is not None and not 0 <= self.memory_margin < 1:
             raise ConfigError(f"--memory-margin is {self.memory_margin}, it must be in [0, 1)", hint="0.08 keeps 8 % free")
 

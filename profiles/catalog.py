@@ -6,8 +6,8 @@ and microseconds outside, bytes, bytes/s, FLOP/s and seconds inside.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -15,7 +15,6 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-import yaml
 from pydantic import Field
 
 from profiles.calibration import Calibration
@@ -23,6 +22,7 @@ from profiles.errors import ConfigError, unknown_name_error
 from profiles.families import Family, family_of
 from profiles.hardware import Cluster, Device, Link
 from profiles.huggingface import entry_from_config
+from profiles.reader import read_json, read_yaml
 from profiles.schema import document, json_schema, parse
 from profiles.spec import ModelEntry, ModelSpec
 from profiles.speeds import Profile
@@ -182,11 +182,11 @@ def _named_model(text: str) -> ModelEntry | None:
 def _model_path(name_or_path: str) -> Path:
     known = (*model_names(), *(entry.spec.name for entry in family_members()))
     path = _path_or_unknown("model", name_or_path, known)
-    return path / "config.json" if path.is_dir() else path
+    return path / "config.json" if os.path.isdir(path) else path
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    return _mapping(_read_json(path), str(path))
+    return _mapping(read_json(path), str(path))
 
 
 def stack_names() -> tuple[str, ...]:
@@ -345,34 +345,13 @@ def _path_or_unknown(what: str, text: str, known: tuple[str, ...]) -> Path:
     """`text` as a path when it is one or looks like one; otherwise the error for an unknown name."""
     path = Path(text)
     looks_like_path = "/" in text or "\\" in text or path.suffix in (".yaml", ".yml", ".json")
-    if not looks_like_path and not path.exists():
+    if not looks_like_path and not os.path.exists(path):  # unlike Path.exists, it takes a name that is too long
         raise unknown_name_error(what, text, known)
     return path
 
 
-def _read_text(source: Traversable) -> str:
-    try:
-        return source.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {_where(source)}: {error.strerror}", hint="check the path") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{_where(source)}: not UTF-8 text: {error.reason} at byte {error.start}", hint="correct that file") from None
-
-
 def _read_yaml(source: Traversable) -> object:
-    try:
-        return yaml.load(_read_text(source), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{_where(source)}:{mark.line + 1}" if mark else _where(source)
-        raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}", hint="correct that line") from None
-
-
-def _read_json(source: Traversable) -> object:
-    try:
-        return json.loads(_read_text(source))
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{_where(source)}:{error.lineno}: not JSON: {error.msg}", hint="correct that line") from None
+    return read_yaml(source, _where(source))
 
 
 def _mapping(body: object, where: str) -> Mapping[str, Any]:

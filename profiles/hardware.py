@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from profiles.calibration import Calibration
 from profiles.errors import ConfigError
+from profiles.ranges import require_range
 from profiles.speeds import Profile
 
 _FORBID = {"extra": "forbid"}
@@ -84,8 +85,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for field in ("nodes", "gpus_per_node", "nics_per_node"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"cluster {self.name}: {field} is {getattr(self, field)}, it must be at least 1")
+            require_range(field, getattr(self, field), f"cluster {self.name}: {field}")
+        require_range("gpus", self.num_gpus, f"cluster {self.name}: nodes x gpus_per_node")
         if (self.numa_domains is None) is not (self.gpus_per_numa is None):
             raise ConfigError(
                 f"cluster {self.name}: numa_domains is {self.numa_domains} and gpus_per_numa {self.gpus_per_numa}, "

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -16,11 +17,13 @@ from profiles.curves import CollectiveCurve, FlashCurve, MatmulCurve, MemoryCurv
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.provenance import Kind, Seconds
+from profiles.reader import read_yaml, yaml_of
 from profiles.schema import parse
 from profiles.speeds import Compute, Inter, Intra, Passes, Profile
 from profiles.terms import Terms, shipped_terms
 
 LINK_TOLERANCE = 0.1  # datasheets round: 150 or 157 GB/s
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)  # of a device that may have a file
 
 @dataclass(frozen=True, eq=False)
 class Machine:
@@ -90,15 +93,18 @@ def machine_for(cluster: Cluster, terms: Terms | None = None, *, without: str | 
 @functools.cache
 def shipped_profile(device_name: str) -> Profile | None:
     """The profile in profiles/data/<device name>.yaml, or None. Raises ConfigError when the file is malformed."""
+    if not _NAME.fullmatch(device_name):
+        return None
     path = resources.files("profiles") / "data" / f"{device_name}.yaml"
-    return read_profile(path.read_text(encoding="ascii"), path.name) if path.is_file() else None
+    return _profile(read_yaml(path, path.name), path.name) if path.is_file() else None
 
 
 def read_profile(text: str, where: str) -> Profile:
     """A profile from its YAML. Raises ConfigError with `where` and the key when something is unknown or missing."""
-    import yaml
+    return _profile(yaml_of(text, where), where)
 
-    document: Any = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+def _profile(document: object, where: str) -> Profile:
     if not isinstance(document, Mapping):
         raise ConfigError(f"{where}: found {type(document).__name__}, needed a mapping", hint="rebuild it with profiles.calibrate")
     return parse(Profile, document, where)

@@ -16,6 +16,7 @@ from profiles.cases import Measured, Outcome, Record, Timing
 from profiles.errors import ConfigError, unknown_name_error
 from profiles.profiler.comm_cases import ALL_REDUCE, PARTED, POINT_TO_POINT, TIMED, timed_case
 from profiles.profiler.groups import Shape
+from profiles.reader import Hints, read_text
 
 PROGRAMS = {
     "all_reduce": ALL_REDUCE, "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all",
@@ -80,10 +81,7 @@ def read(paths: Iterable[Path], nodes: int | None = None, ranks_per_node: int | 
     """The records of several files. Raises ConfigError: not readable, or as `records_of`."""
     found: list[Record] = []
     for path in paths:
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}", hint=_HINT) from None
+        text = read_text(path, hints=Hints(_HINT, _HINT), lossy=True)
         found += records_of(text, nodes, ranks_per_node, where=str(path))
     return tuple(found)
 

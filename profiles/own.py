@@ -24,6 +24,7 @@ from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.own_records import lines_of, lines_schema, records_of
 from profiles.points import DROPPED_FLASH, points_of
+from profiles.reader import Hints, read_yaml
 from profiles.schema import document, json_schema, parse
 from profiles.speeds import Profile
 from profiles.stack import Stack
@@ -218,12 +219,7 @@ def write(profile: OwnProfile, path: Path) -> None:
 
 def read(path: Path) -> OwnProfile:
     """The profile in a file. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
-    try:
-        body: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint=_MADE_BY) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {getattr(error, 'problem', None) or error}", hint="make the profile again") from None
+    body = read_yaml(path, hints=Hints(_MADE_BY, "make the profile again"))
     found = body.get("profile_version") if isinstance(body, dict) else None
     if found != PROFILE_VERSION:
         raise ConfigError(

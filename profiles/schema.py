@@ -10,25 +10,32 @@ from typing import Any, TypeVar, cast, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from profiles.errors import ConfigError, did_you_mean
+from profiles.ranges import require_ranges
+from profiles.reader import shortened
 
 T = TypeVar("T")
+MAX_ERRORS = 1000
 _UNKNOWN = ("unexpected_keyword_argument", "extra_forbidden")
 
 
 def parse(cls: type[T], document: object, where: str) -> T:
     """`document` as an instance of the dataclass `cls`.
 
-    Raises ConfigError with `where` (a file) and the key's path when a key is unknown, missing or of the wrong type.
+    Raises ConfigError with `where` (a file) and the key's path when a key is unknown, missing, of the wrong type or out of its range.
     """
     try:
         found: T = _adapter(cast(Hashable, cls)).validate_python(document)
-        return found
     except ValidationError as error:
+        if error.error_count() > MAX_ERRORS:  # listing them would take minutes
+            raise ConfigError(
+                f"{where}: {error.error_count():,} of its values are not what they must be", hint="correct that file") from None
         # an unknown key first: it is often the misspelling of a key that is missing too
         first = min(error.errors(include_url=False), key=lambda found: found["type"] not in _UNKNOWN)
         raise _config_error(cls, first["loc"], first["type"], first["msg"], first.get("input"), where) from None
     except ConfigError as error:  # from a `__post_init__`, which does not know the file
         raise ConfigError(f"{where}: {error.message}", hint=error.hint) from None
+    require_ranges(found, where)
+    return found
 
 
 @functools.cache
@@ -38,7 +45,7 @@ def _adapter(cls: Hashable) -> TypeAdapter[Any]:
 
 
 def _config_error(cls: type, loc: tuple[int | str, ...], code: str, message: str, found: object, where: str) -> ConfigError:
-    path = ".".join(str(part) for part in loc if part != "[key]") or "the document"
+    path = ".".join(shortened(str(part)) for part in loc if part != "[key]") or "the document"
     if code in _UNKNOWN:
         known = _known_keys(cls, loc[:-1])
         hint = did_you_mean(str(loc[-1]), known) or f"known keys: {', '.join(known)}"
@@ -48,7 +55,7 @@ def _config_error(cls: type, loc: tuple[int | str, ...], code: str, message: str
     if code in ("dataclass_type", "dataclass_exact_type"):
         return ConfigError(f"{where}: {path} must be a mapping, found {type(found).__name__}", hint="correct that value")
     text = message[0].lower() + message[1:]
-    shown = "" if isinstance(found, Mapping | list | tuple) else f", found {found!r}"
+    shown = "" if isinstance(found, Mapping | list | tuple) else f", found {shortened(repr(found))}"
     return ConfigError(f"{where}: {path}: {text}{shown}", hint="correct that value")
 
 

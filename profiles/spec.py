@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from profiles.errors import ConfigError, choose
+from profiles.ranges import require_range, require_ranges
 from profiles.stack import NEUTRAL, AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
@@ -79,9 +80,8 @@ class ModelSpec:
         choose(self, "norm", Norm)
         choose(self, "positions", Positions)
         of_blocks = ("num_experts", "experts_per_token", "expert_ffn_hidden_size") if self.num_experts else ("ffn_hidden_size",)
-        sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_seq_length", "vocab_multiple",
-                 *of_blocks)
-        for field in sizes:
+        require_ranges(self, f"model {self.name}")
+        for field in of_blocks:
             if getattr(self, field) < 1:
                 raise ConfigError(f"model {self.name}: {field} is {getattr(self, field)}, it must be at least 1")
         if self.num_heads % self.num_kv_heads:
@@ -148,8 +148,7 @@ class TrainingSpec:
         choose(self, "optimizer", Optimizer)
         choose(self, "attention", AttentionKernel)
         for field in ("global_batch_size", "seq_length"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"training: {field} is {getattr(self, field)}, it must be at least 1")
+            require_range(field, getattr(self, field), f"training: {field}")
         if self.precision is Precision.FP32 and self.gradient_precision is not Precision.FP32:
             raise ConfigError(f"training: gradient_precision {self.gradient_precision} is below precision fp32", hint="use fp32 gradients")
 

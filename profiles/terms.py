@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any
 
+from profiles.reader import read_yaml
 from profiles.schema import parse
 from profiles.stack import Stack
 
@@ -103,7 +104,5 @@ class Terms:
 @functools.cache
 def shipped_terms() -> Terms:
     """The terms in profiles/data/terms.yaml. Raises ConfigError when the file is malformed."""
-    import yaml
-
     path = resources.files("profiles") / "data" / "terms.yaml"
-    return parse(Terms, yaml.load(path.read_text(encoding="ascii"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), path.name)
+    return parse(Terms, read_yaml(path, path.name), path.name)

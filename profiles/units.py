@@ -12,6 +12,7 @@ GIB = 1024**3
 GB = 10**9
 TERA = 10**12
 US_PER_S = 1e6
+LARGEST = 10**18  # bytes of any size
 _SIZE_UNITS = {
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": TERA}
 
@@ -22,10 +23,11 @@ def parse_size(flag: str, text: str) -> int:
     scale = _SIZE_UNITS.get(found[2].lower()) if found else None
     if found is None or scale is None:
         raise ConfigError(f"{flag} is {text!r}, it must be a number and a unit", hint=f"for example {flag} 72GiB (or MiB, GB, MB)")
-    size = round(float(found[1]) * scale)
-    if size < 1:
-        raise ConfigError(f"{flag} is {text}, it must be more than nothing", hint=f"for example {flag} 72GiB")
-    return size
+    size = float(found[1]) * scale
+    if not 0.5 < size <= LARGEST:
+        needed = "at most 888 PiB" if size > LARGEST else "more than nothing"
+        raise ConfigError(f"{flag} is {text[:40]}, it must be {needed}", hint=f"for example {flag} 72GiB")
+    return round(size)
 
 
 def gib(n_bytes: float) -> float:

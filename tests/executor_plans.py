@@ -70,7 +70,7 @@ def make_plan(
             names = recompute if kind is LayerKind.BLOCK or recompute_ends else ()
             layer_plans[f"{kind}-{stage}"] = _layer_plan(model, training, kind, stage, Sharding(tp=tp, sequence_parallel=sp), names)
     return Plan(
-        plan_version=PLAN_VERSION, model=model, cluster=CLUSTER, training=training, pipeline=pipeline,
+        plan_version=PLAN_VERSION, model=model, cluster=replace(CLUSTER, gpus_per_node=pp * dp * tp), training=training, pipeline=pipeline,
         mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep),
         layer_plans=layer_plans, stages=_stages(ranks, zero, blocks or even_blocks(model.num_layers, pp * virtual_stages)),
         predicted=_prediction(pp), search=_search())

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from profiles import catalog
+from profiles import catalog, reader
 from profiles.catalog import (
     cluster_document,
     cluster_from_document,
@@ -319,7 +319,7 @@ def test_an_unknown_cluster_is_an_error_that_suggests_a_name():
     pytest.param("num_layers: 2", "num_layer: 2", "unknown key model.num_layer", id="misspelt-key"),
     pytest.param("  num_layers: 2\n", "", "model.num_layers is missing", id="missing-key"),
     pytest.param("num_layers: 2", "num_layers: two", "model.num_layers: input should be a valid integer", id="wrong-type"),
-    pytest.param("num_layers: 2", "num_layers: 0", "model mine: num_layers is 0, it must be at least 1", id="refused-value"),
+    pytest.param("num_layers: 2", "num_layers: 0", "model mine: num_layers is 0, it must be from 1 to 100,000", id="refused-value"),
     pytest.param("seq_length: 128}", "seq_length: 0}", "training.seq_length: input should be greater than or equal to 1", id="no-tokens"),
     pytest.param("source: made up\n", "", "source is missing", id="no-source"),
     pytest.param("num_heads: 4", "num_heads: [4", ":6: not YAML: ", id="broken-yaml-with-its-line"),
@@ -355,7 +355,7 @@ def test_a_wrong_cluster_document_is_an_error_with_the_keys_path(change, message
 @pytest.mark.parametrize(("name", "content", "message"), [
     pytest.param("config.json", '{\n"model_type": "llama",\n', ":3: not JSON: ", id="broken-json-with-its-line"),
     pytest.param("config.json", "[1]", ": a model is a mapping, found list", id="json-list"),
-    pytest.param("mine.yaml", "\xff", ": not UTF-8 text", id="not-text"),
+    pytest.param("mine.yaml", "\xff", ":1: not UTF-8 text", id="not-text"),
 ])
 def test_a_file_that_cannot_be_parsed_is_an_error_with_its_place(tmp_path, name, content, message):
     path = tmp_path / name
@@ -391,7 +391,7 @@ def test_a_stack_file_keeps_what_it_states_and_takes_the_other_fitted_terms(tmp_
 
 
 def test_a_broken_packaged_file_is_named_by_its_place_in_the_package(monkeypatch):
-    monkeypatch.setattr(catalog, "_read_text", lambda source: "model: ]")
+    monkeypatch.setattr(reader, "read_text", lambda *_: "model: ]")
 
     with pytest.raises(ConfigError, match=r"^configs/models/gpt-20b\.yaml:1: not YAML"):
         load_model("gpt-20b")

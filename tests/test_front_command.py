@@ -113,7 +113,7 @@ def test_a_time_limit_writes_the_points_so_far():
 @pytest.mark.parametrize(("arguments", "message"), [
     pytest.param((*FRONT, "--output", "-"), r"--output - is one plan, a front is several\nhint: .*--json", id="stdout"),
     pytest.param((*FRONT, "--max-slowdown", "0.1"), r"--max-slowdown is for --objective memory", id="slowdown"),
-    pytest.param((*FRONT, "--points", "2"), r"--points is 2, it must be at least 3", id="points"),
+    pytest.param((*FRONT, "--points", "2"), r"--points is 2, it must be from 3 to 1,000", id="points"),
     pytest.param((*FRONT, "--plot", "front.jpg"), r"cannot draw front.jpg: .jpg is not .png, .svg, .pdf", id="format"),
     pytest.param((*FRONT, "--plot", "missing/front.png"), r"cannot write missing/front.png: missing: no such folder", id="plot-folder"),
     pytest.param((*FRONT, "--output", "missing/plan.yaml"), r"cannot write missing/plan.yaml: .*\nhint: .*--output", id="folder"),

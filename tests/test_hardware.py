@@ -32,5 +32,5 @@ def test_a_cluster_counts_its_devices():
 def test_a_cluster_without_nodes_devices_or_nics_is_refused(field):
     cluster = load_cluster("a100-80gb")
 
-    with pytest.raises(ConfigError, match=f"cluster a100-80gb: {field} is 0, it must be at least 1"):
+    with pytest.raises(ConfigError, match=f"cluster a100-80gb: {field} is 0, it must be from 1 to 10,000,000"):
         replace(cluster, **{field: 0})

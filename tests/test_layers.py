@@ -28,8 +28,8 @@ ALLOWED = {  # package -> where it may be named: a file, or a folder with its sl
         "cli.py", "cli_largest.py", "cli_module.py", "cli_options.py", "cli_output.py", "cli_profile.py", "cli_run.py", "cli_show.py",
         "cli_style.py", "executor/__main__.py", "profiles/profile_comm.py"),
     "yaml": (
-        "profiles/catalog.py", "profiles/measured.py", "profiles/own.py", "profiles/terms.py", "profiles/calibrate.py",
-        "profiles/profiler/", "planner/plan/plan.py", "planner/validation/fit.py"),
+        "profiles/reader.py", "profiles/own.py", "profiles/calibrate.py", "profiles/profiler/comm_file.py", "planner/plan/plan.py",
+        "planner/validation/fit.py"),
     "pydantic": ("profiles/",),
     "transformers": ("executor/foreign/source.py", "profiles/tracing/", "executor/data/tokens.py"),
     "matplotlib": (

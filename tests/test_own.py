@@ -29,7 +29,7 @@ def test_a_profile_comes_back_unchanged(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    pytest.param("a: [", "mine.yaml: not YAML", id="not-yaml"),
+    pytest.param("a: [", r"mine.yaml:2: not YAML", id="not-yaml"),
     pytest.param("name: x", "profile_version is missing, this parplan reads 2", id="a-cluster-file"),
     pytest.param("- 1", "profile_version is missing", id="a-list"),
     pytest.param(to_yaml(PROFILE).replace("profile_version: 2", "profile_version: 3"), "profile_version is 3", id="another-version"),

@@ -162,10 +162,10 @@ def test_large_micro_batches_are_tried_only_when_pinned():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    pytest.param(lambda: Constraints(pp=(2, 0)), "--pp is 0, it must be at least 1", id="degree"),
-    pytest.param(lambda: Constraints(micro_batch_size=(-1,)), "--micro-batch-size is -1, it must be at least 1", id="micro-batch"),
+    pytest.param(lambda: Constraints(pp=(2, 0)), "--pp is 0, it must be from 1 to 10,000,000", id="degree"),
+    pytest.param(lambda: Constraints(micro_batch_size=(-1,)), "--micro-batch-size is -1, it must be from 1 to 1,000,", id="micro-batch"),
     pytest.param(lambda: Constraints(zero=(4,)), "--zero is 4, it must be 0, 1, 2 or 3", id="zero"),
-    pytest.param(lambda: SearchOptions(max_slowdown=-0.1), "--max-slowdown is -0.1, it must not be negative", id="slowdown"),
+    pytest.param(lambda: SearchOptions(max_slowdown=-0.1), "--max-slowdown is -0.1, it must be from 0 to 1000", id="slowdown"),
     pytest.param(lambda: SearchOptions(memory_margin=1.0), r"--memory-margin is 1.0, it must be in \[0, 1\)", id="margin"),
     pytest.param(lambda: deadline_after(0.0), "--time-limit is 0.0, it must be positive", id="time-limit"),
 ])

@@ -19,6 +19,9 @@ from typing import IO, Any
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from profiles.errors import ConfigError
+from profiles.reader import read_json
+
 FORMAT = 1
 DOCUMENT = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -45,7 +48,10 @@ def checkpoint_step(path: Path) -> int:
 def read_document(path: Path) -> Document:
     """`checkpoint.json` of a checkpoint. Raises ValueError with what is wrong if the checkpoint is not whole."""
     try:
-        document = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
+        document = read_json(path / DOCUMENT, DOCUMENT)
+    except ConfigError as error:
+        raise ValueError(error.message.removeprefix("cannot read ")) from None
+    try:
         wrong = [name for name, n_bytes in document["files"].items() if (path / name).stat().st_size != n_bytes]
     except OSError as error:
         raise ValueError(f"{Path(error.filename).name}: {error.strerror}") from None

@@ -18,9 +18,12 @@ from typing import IO, Any
 import numpy as np
 
 from profiles.errors import ConfigError, unknown_name_error
+from profiles.reader import Hints, read_json
+from profiles.schema import parse
 from profiles.units import MIB
 
 SIDECAR_VERSION = 1
+_AGAIN = "write it again: plan tokenize"
 TOKEN_TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 PIECE = 4 * MIB  # characters or bytes of a document that are held at once; a longer document is cut after a newline
 
@@ -56,16 +59,13 @@ def sidecar_path(path: Path) -> Path:
 def read_sidecar(path: Path) -> TokenFile | None:
     """What lies beside the token file at `path`, or None. Raises ConfigError for one that cannot be read."""
     beside = sidecar_path(path)
-    try:
-        found = json.loads(beside.read_text(encoding="utf-8"))
-        version = found["version"]
-        if version != SIDECAR_VERSION:
-            raise ConfigError(f"{beside}: version {version}, this reads version {SIDECAR_VERSION}", hint="write it again: plan tokenize")
-        sidecar = TokenFile(**found)
-    except FileNotFoundError:
+    if not os.path.lexists(beside):
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"cannot read {beside}: {error}", hint="write it again: plan tokenize") from None
+    found = read_json(beside, hints=Hints(_AGAIN, _AGAIN))
+    version = found.get("version") if isinstance(found, dict) else None
+    if version != SIDECAR_VERSION:
+        raise ConfigError(f"{beside}: version {version}, this reads version {SIDECAR_VERSION}", hint=_AGAIN)
+    sidecar = parse(TokenFile, found, str(beside))
     if sidecar.dtype not in TOKEN_TYPES:
         raise unknown_name_error("dtype", str(sidecar.dtype), TOKEN_TYPES, where=str(beside))
     return sidecar

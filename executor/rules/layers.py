@@ -14,6 +14,7 @@ from executor.layout import zero_ranks as held_by
 from executor.rules.divisions import misplaced, nearest_placement, undivided
 from executor.rules.experts import mixture_problems
 from executor.rules.rule import Refusal, rule, with_layer_plan
+from planner.frames.space import divisors
 from planner.plan.plan import LayerPlan, Plan
 from profiles.model import LayerKind
 
@@ -47,7 +48,7 @@ def zero_ranks(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items():
         found = layer_plan.zero_ranks
         if layer_plan.zero and found and dp % found:
-            nearest = min((n for n in range(1, dp + 1) if dp % n == 0), key=lambda n: (abs(n - found), -n))
+            nearest = min(divisors(dp), key=lambda n: (abs(n - found), -n))
             yield Refusal(
                 found=f"layer_plans.{name}: zero_ranks {found} does not divide dp {dp}",
                 action=f"set zero_ranks to {nearest} on layer plan {name}", nearest=with_layer_plan(plan, name, zero_ranks=nearest))

@@ -12,6 +12,7 @@ from costmodels.merak import SHIFTED_FEWEST
 from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from executor.layout import action_rows, layer_operators, stage_layers
 from executor.rules.rule import Refusal, rule, with_layer_plan
+from planner.frames.space import divisors
 from planner.plan.pipeline import Pipeline
 from planner.plan.plan import LayerRun, Plan, StagePlan, frame_of
 from profiles.errors import ConfigError
@@ -122,7 +123,7 @@ def _schedule_problem(pipeline: Pipeline, pp: int) -> str | None:
 def _micro_batch_refusal(plan: Plan, found: str) -> Refusal:
     """The refusal with micro-batches that make up the global batch; where none do, the global batch changes."""
     pipeline, mesh, batch = plan.pipeline, plan.mesh, plan.training.global_batch_size
-    sizes = [size for size in range(1, batch + 1) if batch % (size * mesh.dp) == 0]
+    sizes = divisors(batch // mesh.dp) if batch % mesh.dp == 0 else ()
     shapes = [replace(pipeline, micro_batch_size=size, num_micro_batches=batch // size // mesh.dp) for size in sizes]
     legal = [shape for shape in shapes if not _schedule_problem(shape, mesh.pp)]
     if legal:

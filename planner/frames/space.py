@@ -40,9 +40,9 @@ class Space:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of `number`, ascending."""
+    """The divisors of `number`, ascending, by trial up to its root."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return tuple(dict.fromkeys((*small, *(number // d for d in reversed(small)))))
+    return (*small, *(number // d for d in reversed(small) if d * d != number))
 
 
 def describe(frame: Frame) -> str:

@@ -35,6 +35,7 @@ from profiles.hardware import Cluster, Device
 from profiles.measured import machine_for
 from profiles.module import ModuleSource
 from profiles.own import OwnProfile, read
+from profiles.reader import Hints, read_text
 from profiles.spec import FP8, ModelEntry, ModelSpec, Positions, Precision, TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.units import parse_size
@@ -241,11 +242,7 @@ def all_assumed(question: Assuming, options: Options, how: SearchOptions) -> tup
 
 def action_rows(path: Path) -> tuple[str, ...]:
     """The lines of a schedule file, torch's compute-only CSV. Raises ConfigError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"cannot read {path}: {reason}", hint="choose another --schedule-file") from None
+    lines = read_text(path, hints=Hints("choose another --schedule-file", "choose another --schedule-file")).splitlines()
     # torch writes an empty entry where a rank waits
     return tuple(",".join(entry.strip() for entry in line.split(",") if entry.strip()) for line in lines if line.strip())
 

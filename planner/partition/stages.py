@@ -35,7 +35,7 @@ class StageRule:
 
 def parse_stages(text: str) -> StageRule:
     """What --stages says: uniform, parameters, ilp, or counts like 5,6,6,5. Raises ConfigError."""
-    if re.fullmatch(r"\d+(,\d+)*", text):
+    if re.fullmatch(r"\d{1,9}(,\d{1,9})*", text, re.ASCII):
         counts = tuple(map(int, text.split(",")))
         if min(counts) < 1:
             raise ConfigError(f"--stages is {text}, every stage needs at least one shard")

@@ -15,7 +15,7 @@ from planner.plan import plan as described
 from planner.plan.pipeline import Pipeline
 from planner.plan.plan import Plan
 from planner.plan.prediction import Prediction, SearchRecord
-from profiles.errors import ConfigError
+from planner.plan.whole import require_whole_module
 from profiles.hardware import Cluster
 from profiles.module import ModuleSource
 from profiles.schema import parse
@@ -98,36 +98,5 @@ def from_any(body: Any, where: str) -> Plan | ModulePlan:
 def from_document(body: Any, where: str) -> ModulePlan:
     """The plan of what `to_document` gives. Raises ConfigError with `where`."""
     plan = parse(ModulePlan, described.checked_document(body, where), where)
-    _require_whole(plan, where)
+    require_whole_module(plan, where)
     return plan
-
-
-def _require_whole(plan: ModulePlan, where: str) -> None:
-    """Raises ConfigError where the parts of a file do not fit together: shards and stages that leave gaps, ranks without memory."""
-    _require_gapless("shards", [(found.first, found.end) for found in plan.shards], plan.traced.num_operators, "operators", where)
-    _require_gapless("stages", [(found.first, found.end) for found in plan.stages], len(plan.shards), "shards", where)
-    again = "make the plan again"
-    for index, stage in enumerate(plan.stages):
-        if stage.rank not in range(plan.mesh.pp):
-            raise ConfigError(f"{where}: stages.{index}: rank is {stage.rank}, the mesh has pp {plan.mesh.pp}", hint=again)
-        if stage.zero not in range(4):
-            raise ConfigError(f"{where}: stages.{index}: zero is {stage.zero}, it must be 0, 1, 2 or 3", hint=again)
-        wrong = [shard for shard in stage.recompute if not stage.first <= shard < stage.end]
-        if wrong:
-            raise ConfigError(
-                f"{where}: stages.{index}: it recomputes shard {wrong[0]}, and has {stage.first} to {stage.end - 1}", hint=again)
-    if [memory.stage for memory in plan.predicted.memory_gib] != list(range(plan.mesh.pp)):
-        raise ConfigError(
-            f"{where}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}", hint=again)
-
-
-def _require_gapless(key: str, found: list[tuple[int, int]], size: int, what: str, where: str) -> None:
-    """Raises ConfigError unless the ranges follow one another from 0 to `size`."""
-    last = 0
-    for index, (first, end) in enumerate(found):
-        if first != last or end <= first:
-            raise ConfigError(
-                f"{where}: {key}.{index}: it is {what} {first} to {end}, it must begin with {last}", hint="make the plan again")
-        last = end
-    if last != size:
-        raise ConfigError(f"{where}: {key} end with {what} {last}, there are {size}", hint="make the plan again")

@@ -15,13 +15,15 @@ from costmodels.offload import Offload
 from costmodels.strategy import Frame
 from planner.plan.pipeline import Pipeline
 from planner.plan.prediction import Prediction, SearchRecord
+from planner.plan.whole import require_whole
 from profiles.catalog import cluster_document, cluster_from_document
-from profiles.errors import ConfigError, unknown_name_error
+from profiles.errors import ConfigError
 from profiles.files import write_text
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.module import ModuleSource
 from profiles.provenance import Kind
+from profiles.reader import Hints, read_yaml
 from profiles.schema import document, parse
 from profiles.spec import ModelSpec, TrainingSpec
 
@@ -205,20 +207,13 @@ def write(plan: Written, path: Path) -> None:
 
 
 def read(path: Path) -> Plan:
-    """The plan in a file. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
+    """The plan in a file. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys, parts that differ."""
     return from_document(load(path), str(path))
 
 
 def load(path: Path) -> Any:
     """What a file holds. Raises ConfigError: not readable, not YAML."""
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="make a plan with: plan --model NAME --gpus N") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        line = getattr(getattr(error, "problem_mark", None), "line", None)
-        place = f"{path}:{line + 1}" if line is not None else str(path)
-        raise ConfigError(f"{place}: not YAML: {getattr(error, 'problem', None) or error}", hint="make the plan again") from None
+    return read_yaml(path, hints=Hints("make a plan with: plan --model NAME --gpus N", "make the plan again"))
 
 
 def from_document(body: Any, where: str) -> Plan:
@@ -227,7 +222,7 @@ def from_document(body: Any, where: str) -> Plan:
         raise ConfigError(f"{where}: it is the plan of a traced module, this needs one of a described model",
                           hint="plan show and plan check --execute take plans of traced modules")
     plan = parse(Plan, checked_document(body, where), where)
-    _require_whole(plan, where)
+    require_whole(plan, where)
     return plan
 
 
@@ -243,21 +238,3 @@ def checked_document(body: Any, where: str) -> dict[str, Any]:
     if "cluster" in body:
         body = {**body, "cluster": cluster_from_document(body["cluster"], f"{where}: cluster")}
     return dict(body)
-
-
-def _require_whole(plan: Plan, where: str) -> None:
-    """Raises ConfigError where the parts of a file do not fit together: stages without their plan, rank or memory."""
-    known, ranks = plan.layer_plans, range(plan.mesh.pp)
-    for index, stage in enumerate(plan.stages):
-        unknown = [run.plan for run in stage.layers if run.plan not in known]
-        if unknown:
-            raise unknown_name_error("layer plan", unknown[0], known, where=f"{where}: stages.{index}")
-        if stage.rank not in ranks:
-            raise ConfigError(f"{where}: stages.{index}: rank is {stage.rank}, the mesh has pp {plan.mesh.pp}", hint="make the plan again")
-    if [memory.stage for memory in plan.predicted.memory_gib] != list(ranks):
-        raise ConfigError(
-            f"{where}: predicted.memory_gib has {len(plan.predicted.memory_gib)} stages, the mesh has pp {plan.mesh.pp}",
-            hint="make the plan again")
-    if plan.chunks is not None and [rank.stage for rank in plan.chunks.ranks] != list(ranks):
-        raise ConfigError(
-            f"{where}: chunks.ranks has {len(plan.chunks.ranks)} stages, the mesh has pp {plan.mesh.pp}", hint="make the plan again")

@@ -18,6 +18,7 @@ from planner.plan.plan import Plan, to_document
 from profiles.errors import ConfigError
 from profiles.files import write_text
 from profiles.own import digest
+from profiles.reader import Hints, read_json
 from profiles.schema import document, parse
 
 RUN_VERSION = 1
@@ -222,21 +223,14 @@ def read(path: Path) -> Run:
 def is_run(path: Path) -> bool:
     """Whether a file is a run's, of whatever version, and not a plan's."""
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not JSON, not UTF-8
+        body = _json(path)
+    except ConfigError:
         return False
     return isinstance(body, dict) and "run_version" in body
 
 
 def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="make one with: torchrun ... -m executor plan.yaml") from None
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}", hint="give the run.json of a run") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}", hint="give the run.json of a run") from None
+    return read_json(path, hints=Hints("make one with: torchrun ... -m executor plan.yaml", "give the run.json of a run"))
 
 
 def fingerprint(run: Run) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import csv
+import io
 from importlib.resources import as_file, files
 from pathlib import Path
 
 from planner.validation.configuration import NEEDED, OPTIONAL, Row
 from profiles.errors import ConfigError
+from profiles.reader import Hints, read_text
 
+_HINT = "give a table of measured steps with --steps"
 SHIPPED = "published_steps.csv"
 
 
@@ -19,8 +22,8 @@ def read_table(path: Path | None = None) -> list[Row]:
             return read_table(shipped)
     try:
         rows = read_rows(path)
-    except (UnicodeDecodeError, csv.Error):
-        raise ConfigError(f"{path}: not a CSV table in UTF-8", hint="give a table of measured steps with --steps") from None
+    except csv.Error:
+        raise ConfigError(f"{path}: not a CSV table", hint=_HINT) from None
     return [_cleaned(row) for row in rows]
 
 
@@ -31,13 +34,10 @@ def _cleaned(row: Row) -> Row:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a steps table. Raises ConfigError when the file cannot be read or lacks a needed column."""
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows: list[Row] = [dict.fromkeys(OPTIONAL, "") | row for row in csv.DictReader(file)]
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give a table of measured steps with --steps") from None
+    file = io.StringIO(read_text(path, hints=Hints(_HINT, _HINT)), newline="")
+    rows: list[Row] = [dict.fromkeys(OPTIONAL, "") | row for row in csv.DictReader(file)]
     if not rows:
-        raise ConfigError(f"{path}: no rows", hint="give a table of measured steps with --steps")
+        raise ConfigError(f"{path}: no rows", hint=_HINT)
     missing = [name for name in (*NEEDED, "id", "framework") if name not in rows[0]]
     if missing:
         raise ConfigError(f"{path}: no column {missing[0]}", hint="the columns of a steps table are listed in docs/validation-table.md")

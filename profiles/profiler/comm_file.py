@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from profiles.cases import Record
 from profiles.errors import ConfigError
 from profiles.files import write_text
+from profiles.reader import Hints, read_yaml
 from profiles.schema import document, parse
 
 COMM_VERSION = 1
@@ -40,12 +40,7 @@ def write(path: Path, found: CommFile) -> None:
 
 def read(path: Path) -> CommFile:
     """What `write` wrote. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
-    try:
-        body: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint=_HINT) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not YAML: {getattr(error, 'problem', None) or error}", hint=_HINT) from None
+    body = read_yaml(path, hints=Hints(_HINT, _HINT))
     version = body.get("comm_version") if isinstance(body, dict) else None
     if version != COMM_VERSION:
         raise ConfigError(f"{path}: comm_version is {version}, this parplan reads {COMM_VERSION}", hint=_HINT)

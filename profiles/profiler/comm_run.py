@@ -14,21 +14,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from profiles.cases import Case, Outcome, Record
-from profiles.errors import PlannerError
+from profiles.errors import ConfigError, PlannerError
 from profiles.profiler.collectives import FULL, Effort, measured
 from profiles.profiler.journal import Journal
 from profiles.profiler.ranks import Ranks
+from profiles.reader import read_json
+from profiles.schema import parse
 
 STOP = -1
 ATTEMPTS = 3  # runs that may end in a case without a word: being killed from outside looks the same
 ENDED = {Outcome.HUNG: "hung in", Outcome.CRASHED: "crashed in", Outcome.OUT_OF_MEMORY: "out of memory in"}
 AGAIN = "run the same command again: it goes on with what is left"
 LAST_WORD_S = 3.0  # other ranks stay so long after an error, for torchrun ends all when the first goes
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """A case by its key, and how many runs have begun it."""
+
+    case: str
+    attempts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +55,15 @@ class InFlight:
     def attempts(self, case: Case) -> int:
         """How many runs ended in this case."""
         noted = self._noted()
-        return noted["attempts"] if noted is not None and noted["case"] == case.key else 0
+        return noted.attempts if noted is not None and noted.case == case.key else 0
 
     def end(self) -> None:
         self.path.unlink(missing_ok=True)
 
-    def _noted(self) -> Any:
+    def _noted(self) -> _Note | None:
         try:
-            return json.loads(self.path.read_text(encoding="ascii"))
-        except (OSError, ValueError):
+            return parse(_Note, read_json(self.path), str(self.path))
+        except ConfigError:
             return None
 
 

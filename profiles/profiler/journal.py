@@ -18,6 +18,7 @@ from typing import Any
 
 from profiles.cases import Record
 from profiles.errors import ConfigError
+from profiles.reader import json_of
 from profiles.schema import document, parse
 
 JOURNAL_VERSION = 1
@@ -116,12 +117,12 @@ def _content(handle: int) -> bytes:
 
 def _check_header(line: bytes, asked: Mapping[str, Any], path: Path) -> None:
     header = _body(line)
-    if header is None:
+    if not isinstance(header, dict) or not isinstance(header.get("asked", {}), dict):
         raise _no_journal(path)
-    version = header["journal_version"]
+    version = header.get("journal_version")
     if version != JOURNAL_VERSION:
         raise ConfigError(f"{path}: journal_version is {version}, this parplan reads {JOURNAL_VERSION}", hint=_again())
-    before, now = header["asked"], json.loads(json.dumps(dict(asked)))
+    before, now = header.get("asked", {}), json.loads(json.dumps(dict(asked)))
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             raise ConfigError(f"{path}: what it holds was measured for {name} {before.get(name)}, asked is {now.get(name)}", hint=_again())
@@ -154,7 +155,12 @@ def _line(content: Any) -> bytes:
 def _body(line: bytes) -> Any:
     """What a line holds, None where it is not as it was written."""
     body, _, checksum = line.rpartition(b"\t")
-    return json.loads(body) if checksum == f"{zlib.crc32(body):08x}".encode() else None
+    if checksum != f"{zlib.crc32(body):08x}".encode():
+        return None
+    try:
+        return json_of(body.decode(), "journal")
+    except (UnicodeDecodeError, ConfigError):  # somebody else's line with a checksum
+        return None
 
 
 def _write(handle: int, line: bytes, path: Path) -> None:
