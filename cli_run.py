@@ -12,7 +12,7 @@ import click
 
 import cli_module
 from cli_options import OUTPUT, as_json
-from cli_output import STDOUT, require_torch
+from cli_output import STDOUT, require_output, require_torch
 from cli_style import Command, option
 
 if TYPE_CHECKING:
@@ -104,11 +104,10 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     from planner.report.calibration import print_calibration
     from planner.report.text import console, say
     from planner.run.runs import read
-    from profiles.files import require_writable, write_text
+    from profiles.files import write_text
     from profiles.own import to_document, to_yaml
 
-    if output != STDOUT:
-        require_writable(output)
+    require_output(output)
     found = calibrate([read(path) for path in runs], [str(path) for path in runs])
     if output == STDOUT:
         click.echo(to_yaml(found), nl=False)
@@ -135,6 +134,7 @@ def trace(plan_file: Path, output: Path) -> None:
     from planner.run.account import plan_trace_ranks
     from profiles.files import write_text
 
+    require_output(output)
     text = trace_json(plan_trace_ranks(read(plan_file)))
     if output == STDOUT:
         click.echo(text, nl=False)
