@@ -14,6 +14,7 @@ import click
 
 from profiles.errors import ConfigError, PlannerError, unknown_name_error
 from profiles.files import explained_file_errors
+from profiles.hub import stay_offline
 from profiles.interrupts import on_ctrl_c
 from profiles.streams import Streams, sturdy_streams
 
@@ -107,13 +108,15 @@ def run_command(main: Callable[..., Any], args: Sequence[str] | None = None, *, 
 
     What it prints may be lost, but not what it does: a stdout that cannot be written is said after everything else.
     """
+    stay_offline()
     with sturdy_streams() as streams:
         try:
             require_utf8(sys.argv[1:] if args is None else args)
             with explained_file_errors():
                 code = main(args, standalone_mode=False, **kwargs) or 0
         except PlannerError as error:
-            code = fail(error.message, error.hint or "plan --help lists the options", error.exit_code, speaks=speaks)
+            hint = error.hint or f"{kwargs['prog_name']} --help lists the options"
+            code = fail(error.message, hint, error.exit_code, speaks=speaks)
         except click.ClickException as error:
             code = fail(*_usage(error), error.exit_code, speaks=speaks)
         except click.Abort:
@@ -137,7 +140,8 @@ def _printed(streams: Streams, code: int) -> int:
     failure = streams.failure()
     if failure is None or code:
         return code
-    return fail(f"cannot write to stdout: {failure.strerror}", "send stdout elsewhere; what goes to files was written", ConfigError.exit_code)
+    hint = "send stdout elsewhere; what goes to files was written"
+    return fail(f"cannot write to stdout: {failure.strerror}", hint, ConfigError.exit_code)
 
 
 def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:

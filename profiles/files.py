@@ -54,6 +54,16 @@ def require_writable(path: Path, *, hint: str = "choose another file with --outp
         raise _unwritable(path, error.strerror or str(error), hint) from None
 
 
+def require_regular(path: Path, *, hint: str) -> None:
+    """Raises ConfigError where there is no file at `path` that can be read from its start to its end: also for pipes and devices."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint=hint) from None
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"cannot read {path}: {_kind(mode)}", hint=hint)
+
+
 @contextmanager
 def explained_file_errors() -> Iterator[None]:
     """An OSError that names a file becomes a ConfigError: it is about the machine's files, and no bug of the program."""
@@ -73,8 +83,12 @@ def _target(path: Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):  # a new file; or its folder is none, which its maker will say
         return target
     if not stat.S_ISREG(mode):
-        raise OSError(None, "a folder" if stat.S_ISDIR(mode) else "not a regular file")
+        raise OSError(None, _kind(mode))
     return target
+
+
+def _kind(mode: int) -> str:
+    return "a folder" if stat.S_ISDIR(mode) else "not a regular file"
 
 
 @contextmanager

@@ -12,7 +12,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 STDERR_FD = 2
 _ERRORS = "backslashreplace"  # of characters that the stream's encoding does not have
@@ -23,13 +26,13 @@ class _Descriptor(io.FileIO):
 
     failure: OSError | None = None
 
-    def write(self, data: bytes) -> int | None:  # type: ignore[override]
+    def write(self, data: ReadableBuffer, /) -> int:
         if self.failure is None:
             try:
                 return super().write(data)
             except OSError as error:
                 self.failure = error
-        return len(data)
+        return memoryview(data).nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def _open_closed() -> None:
 def _sturdy(stream: TextIO | None) -> tuple[TextIO, _Descriptor | None]:
     """The stream over a descriptor that keeps its failures; a stream that was closed drops everything."""
     if stream is None:
-        return open(os.devnull, "w", encoding="utf-8"), None  # noqa: SIM115
+        return open(os.devnull, "w", encoding="utf-8"), None
     try:
         stream.flush()
         raw = _Descriptor(stream.fileno(), "w", closefd=False)

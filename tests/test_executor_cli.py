@@ -85,7 +85,7 @@ def test_nothing_is_recorded_where_nothing_is_wanted(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize(("options", "message"), [
     pytest.param(("--no-record", "--trace", "t.json"), "--trace needs what --no-record leaves out", id="no-record"),
-    pytest.param(("--run-json", "none/run.json"), "cannot write none/run.json: no folder to write in", id="no-folder"),
+    pytest.param(("--run-json", "none/run.json"), "cannot write none/run.json: none: no such folder", id="no-folder"),
 ])
 def test_a_file_that_cannot_be_is_refused_before_the_run(options, message, tmp_path, monkeypatch, capsys):
     assert _run(monkeypatch, _write(make_plan(), tmp_path), *options) == 2

@@ -37,6 +37,7 @@ from profiles.units import KIB
 RECORDED_STEPS = 5
 WARM_UP_STEPS = 2  # the first meets allocators and caches empty, and both are metered (executor/train.py)
 CLOCK_ROUNDS = 9
+_OTHER_TRACE = "choose another file with --trace"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOTHING = nullcontext()
 
