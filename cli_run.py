@@ -169,10 +169,11 @@ def tokenize(
     Every INPUT is a file or a folder. A file is a document; the tokenizer's end-of-document id follows each.
     """
     from executor.data.tokens import documents, load_tokenizer, write_tokens
+    from profiles.errors import ConfigError
     from profiles.units import format_bytes
 
     if len(patterns) > 1:
-        raise click.UsageError(f"--glob is given {len(patterns)} times, one pattern is for all INPUTs")
+        raise ConfigError(f"--glob is given {len(patterns)} times, it is one pattern for all INPUTs", hint="name other files as INPUT")
     found = write_tokens(documents(inputs, patterns[0]), output, load_tokenizer(tokenizer, download=download), dtype)
     if as_json:
         click.echo(json.dumps(asdict(found), indent=2))

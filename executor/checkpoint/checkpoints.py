@@ -163,4 +163,5 @@ def _silent(text: str) -> None:
 
 def _reason(error: CheckpointException) -> str:
     rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
-    return f"{' '.join(str(failure).split())} (rank {rank})"
+    text = failure.strerror if isinstance(failure, OSError) and failure.strerror else " ".join(str(failure).split())
+    return f"{text} (rank {rank})"

@@ -25,7 +25,7 @@ from profiles.errors import ConfigError, unknown_name_error
 from profiles.files import require_regular
 
 ARRAY_TYPES = ("uint16", "uint32", "int32", "int64")  # of .npy files, whose headers say which
-_OTHER_DATA = "check --data"
+_OTHER_DATA = "check --data and --data-dtype"
 ASSUMED_TYPE = "uint16"  # of a .bin file with nothing beside it
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]

@@ -177,8 +177,7 @@ def write_tokens(inputs: Sequence[Path], output: Path, tokenizer: Tokenizer, dty
     name = _chosen_dtype(tokenizer, dtype)
     if output.suffix != ".bin":
         raise ConfigError(f"--output {output}: token files are named .bin", hint=f"-o {output.with_suffix('.bin')}")
-    # the file beside comes second, and what it says is checked against the first
-    with replacing(sidecar_path(output), hint=_OTHER_FILE) as beside, replacing(output, hint=_OTHER_FILE) as file:
+    with replacing(output, hint=_OTHER_FILE) as file, replacing(sidecar_path(output), hint=_OTHER_FILE) as beside:
         count, num_documents, largest = _write_documents(inputs, file, tokenizer, TOKEN_TYPES[name])
         if not count:
             raise ConfigError(f"all {len(inputs)} documents are empty", hint="check INPUT")
