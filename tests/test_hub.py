@@ -22,7 +22,8 @@ from tests.commands import fail
 from tests.executor_plans import LLAMA, make_plan
 
 ROOT = Path(__file__).resolve().parent.parent
-BERT = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+BERT = {
+    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
 REFUSED = [
     pytest.param({"model_type": ["bert"]}, "model_type is", id="model-type-list"),
     pytest.param({"model_type": {"bert": 1}}, "model_type is", id="model-type-dict"),
@@ -86,7 +87,7 @@ def test_a_model_type_that_is_no_name_is_one_error(kind, tmp_path):
     path.write_text(json.dumps({"model_type": kind}))
 
     assert described({"model_type": kind})
-    with pytest.raises(ConfigError, match="model_type is .*, it must be a name"):
+    with pytest.raises(ConfigError, match=r"model_type is .*, it must be a name"):
         entry_from_config({"model_type": kind}, "config.json")
     assert "it must be a name" in fail(2, "--model", str(path), "--gpus", "1")
 

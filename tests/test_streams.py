@@ -55,7 +55,8 @@ def test_a_stderr_that_fails_changes_nothing(monkeypatch):
         assert run_command(say, [], prog_name="say") == 0
 
 
-@pytest.mark.parametrize("arguments", [pytest.param(("models",), id="rich"), pytest.param(("schema",), id="json"), pytest.param(("-h",), id="help")])
+@pytest.mark.parametrize("arguments", [
+    pytest.param(("models",), id="rich"), pytest.param(("schema",), id="json"), pytest.param(("-h",), id="help")])
 def test_a_reader_that_goes_away_is_no_error(arguments, monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
