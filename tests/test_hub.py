@@ -17,6 +17,7 @@ from profiles.errors import ConfigError
 from profiles.hub import refusals, stay_offline
 from profiles.huggingface import described, entry_from_config
 from profiles.module import ModuleSource
+from profiles.tracing.record import record
 from profiles.tracing.source import open_workload
 from tests.commands import fail
 from tests.executor_plans import LLAMA, make_plan
@@ -79,6 +80,16 @@ def test_a_config_that_transformers_refuses_is_one_error_where_it_is_run(values,
 
     with pytest.raises(ConfigError, match=message):
         open_source(replace(make_plan(LLAMA), module=ModuleSource(huggingface=values)), seed=0)
+
+
+def test_sizes_that_torch_refuses_in_a_batch_are_one_error(no_network):
+    pytest.importorskip("transformers")
+    values = {
+        "model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 3,
+        "intermediate_size": 32, "vocab_size": 50}
+
+    with pytest.raises(ConfigError, match=r"^module: qwen2 cannot run a batch: .*must match the size"):
+        record(open_workload(ModuleSource(huggingface=values), seq_length=16), 2)
 
 
 @pytest.mark.parametrize("kind", [["llama"], {"llama": 1}, 5, [], True])
