@@ -31,7 +31,7 @@ from cli_options import (
     searching,
     tracing,
 )
-from cli_output import STDOUT, deliver
+from cli_output import STDOUT, deliver, require_output
 from cli_style import INTERRUPTED, List, Main, Whole, noticing_ctrl_c, option, print_json, show_version
 
 if TYPE_CHECKING:
@@ -87,12 +87,10 @@ def _search(options: dict[str, Any]) -> int:
         search_options,
     )
     from planner.report.summary import Context
-    from profiles.files import require_writable
 
     output: Path = options["output"]
     require_no_front(options)
-    if output != STDOUT:
-        require_writable(output)
+    require_output(output)
     question, pins, how = question_of(options), constraints(options), search_options(options)
     if options["explain"]:
         _explain(question, pins, how, to_stderr=options["as_json"] or output == STDOUT)
@@ -290,11 +288,9 @@ def estimate(**options: Any) -> None:
     from planner.options.chunk_options import chunk_request
     from planner.options.options import frame, question_of
     from planner.report.summary import Context
-    from profiles.files import require_writable
 
     output = options["output"]
-    if output not in (None, STDOUT):
-        require_writable(output)
+    require_output(output)
     question = question_of(options)
     offload, chunks = chunk_request(question, options)
     plan = estimate_plan(

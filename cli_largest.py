@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli_options import OUTPUT, WHAT, as_json, located, searching, trained
-from cli_output import STDOUT
+from cli_output import STDOUT, require_output
 from cli_style import INTERRUPTED, Command, Whole, noticing_ctrl_c, option, print_json
 
 if TYPE_CHECKING:
@@ -37,11 +37,8 @@ def max_model(**options: Any) -> int:
     A row for what the host may keep: nothing, the optimizer's states, and those, parameters, activations and the token
     table. Each model that is tried is a search for its fastest plan; Ctrl-C prints what is known.
     """
-    from profiles.files import require_writable
-
     output: Path | None = options["output"]
-    if output not in (None, STDOUT):
-        require_writable(output)
+    require_output(output)
     options |= {"model": None, "module": None, "objective": "throughput"}
     question, family = _question(options)
     started_s = time.monotonic()

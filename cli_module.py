@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli_output import STDOUT, deliver, require_torch
+from cli_output import STDOUT, deliver, require_output, require_torch
 from cli_style import INTERRUPTED, noticing_ctrl_c, print_json
 
 if TYPE_CHECKING:
@@ -45,11 +45,9 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     from planner.report.progress import progress_bar
     from planner.report.summary import Context
     from planner.report.text import console
-    from profiles.files import require_writable
 
     output: Path = options["output"]
-    if output != STDOUT:
-        require_writable(output)
+    require_output(output)
     question, pins = module_question(options, source), constraints(options)
     stages = parse_stages(options["stages"]) if options["stages"] else StageRule()
     require_torch("a module is traced, which needs torch")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from cli_style import List, Whole, option, together
+from cli_style import LONGEST_S, List, Number, Whole, option, together
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 RECOMPUTE = ("none", "selective", "full")
@@ -51,9 +51,9 @@ tracing = together(
     option(PINS, "--cross-skips", is_flag=True, help="Of a traced module: let skip connections cross stages."),
 )
 searching = together(
-    option(AIM, "--max-slowdown", type=float, metavar="SHARE", 
+    option(AIM, "--max-slowdown", type=Number(), metavar="SHARE",
            help="Of the memory objective, over the fastest: without the host, where that fits. [default: 0.1]"),
-    option(AIM, "--memory-margin", type=float, metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
+    option(AIM, "--memory-margin", type=Number(), metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
     option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
     option(PINS, "--pp", type=List(Whole("pp")), metavar="N,..", help="Pipeline stages allowed."),
     option(PINS, "--dp", type=List(Whole("dp")), metavar="N,..", help="Data parallel degrees allowed."),
@@ -77,7 +77,8 @@ searching = together(
                 "[default, for every objective: all with --host-memory, else only if nothing fits without]"),
     option(PINS, "--forbid", multiple=True, metavar="NAME=VALUE",
            help="What no plan may use, such as tp=8 or recompute=full; may be repeated."),
-    option(SEARCH, "--time-limit", type=float, metavar="SECONDS", help="Stop everything then, with the best so far and its gap."),
+    option(SEARCH, "--time-limit", type=Number(max=LONGEST_S), metavar="SECONDS",
+           help="Stop everything then, with the best so far and its gap."),
     option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
 )
 aim = together(

@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 STDOUT = Path("-")
 
 
+def require_output(output: Path | None) -> None:
+    """Raises ConfigError when a result could not be put at `output`: found before the search, not after it."""
+    from profiles.errors import ConfigError
+    from profiles.files import require_writable
+
+    if output == STDOUT:
+        if sys.__stdout__ is None:
+            raise ConfigError("--output - is stdout, which is closed", hint="choose a file with --output")
+    elif output is not None:
+        require_writable(output)
+
+
 def deliver(plan: Plan | ModulePlan, context: Context, output: Path | None, *, as_json: bool) -> None:
     """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
     from executor.layout import torchrun_line

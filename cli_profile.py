@@ -13,7 +13,7 @@ import click
 
 from cli_options import OUTPUT, PRECISIONS, as_json
 from cli_output import require_torch
-from cli_style import INTERRUPTED, Command, Whole, option
+from cli_style import INTERRUPTED, LONGEST_S, Command, Number, Whole, option
 
 if TYPE_CHECKING:
     from planner.machine.profiling import Profiled, Wanted
@@ -36,11 +36,11 @@ PROGRAM = "executor.operations.program:measure"
 @option(WHAT, "--comm/--no-comm", default=None, help="Only collectives, or none. [default: both, where there are 2 devices]")
 @option(WHAT, "--precision", type=click.Choice(PRECISIONS), help="Of the tensors. [default: bf16 on GPUs, fp32 on CPUs]")
 @option(HOW, "--device", type=click.Choice(("auto", "cuda", "cpu")), default="auto", show_default=True, help="auto: GPUs if any.")
-@option(HOW, "--minutes", type=click.FloatRange(min=0, min_open=True), default=10.0, show_default=True, metavar="N",
+@option(HOW, "--minutes", type=Number(min=0, min_open=True, max=LONGEST_S / 60), default=10.0, show_default=True, metavar="N",
         help="Budget; the most informative shapes come first.")
 @option(HOW, "--restart", is_flag=True, help="Forget what an interrupted or earlier run measured.")
 @option(HOW, "--retry-failed", is_flag=True, help="Try again what ran out of memory, crashed or hung.")
-@option(HOW, "--hang-limit", type=click.FloatRange(min=1), default=60.0, show_default=True, metavar="SECONDS",
+@option(HOW, "--hang-limit", type=Number(min=1, max=LONGEST_S), default=60.0, show_default=True, metavar="SECONDS",
         help="When a measurement that does not answer is given up.")
 @option(IMPORT, "--add", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
         help="Collectives that torchrun -m profiles.profile_comm measured, on several nodes perhaps; may be repeated.")

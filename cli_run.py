@@ -12,7 +12,7 @@ import click
 
 import cli_module
 from cli_options import OUTPUT, as_json
-from cli_output import STDOUT, require_torch
+from cli_output import STDOUT, require_output, require_torch
 from cli_style import Command, option
 
 if TYPE_CHECKING:
@@ -104,11 +104,10 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     from planner.report.calibration import print_calibration
     from planner.report.text import console, say
     from planner.run.runs import read
-    from profiles.files import require_writable, write_text
+    from profiles.files import write_text
     from profiles.own import to_document, to_yaml
 
-    if output != STDOUT:
-        require_writable(output)
+    require_output(output)
     found = calibrate([read(path) for path in runs], [str(path) for path in runs])
     if output == STDOUT:
         click.echo(to_yaml(found), nl=False)
@@ -135,6 +134,7 @@ def trace(plan_file: Path, output: Path) -> None:
     from planner.run.account import plan_trace_ranks
     from profiles.files import write_text
 
+    require_output(output)
     text = trace_json(plan_trace_ranks(read(plan_file)))
     if output == STDOUT:
         click.echo(text, nl=False)
@@ -152,22 +152,29 @@ _TOKENS = "Tokens"
            "  plan tokenize corpus/ --tokenizer ./llama-3-8b -o corpus.bin")
 @click.argument("inputs", metavar="INPUT...", type=click.Path(path_type=Path), nargs=-1, required=True)
 @option(_TOKENS, "--tokenizer", default="bytes", show_default=True, metavar="NAME|PATH",
-        help="bytes, or a Hugging Face tokenizer: its folder, or its name where there is a network.")
-@option(_TOKENS, "--glob", "pattern", default="*.txt", show_default=True, metavar="PATTERN", help="Files of an INPUT that is a folder.")
+        help="bytes, or a Hugging Face tokenizer: its folder, or with --download its name on the hub.")
+@option(_TOKENS, "--download", is_flag=True, help="Fetch the tokenizer from the hub. No other command or option uses the network.")
+@option(_TOKENS, "--glob", "patterns", multiple=True, default=("*.txt",), show_default="*.txt", metavar="PATTERN",
+        help="Files of an INPUT that is a folder.")
 @option(_TOKENS, "--dtype", type=click.Choice(("auto", "uint16", "uint32")), default="auto", show_default=True,
         help="Of an id; auto: the smallest that holds the vocabulary.")
 @option(OUTPUT, "-o", "--output", type=click.Path(path_type=Path), default="tokens.bin", show_default=True, metavar="FILE",
         help="A .bin; what it holds goes beside it as FILE.json.")
 @as_json
-def tokenize(inputs: tuple[Path, ...], tokenizer: str, pattern: str, dtype: str, output: Path, as_json: bool) -> None:
+def tokenize(
+    inputs: tuple[Path, ...], tokenizer: str, download: bool, patterns: tuple[str, ...], dtype: str, output: Path, as_json: bool,
+) -> None:
     """Turn text files into a file of token ids for `python -m executor --data`.
 
     Every INPUT is a file or a folder. A file is a document; the tokenizer's end-of-document id follows each.
     """
     from executor.data.tokens import documents, load_tokenizer, write_tokens
+    from profiles.errors import ConfigError
     from profiles.units import format_bytes
 
-    found = write_tokens(documents(inputs, pattern), output, load_tokenizer(tokenizer), dtype)
+    if len(patterns) > 1:
+        raise ConfigError(f"--glob is given {len(patterns)} times, it is one pattern for all INPUTs", hint="name other files as INPUT")
+    found = write_tokens(documents(inputs, patterns[0]), output, load_tokenizer(tokenizer, download=download), dtype)
     if as_json:
         click.echo(json.dumps(asdict(found), indent=2))
         return

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import click
 
-from profiles.errors import PlannerError, unknown_name_error
+from profiles.errors import ConfigError, PlannerError, unknown_name_error
+from profiles.files import explained_file_errors
+from profiles.hub import stay_offline
 from profiles.interrupts import on_ctrl_c
 from profiles.ranges import require_range
+from profiles.streams import Streams, sturdy_streams
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+LONGEST_S = 1e9  # 30 years: the timers of the operating system end at 2^63 ns, about ten times later
 
 
 class List(click.ParamType):
@@ -42,6 +48,18 @@ class Whole(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         number: int = click.INT.convert(value, param, ctx)
         require_range(self.of, number, param.opts[0] if param else self.of)
+        return number
+
+
+class Number(click.FloatRange):
+    """A number in a range that may lack either end; never nan, never infinite."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number", param, ctx)
         return number
 
 
@@ -97,23 +115,61 @@ class Main(Command, click.Group):
         kwargs.setdefault("prog_name", self.name)
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **kwargs)
+        sys.exit(run_command(super().main, *args, **kwargs))
+
+
+def run_command(main: Callable[..., Any], args: Sequence[str] | None = None, *, speaks: bool = True, **kwargs: Any) -> int:
+    """Call a command with `args`, or those of the process; its exit code, once its errors are said if it `speaks`.
+
+    What it prints may be lost, but not what it does: a stdout that cannot be written is said after everything else.
+    """
+    stay_offline()
+    with sturdy_streams() as streams:
         try:
-            code = super().main(*args, standalone_mode=False, **kwargs)
+            require_utf8(sys.argv[1:] if args is None else args)
+            with explained_file_errors():
+                code = main(args, standalone_mode=False, **kwargs) or 0
         except PlannerError as error:
-            code = _fail(error.message, error.hint or "plan --help lists the options", error.exit_code)
-        except click.UsageError as error:
-            code = _fail(*_usage(error), error.exit_code)
-        sys.exit(code or 0)
+            hint = error.hint or f"{kwargs['prog_name']} --help lists the options"
+            code = fail(error.message, hint, error.exit_code, speaks=speaks)
+        except click.ClickException as error:
+            code = fail(*_usage(error), error.exit_code, speaks=speaks)
+        except click.Abort:
+            code = INTERRUPTED
+        return _printed(streams, code)
 
 
-def _fail(message: str, hint: str, code: int) -> int:
-    click.echo(f"error: {message}\nhint: {hint}", err=True)
+def require_utf8(args: Sequence[str]) -> None:
+    """Raises ConfigError for an argument that no file of ours could name: its bytes are not UTF-8, or one of them is 0."""
+    for arg in args:
+        try:
+            os.fsencode(arg).decode("utf-8")
+        except UnicodeError:
+            raise ConfigError(f"argument {arg!r} is not UTF-8 text", hint="rename the file, or correct the argument") from None
+        if "\0" in arg:
+            raise ConfigError(f"argument {arg!r} has a null character", hint="correct the argument")
+
+
+def _printed(streams: Streams, code: int) -> int:
+    """`code`, or the error that what was printed is lost."""
+    failure = streams.failure()
+    if failure is None or code:
+        return code
+    hint = "send stdout elsewhere; what goes to files was written"
+    return fail(f"cannot write to stdout: {failure.strerror}", hint, ConfigError.exit_code)
+
+
+def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:
+    """Say what went wrong and what to do, and give the exit code."""
+    if speaks:
+        click.echo(f"error: {message}\nhint: {hint}", err=True)
     return code
 
 
-def _usage(error: click.UsageError) -> tuple[str, str]:
+def _usage(error: click.ClickException) -> tuple[str, str]:
     """click's message in the house's form, and what to do."""
-    command = error.ctx.command_path if error.ctx else "plan"
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "plan"
     possibilities = getattr(error, "possibilities", None)
     message = error.message if possibilities else error.format_message()
     message = " ".join(message.split()).rstrip(".")

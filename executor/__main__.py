@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from cli_style import Command, option
+from cli_style import LONGEST_S, Command, Number, fail, option, run_command
 from executor import layout
 from executor.check.meter import table
 from executor.checkpoint.checkpoints import Checkpoints
@@ -24,7 +23,7 @@ from executor.checkpoint.resume import CheckpointOptions
 from executor.compiled import validate_compiled
 from executor.data.tokens import TOKEN_TYPES
 from executor.foreign.rules import has_even_shards
-from executor.options import LearningRateSchedule, Options
+from executor.options import LARGEST_SEED, LearningRateSchedule, Options
 from executor.rules.all import validate
 from executor.traced.rules import validate_module_plan
 from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
@@ -35,7 +34,9 @@ from executor.watch.watch import SLACK_S, Watch, own_connection
 from planner.plan.module_plan import ModulePlan, read
 from planner.plan.plan import Plan
 from profiles.errors import ConfigError, PlannerError
+from profiles.files import explained_file_errors
 
+PROGRAM = "python -m executor"
 EXAMPLE = (
     "  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5\n"
     "  torchrun --nproc-per-node 8 -m executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50\n"
@@ -52,14 +53,15 @@ DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
 @option(DATA, "--data-dtype", type=click.Choice(sorted(TOKEN_TYPES)), metavar="TYPE",
         help="uint16 or uint32, of a .bin with no .json beside it. [default: uint16]")
 @option(DATA, "--shuffle/--no-shuffle", default=True, show_default=True, help="Take the file's sequences in an order of the seed's.")
-@option(OPTIMIZER, "--learning-rate", type=float, default=3e-4, show_default=True, metavar="RATE", help="Of AdamW.")
+@option(OPTIMIZER, "--learning-rate", type=Number(), default=3e-4, show_default=True, metavar="RATE", help="Of AdamW.")
 @option(OPTIMIZER, "--lr-schedule", type=click.Choice([schedule.value for schedule in LearningRateSchedule]), default="constant",
         show_default=True, metavar="NAME", help="constant, cosine or linear: how the rate falls until --steps.")
 @option(OPTIMIZER, "--warmup-steps", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Steps it rises over.")
-@option(OPTIMIZER, "--min-learning-rate", type=float, default=0.0, show_default=True, metavar="RATE", help="Where cosine and linear end.")
-@option(OPTIMIZER, "--weight-decay", type=float, default=0.01, show_default=True, metavar="SHARE", help="Of matrices, not of vectors.")
-@option(OPTIMIZER, "--betas", type=float, nargs=2, default=(0.9, 0.999), show_default=True, metavar="B1 B2", help="Of AdamW.")
-@option(OPTIMIZER, "--clip-gradients", type=float, default=1.0, show_default=True, metavar="NORM",
+@option(OPTIMIZER, "--min-learning-rate", type=Number(), default=0.0, show_default=True, metavar="RATE",
+        help="Where cosine and linear end.")
+@option(OPTIMIZER, "--weight-decay", type=Number(), default=0.01, show_default=True, metavar="SHARE", help="Of matrices, not of vectors.")
+@option(OPTIMIZER, "--betas", type=Number(), nargs=2, default=(0.9, 0.999), show_default=True, metavar="B1 B2", help="Of AdamW.")
+@option(OPTIMIZER, "--clip-gradients", type=Number(), default=1.0, show_default=True, metavar="NORM",
         help="Scale gradients down to this norm over the whole model; 0: never.")
 @option(CHECKPOINTS, "--checkpoint-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where they go; all nodes share it.")
 @option(CHECKPOINTS, "--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, metavar="N",
@@ -69,7 +71,7 @@ DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
 @option(CHECKPOINTS, "--keep", type=click.IntRange(min=1), default=3, show_default=True, metavar="N", help="Newest ones to keep.")
 @option(RUN, "--steps", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
         help="Optimizer steps, those before a resume included.")
-@option(RUN, "--seed", type=int, default=0, show_default=True, metavar="N",
+@option(RUN, "--seed", type=click.IntRange(0, LARGEST_SEED), default=0, show_default=True, metavar="N",
         help="Of the initial parameters, the order of the data and the random tokens.")
 @option(RUN, "--compile", is_flag=True, help="Compile every block with torch.compile.")
 @option(RUN, "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="auto: GPUs if any.")
@@ -78,28 +80,25 @@ DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
 @option(RUN, "--trace", type=click.Path(path_type=Path), metavar="FILE",
         help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.")
 @option(RUN, "--no-record", "record", is_flag=True, default=True, flag_value=False, help="Measure step times only, write no file.")
-@option(RUN, "--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, metavar="SECONDS",
+@option(RUN, "--timeout", type=Number(min=1, max=LONGEST_S), default=600.0, show_default=True, metavar="SECONDS",
         help="Without progress on any rank until the run ends (within 10 more) and names the rank that is behind.")
 def main(
     plan_file: Path, device: str, timeout: float, checkpoint_dir: Path | None, checkpoint_every: int, resume: str, keep: int,
     run_json: Path | None, trace: Path | None, **options: object,
 ) -> int:
     """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes."""
-    try:
-        plan, trained = read(plan_file), Options(**options)
-        if isinstance(plan, ModulePlan):
-            validate_module_plan(plan, trained)
-        else:
-            validate(plan)
-        _check_world(plan, plan_file)
-        chosen = _device(device)
-        if trained.compile and isinstance(plan, Plan):
-            validate_compiled(plan, chosen)
-        files = RunFiles(run_json or plan_file.with_name("run.json"), trace)
-        if os.environ.get("RANK", "0") == "0":
-            files.require_writable(record=trained.record)
-    except PlannerError as error:
-        return _fail(error, speaks=os.environ.get("RANK", "0") == "0")  # every rank meets the same error
+    plan, trained = read(plan_file), Options(**options)  # every rank meets the same error
+    if isinstance(plan, ModulePlan):
+        validate_module_plan(plan, trained)
+    else:
+        validate(plan)
+    _check_world(plan, plan_file)
+    chosen = _device(device)
+    if trained.compile and isinstance(plan, Plan):
+        validate_compiled(plan, chosen)
+    files = RunFiles(run_json or plan_file.with_name("run.json"), trace)
+    if _is_rank_0():
+        files.require_writable(record=trained.record)
     checkpoints = CheckpointOptions(directory=checkpoint_dir, every=checkpoint_every, resume=resume, keep=keep)
     return _watched(plan, trained, checkpoints, chosen, timeout, files)
 
@@ -117,7 +116,8 @@ def _watched(
         progress.at("joins the other ranks")
         _join(device, store, rank, plan.mesh.num_ranks, limit)
         progress.at("builds its layers")
-        _train(plan, options, checkpoints, device, limit, progress, files)
+        with explained_file_errors():
+            _train(plan, options, checkpoints, device, limit, progress, files)
         dist.destroy_process_group()
     except PlannerError as error:
         code = _fail(error, speaks=watch.claim())
@@ -228,11 +228,11 @@ def _note(text: str) -> None:
 
 
 def _fail(error: PlannerError, *, speaks: bool) -> int:
-    if speaks:
-        click.echo(f"error: {error.message}", err=True)
-        if error.hint:
-            click.echo(f"hint: {error.hint}", err=True)
-    return error.exit_code
+    return fail(error.message, error.hint or f"{PROGRAM} --help lists the options", error.exit_code, speaks=speaks)
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def run() -> int:
@@ -241,18 +241,11 @@ def run() -> int:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for part in ("pipelining.schedules", "checkpoint.state_dict_loader"):  # they print pages about what they raise as well
         logging.getLogger(f"torch.distributed.{part}").setLevel(logging.CRITICAL)
-    try:
-        return main(prog_name="python -m executor", standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
+    return run_command(main, speaks=_is_rank_0(), prog_name=PROGRAM)
 
 
 if __name__ == "__main__":
     # the default action ends even a rank that waits inside a collective, without a traceback; a shell reports 130
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    code = run()
-    sys.stdout.flush()
-    sys.stderr.flush()
     # not sys.exit: gloo's threads may still run while the interpreter is torn down, which aborted 1 run in 14 on a busy machine
-    os._exit(code)
+    os._exit(run())

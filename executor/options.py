@@ -9,6 +9,8 @@ from pathlib import Path
 
 from profiles.errors import ConfigError, choose
 
+LARGEST_SEED = 2**64 - 1  # of torch's generators
+
 
 class LearningRateSchedule(StrEnum):
     """How the learning rate goes on after the warm-up."""
@@ -43,6 +45,8 @@ class Options:
     def __post_init__(self) -> None:
         choose(self, "lr_schedule", LearningRateSchedule, where="--lr-schedule")
         _at_least(1, steps=self.steps)
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ConfigError(f"--seed is {self.seed}, it must be from 0 to 2^64 - 1")
         _at_least(0, warmup_steps=self.warmup_steps, min_learning_rate=self.min_learning_rate, weight_decay=self.weight_decay,
                   clip_gradients=self.clip_gradients)
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
@@ -63,6 +67,11 @@ class Options:
             raise ConfigError(
                 f"--min-learning-rate {self.min_learning_rate:g} with --lr-schedule constant: the rate never falls to it",
                 hint="add --lr-schedule cosine or linear")
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """A seed for the thing of this number, of the 64 bits that torch's generators take."""
+    return (seed * 1_000_003 + number) % (LARGEST_SEED + 1)
 
 
 def _at_least(least: int, **values: float) -> None:

@@ -21,7 +21,7 @@ from executor.chunks.adam import ChunkAdam
 from executor.compiled import compile_blocks
 from executor.data.batches import Batches, build_batches
 from executor.optimizer import build_optimizer, clip_factor, clip_gradients, gradient_norm, learning_rate, set_learning_rate
-from executor.options import Options
+from executor.options import Options, derived_seed
 from executor.parallel.pipeline import Pipeline, build_pipeline
 from executor.parallel.stages import Ranks
 from executor.scale import LossScale, loss_scale
@@ -203,7 +203,7 @@ def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter, progres
     progress = progress or Progress()
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
-    torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)
+    torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))
     recorder = Recorder(ranks.device, options.steps if options.record else 0)
 
     def after_backward() -> None:

@@ -105,7 +105,8 @@ _FAMILIES = {
 
 def described(config: Mapping[str, Any]) -> bool:
     """Whether the configuration names a family that the operator graph expresses; one that names none is taken for a broken one."""
-    return config.get("model_type", "gpt2") in _FAMILIES
+    found = config.get("model_type")
+    return not isinstance(found, str) or found in _FAMILIES
 
 
 def entry_from_config(config: Mapping[str, Any], where: str) -> ModelEntry:
@@ -180,6 +181,8 @@ def _family(reader: _Reader) -> _Family:
     supported = ", ".join(sorted(_FAMILIES))
     if found is None:
         raise ConfigError(f"{reader.where}: model_type is missing (supported: {supported})", hint="give a Hugging Face config.json")
+    if not isinstance(found, str):
+        raise reader.wrong("model_type", found, "a name")
     if found not in _FAMILIES:
         raise ConfigError(
             f"{reader.where}: model_type is {found!r}, supported are {supported}",

@@ -6,7 +6,6 @@ import datetime
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -18,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from profiles.cases import Case, Record
-from profiles.errors import PlannerError
+from profiles.errors import ConfigError, PlannerError
+from profiles.files import explained_file_errors
 from profiles.profiler.comm_cases import comm_cases
 from profiles.profiler.comm_file import COMM_VERSION, CommFile, in_flight_of, write
 from profiles.profiler.comm_run import ATTEMPTS, Chief, InFlight, run_cases
 from profiles.profiler.groups import World
 from profiles.profiler.journal import beside, open_journal
 from profiles.profiler.ranks import chosen_device, joined, world_of_environment
+from profiles.streams import sturdy_streams
 from profiles.units import GB, GIB, MIB, US_PER_S, format_seconds, parse_size
 
 LARGEST_BYTES = {"cuda": GIB, "cpu": 64 * MIB}
@@ -50,6 +51,8 @@ EXAMPLE = (
 def main(output: Path, device: str, minutes: float | None, largest: str | None, restart: bool, attempts: int) -> None:
     """Time collectives and messages of the ranks that torchrun started, for each group that a mesh can make of them."""
     began_s = time.monotonic()
+    if minutes is not None and not math.isfinite(minutes):
+        raise ConfigError(f"--minutes is {minutes}, it must be a finite number", hint="leave --minutes out to measure everything")
     world, where = world_of_environment(), chosen_device(device)
     cases = comm_cases(
         world, largest_bytes=LARGEST_BYTES[where.type] if largest is None else parse_size("--largest", largest),
@@ -112,15 +115,17 @@ def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
 
 def run() -> int:
     """The command with its exit code: 0, or that of the error."""
-    try:
-        main(prog_name="python -m profiles.profile_comm", standalone_mode=False)
-    except PlannerError as error:
-        if os.environ.get("RANK", "0") == "0":
-            click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
-        return error.exit_code
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
+    with sturdy_streams():
+        try:
+            with explained_file_errors():
+                main(prog_name="python -m profiles.profile_comm", standalone_mode=False)
+        except PlannerError as error:
+            if os.environ.get("RANK", "0") == "0":
+                click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)
+            return error.exit_code
+        except click.ClickException as error:
+            error.show()
+            return error.exit_code
     return 0
 
 
@@ -128,6 +133,4 @@ if __name__ == "__main__":
     # the default action ends even a rank that waits inside a collective, without a traceback; a shell reports 130
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = run()
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # not sys.exit: gloo's threads may still run while the interpreter is torn down

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -85,7 +86,7 @@ def test_nothing_is_recorded_where_nothing_is_wanted(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize(("options", "message"), [
     pytest.param(("--no-record", "--trace", "t.json"), "--trace needs what --no-record leaves out", id="no-record"),
-    pytest.param(("--run-json", "none/run.json"), "cannot write none/run.json: no folder to write in", id="no-folder"),
+    pytest.param(("--run-json", "none/run.json"), "cannot write none/run.json: none: no such folder", id="no-folder"),
 ])
 def test_a_file_that_cannot_be_is_refused_before_the_run(options, message, tmp_path, monkeypatch, capsys):
     assert _run(monkeypatch, _write(make_plan(), tmp_path), *options) == 2
@@ -93,6 +94,61 @@ def test_a_file_that_cannot_be_is_refused_before_the_run(options, message, tmp_p
     out, err = capsys.readouterr()
     assert message in err
     assert out == ""
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    pytest.param(("--timeout", "nan"), "'--timeout': nan is not a finite number", id="timeout-nan"),
+    pytest.param(("--timeout", "inf"), "'--timeout': inf is not in the range", id="timeout-inf"),
+    pytest.param(("--learning-rate", "inf"), "'--learning-rate': inf is not a finite number", id="rate"),
+    pytest.param(("--betas", "0.9", "nan"), "'--betas': nan is not a finite number", id="betas"),
+    pytest.param(("--seed", 2**64), f"'--seed': {2**64} is not in the range", id="seed"),
+    pytest.param(("--seed", -1), "'--seed': -1 is not in the range", id="negative-seed"),
+    pytest.param(("--run-json", "pipe"), "cannot write pipe: not a regular file", id="pipe"),
+    pytest.param(("--trace", "x" * 300), "File name too long", id="long-trace"),
+    pytest.param(("--data", "tokens.npz"), "tokens.npz: an archive of arrays", id="archive"),
+    pytest.param(("--data", "x" * 300), "File name too long", id="long-data"),
+    pytest.param(("--checkpoint-dir", "x" * 300), "File name too long", id="long-folder"),
+    pytest.param(("--resume", "x" * 300), "File name too long", id="long-checkpoint"),
+    pytest.param(("--nonsense",), "no such option '--nonsense'", id="unknown"),
+])
+def test_an_option_that_cannot_be_is_one_error_and_a_hint(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+
+    assert _run(monkeypatch, _write(make_plan(), tmp_path), *options) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert [line.split(":")[0] for line in err.splitlines()] == ["error", "hint"]
+
+
+def test_a_disk_that_is_full_at_the_end_is_one_error(tmp_path, monkeypatch, capsys):
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    plan = _write(make_plan(), tmp_path)
+    monkeypatch.setattr(os, "fsync", full)
+
+    assert _run(monkeypatch, plan, "--steps", 3) == 2
+
+    assert capsys.readouterr().err == (
+        f"error: cannot write {tmp_path / 'run.json'}: No space left on device\nhint: choose another file with --run-json\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"]
+
+
+def test_the_largest_seed_of_64_bits_trains(tmp_path, monkeypatch):
+    assert _run(monkeypatch, _write(make_plan(), tmp_path), "--steps", 1, "--no-record", "--seed", 2**64 - 1) == 0
+
+
+def test_a_stdout_that_fails_does_not_end_the_training(tmp_path, monkeypatch, capsys):
+    plan = _write(make_plan(), tmp_path)
+    with open(os.open(os.devnull, os.O_RDONLY), "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert _run(monkeypatch, plan, "--steps", 3) == 2
+
+    assert capsys.readouterr().err.startswith("error: cannot write to stdout: Bad file descriptor\nhint: ")
+    assert read_run(tmp_path / "run.json").recorded_steps == 1
 
 
 def test_a_step_says_its_gradient_norm_and_a_rate_that_varies(tmp_path, monkeypatch, capsys):

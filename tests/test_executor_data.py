@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import io
 import json
+import os
+import pickle
 
 import numpy as np
 import pytest
@@ -175,12 +178,65 @@ def test_an_array_that_is_not_one_row_of_ids_is_an_error(tmp_path, array, messag
         open_tokens(path, None, 100)
 
 
-def test_an_array_file_that_is_none_is_an_error(tmp_path):
+def saved(array: object, save=np.save) -> bytes:
+    file = io.BytesIO()
+    save(file, array)
+    return file.getvalue()
+
+
+WHOLE = saved(np.arange(100, dtype=np.uint16))
+SHAPE = b"'shape': (100,), }" + b" " * 20
+
+
+@pytest.mark.parametrize("content", [
+    pytest.param(b"no array", id="text"),
+    pytest.param(b"", id="empty"),
+    pytest.param(WHOLE[:7], id="half-a-magic"),
+    pytest.param(WHOLE[:40], id="half-a-header"),
+    pytest.param(WHOLE[:150], id="half-the-ids"),
+    pytest.param(WHOLE.replace(b"{'descr'", b"(('descr'"), id="header-that-does-not-end"),
+    pytest.param(WHOLE.replace(b"'<u2'", b"'zz2'"), id="no-such-type"),
+    pytest.param(WHOLE.replace(b"(100,)", b"(-10,)"), id="negative"),
+    pytest.param(WHOLE.replace(SHAPE, b"'shape': (1" + 21 * b"0" + b",), }   "), id="more-than-64-bits"),
+    pytest.param(WHOLE.replace(SHAPE, b"'shape': (9223372036854775807,), }    "), id="more-than-memory"),
+    pytest.param(saved(np.arange(9), np.savez), id="archive"),
+    pytest.param(saved(np.array([1, "a", None], dtype=object)), id="pickled-objects"),
+    pytest.param(pickle.dumps(np.arange(9)), id="pickle"),
+])
+def test_an_array_file_that_is_none_is_an_error(tmp_path, content):
     path = tmp_path / "tokens.npy"
-    path.write_bytes(b"no array")
+    path.write_bytes(content)
 
     with pytest.raises(ConfigError, match=r"cannot read .* as a .npy file"):
         open_tokens(path, None, 100)
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    pytest.param("tokens.npz", "an archive of arrays", id="archive"),
+    pytest.param("pipe.bin", "not a regular file", id="pipe"),
+    pytest.param("pipe.npy", "not a regular file", id="array-pipe"),
+    pytest.param("folder", "a folder", id="folder"),
+    pytest.param("x" * 300, "File name too long", id="too-long"),
+    pytest.param("none.npy", "No such file or directory", id="none"),
+])
+def test_what_is_no_file_of_ids_is_an_error(tmp_path, name, message):
+    (tmp_path / "tokens.npz").write_bytes(saved(np.arange(9), np.savez))
+    (tmp_path / "folder").mkdir()
+    for pipe in ("pipe.bin", "pipe.npy"):
+        os.mkfifo(tmp_path / pipe)
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_tokens(tmp_path / name, None, 100)
+
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**64 - 1])
+def test_random_tokens_take_any_seed_of_64_bits(seed):
+    ids, _ = synthetic(ONE, 0, seed)(0)
+
+    assert torch.equal(ids, synthetic(ONE, 0, seed)(0)[0])
+    assert not torch.equal(ids, synthetic(ONE, 0, seed - 1 if seed else 1)(0)[0])
 
 
 def test_a_negative_id_is_an_error(tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -180,6 +181,12 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, gpt2_like):
 @pytest.mark.parametrize(("arguments", "message"), [
     pytest.param(["none.txt"], "none.txt: no such file or folder", id="no-input"),
     pytest.param([".", "--glob", "*.none"], ".: no file matches --glob '*.none'", id="no-match"),
+    pytest.param([".", "--glob", "*.txt", "--glob", "*.py"], "--glob is given 2 times", id="two-patterns"),
+    pytest.param([".", "--glob", "/*"], "--glob '/*' is no pattern of names below .", id="absolute-pattern"),
+    pytest.param([".", "--glob", ""], "--glob '' is no pattern of names below .", id="empty-pattern"),
+    pytest.param(["a.txt", "--tokenizer", "gpt2"], "--tokenizer gpt2: no such folder\nhint: give 'bytes' or the folder", id="hub-name"),
+    pytest.param(["a.txt", "--tokenizer", "below"], "--tokenizer below: ", id="folder-without-tokenizer"),
+    pytest.param(["a.txt", "-o", f"{'x' * 248}.bin"], "File name too long", id="name-beside-too-long"),
     pytest.param(["empty.txt"], "all 1 documents are empty", id="empty"),
     pytest.param(["a.txt", "-o", "a.npy"], "--output a.npy: token files are named .bin", id="name"),
     pytest.param(["a.txt", "-o", "no/folder.bin"], "cannot write no/folder.bin: No such file or directory", id="no-folder"),
@@ -189,14 +196,39 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, gpt2_like):
 ])
 def test_a_wrong_request_is_an_error_with_a_hint(folder, monkeypatch, arguments, message):
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
     code, out, err = run(*arguments)
 
     assert (code, out) == (2, "")
     assert message in err
     assert "\nhint: " in err
     assert not (folder / "tokens.bin").exists()
+
+
+def test_only_a_download_that_is_asked_for_may_use_the_network(folder, tmp_path, gpt2_like, monkeypatch):
+    from transformers import AutoTokenizer
+
+    load, asked = AutoTokenizer.from_pretrained, []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def from_pretrained(name, **options):
+        asked.append((name, options["local_files_only"], os.environ["HF_HUB_OFFLINE"]))
+        return load(gpt2_like)
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+
+    for arguments in ((gpt2_like,), ("someone/tokenizer", "--download")):
+        assert run(folder, "-o", tmp_path / "out.bin", "--tokenizer", *arguments)[0] == 0
+    assert asked == [(str(gpt2_like), True, "1"), ("someone/tokenizer", False, "0")]
+
+
+def test_a_tokenizer_file_that_is_damaged_is_one_error(folder, tmp_path, gpt2_like):
+    shutil.copytree(gpt2_like, tmp_path / "damaged")
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{")
+
+    code, out, err = run(folder, "-o", tmp_path / "out.bin", "--tokenizer", tmp_path / "damaged")
+
+    assert (code, out) == (2, "")
+    assert [line.split(":")[0] for line in err.splitlines()] == ["error", "hint"]
 
 
 def test_a_tokenizer_without_an_end_of_document_is_an_error(tmp_path, gpt2_like):

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from executor.checkpoint.folder import AtomicWriter, CheckedReader, Document, checkpoint_name, remove_temporaries
 from executor.checkpoint.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint
 from executor.checkpoint.states import Tensors, make_optimizer_states, random_states, set_random_states, training_tensors
+from executor.options import LARGEST_SEED
 from executor.train import Trainer
 from profiles.errors import PlannerError
 from profiles.spec import Precision
@@ -124,7 +125,7 @@ class Checkpoints:
         if same:
             set_random_states(random, device)
         else:
-            torch.manual_seed(torch.initial_seed() + 1_000_000_007 * document["step"])
+            torch.manual_seed((torch.initial_seed() + 1_000_000_007 * document["step"]) % (LARGEST_SEED + 1))
 
     def _read(self, path: Path, states: dict[str, Any]) -> None:
         dcp.load(states, storage_reader=CheckedReader(path), process_group=self.group)
@@ -162,4 +163,5 @@ def _silent(text: str) -> None:
 
 def _reason(error: CheckpointException) -> str:
     rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
-    return f"{' '.join(str(failure).split())} (rank {rank})"
+    text = failure.strerror if isinstance(failure, OSError) and failure.strerror else " ".join(str(failure).split())
+    return f"{text} (rank {rank})"

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from profiles.errors import ConfigError
 from profiles.reader import read_json
@@ -86,6 +88,16 @@ class AtomicWriter(FileSystemWriter):
         self.final = final
         self.document = document
         self.keep = keep
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As torch has it, but with the system's error where there is one: torch raises its own text over it."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            found = error.__context__
+            while found is not None and not isinstance(found, OSError):
+                found = found.__context__
+            raise found or error from None
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor
 
 from executor.data.shuffle import shuffled
 from executor.data.tokens import TOKEN_TYPES, read_sidecar
-from executor.options import Options
+from executor.options import Options, derived_seed
 from planner.plan.plan import Plan
 from profiles.errors import ConfigError, unknown_name_error
+from profiles.files import require_regular
 
 ARRAY_TYPES = ("uint16", "uint32", "int32", "int64")  # of .npy files, whose headers say which
+_OTHER_DATA = "check --data and --data-dtype"
 ASSUMED_TYPE = "uint16"  # of a .bin file with nothing beside it
 
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -39,7 +42,7 @@ def synthetic(plan: Plan, dp_rank: int, seed: int) -> Batches:
     """Uniform random token ids."""
 
     def sequence(index: int) -> Tensor:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        generator = torch.Generator().manual_seed(derived_seed(seed, index))
         return torch.randint(plan.model.vocab_size, (plan.training.seq_length + 1,), generator=generator)
 
     return _batches(plan, dp_rank, sequence)
@@ -70,6 +73,9 @@ def open_tokens(path: Path, data_type: str | None, vocab_size: int) -> np.ndarra
     """
     if data_type is not None and data_type not in TOKEN_TYPES:
         raise unknown_name_error("token type", data_type, TOKEN_TYPES, where="--data-dtype")
+    if path.suffix == ".npz":
+        raise ConfigError(f"{path}: an archive of arrays cannot be mapped into memory", hint="save the ids with numpy.save, as a .npy")
+    require_regular(path, hint=_OTHER_DATA)
     tokens = _mapped_array(path) if path.suffix == ".npy" else _mapped_ids(path, data_type, vocab_size)
     if data_type not in (None, tokens.dtype.name):
         raise ConfigError(f"{path} holds {tokens.dtype.name}, --data-dtype says {data_type}", hint="leave --data-dtype out")
@@ -78,9 +84,11 @@ def open_tokens(path: Path, data_type: str | None, vocab_size: int) -> np.ndarra
 
 def _mapped_array(path: Path) -> np.ndarray:
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"cannot read {path} as a .npy file: {error}", hint="check --data") from None
+        # not np.load, which also opens archives and pickles
+        with np.errstate(over="ignore"):
+            tokens = np.lib.format.open_memmap(path, mode="r")
+    except (OSError, ValueError, TypeError, OverflowError, SyntaxError, MemoryError, TokenError) as error:  # numpy checks a header little
+        raise ConfigError(f"cannot read {path} as a .npy file: {error}", hint="save the ids again with numpy.save") from None
     if tokens.dtype.name not in ARRAY_TYPES or tokens.ndim != 1:
         raise ConfigError(
             f"{path}: {tokens.ndim} dimensions of {tokens.dtype.name}, it must be one row of {', '.join(ARRAY_TYPES)}",
@@ -100,7 +108,7 @@ def _mapped_ids(path: Path, data_type: str | None, vocab_size: int) -> np.ndarra
             raise ConfigError(f"{path}: {size} bytes are not a whole number of {name} ids", hint="check --data-dtype")
         tokens = np.memmap(path, dtype=dtype, mode="r")
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="check --data and --data-dtype") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint=_OTHER_DATA) from None
     if beside and beside.count != len(tokens):
         raise ConfigError(f"{path}: {len(tokens)} ids, the .json beside it says {beside.count}", hint="write it again: plan tokenize")
     if beside:

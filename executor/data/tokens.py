@@ -10,20 +10,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from profiles.errors import ConfigError, unknown_name_error
+from profiles.files import replacing
+from profiles.hub import allow_download, refusals
 from profiles.reader import Hints, read_json
 from profiles.schema import parse
 from profiles.units import MIB
 
 SIDECAR_VERSION = 1
 _AGAIN = "write it again: plan tokenize"
+_OTHER_FILE = "check --output"
 TOKEN_TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 PIECE = 4 * MIB  # characters or bytes of a document that are held at once; a longer document is cut after a newline
 
@@ -81,21 +84,23 @@ def bytes_tokenizer() -> Tokenizer:
     return Tokenizer(name="bytes", vocab_size=257, end_of_document=256, encode=encode)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or a Hugging Face tokenizer by its folder or name. Raises ConfigError."""
-    return bytes_tokenizer() if name == "bytes" else _hugging_face(name)
+def load_tokenizer(name: str, *, download: bool = False) -> Tokenizer:
+    """`bytes`, or a Hugging Face tokenizer by its folder, with `download` also by its name on the hub. Raises ConfigError."""
+    return bytes_tokenizer() if name == "bytes" else _hugging_face(name, download=download)
 
 
-def _hugging_face(name: str) -> Tokenizer:
-    try:
+def _hugging_face(name: str, *, download: bool) -> Tokenizer:
+    if find_spec("transformers") is None:
+        raise ConfigError(f"--tokenizer {name} needs the package transformers", hint="pip install 'parplan[tokenize]'")
+    if download:
+        allow_download()
+    elif not os.path.isdir(name):
+        raise ConfigError(
+            f"--tokenizer {name}: no such folder", hint="give 'bytes' or the folder of a Hugging Face tokenizer, or add --download")
+    with refusals(f"--tokenizer {name}", "give 'bytes', or the folder of a Hugging Face tokenizer"):
         from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(f"--tokenizer {name} needs the package transformers: {error}", hint="pip install 'parplan[tokenize]'") from None
-    try:
-        loaded = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--tokenizer {name}: {reason}", hint="give 'bytes', or the folder of a Hugging Face tokenizer") from None
+
+        loaded = AutoTokenizer.from_pretrained(name, local_files_only=not download, trust_remote_code=False)
     if loaded.eos_token_id is None:
         raise ConfigError(f"--tokenizer {name} has no end-of-document token (eos_token)", hint="set eos_token in its tokenizer_config.json")
 
@@ -143,16 +148,25 @@ def documents(inputs: Iterable[Path], pattern: str) -> tuple[Path, ...]:
     """The files among `inputs`, and those in folders that match `pattern`, each folder's in order. Raises ConfigError."""
     found: list[Path] = []
     for path in inputs:
-        if path.is_dir():
-            inside = sorted(file for file in path.glob(pattern) if file.is_file())
+        if os.path.isdir(path):
+            inside = _matching(path, pattern)
             if not inside:
                 raise ConfigError(f"{path}: no file matches --glob {pattern!r}", hint="--glob '**/*.txt' looks in every folder below")
             found += inside
-        elif path.is_file():
+        elif os.path.isfile(path):
             found.append(path)
         else:
             raise ConfigError(f"{path}: no such file or folder", hint="check INPUT")
     return tuple(found)
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """The files in a folder that match, in order. Raises ConfigError for what is no pattern of names below it."""
+    try:
+        return sorted(file for file in folder.glob(pattern) if file.is_file())
+    except (ValueError, NotImplementedError, IndexError):
+        raise ConfigError(
+            f"--glob {pattern!r} is no pattern of names below {folder}", hint="--glob '**/*.txt' looks in every folder below") from None
 
 
 def write_tokens(inputs: Sequence[Path], output: Path, tokenizer: Tokenizer, dtype: str = "auto") -> TokenFile:
@@ -163,15 +177,14 @@ def write_tokens(inputs: Sequence[Path], output: Path, tokenizer: Tokenizer, dty
     name = _chosen_dtype(tokenizer, dtype)
     if output.suffix != ".bin":
         raise ConfigError(f"--output {output}: token files are named .bin", hint=f"-o {output.with_suffix('.bin')}")
-    with _replacing(output) as file:
+    with replacing(output, hint=_OTHER_FILE) as file, replacing(sidecar_path(output), hint=_OTHER_FILE) as beside:
         count, num_documents, largest = _write_documents(inputs, file, tokenizer, TOKEN_TYPES[name])
         if not count:
             raise ConfigError(f"all {len(inputs)} documents are empty", hint="check INPUT")
         found = TokenFile(
             version=SIDECAR_VERSION, dtype=name, count=count, documents=num_documents, vocab_size=tokenizer.vocab_size, largest_id=largest,
             end_of_document=tokenizer.end_of_document, tokenizer=tokenizer.name)
-    with _replacing(sidecar_path(output)) as file:
-        file.write(json.dumps(asdict(found), indent=2).encode() + b"\n")
+        beside.write(json.dumps(asdict(found), indent=2).encode() + b"\n")
     return found
 
 
@@ -208,17 +221,3 @@ def _encoded(path: Path, tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Iterator
                     yield np.asarray(ids).astype(dtype)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint="check INPUT") from None
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` once it is whole; a failure leaves nothing behind."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        os.replace(partial, path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}", hint="check --output") from None
-    finally:
-        partial.unlink(missing_ok=True)

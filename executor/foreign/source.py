@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from planner.plan.plan import Plan
 from profiles.errors import ConfigError
+from profiles.hub import refusals
 from profiles.spec import Positions
-from profiles.tracing.source import ATTENTION, RUN_ONLY, function_of, parameters_on_meta
+from profiles.tracing.source import ATTENTION, CANNOT_MAKE, RUN_ONLY, function_of, parameters_on_meta, require_names
 
 Fill = Callable[[str, nn.Module], None]
 
@@ -51,14 +52,12 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> Source:
     except ImportError as error:
         raise ConfigError(f"module: the plan runs a Hugging Face model, and transformers is not installed ({error})",
                           hint="pip install transformers") from None
-    try:
+    require_names(values)
+    with refusals(*CANNOT_MAKE):
         config = AutoConfig.for_model(values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY})
         config.use_cache = False
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION[plan.training.attention])
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"module: transformers cannot make the model: {error}",
-                          hint="check the config.json, and the version of transformers") from None
     _check_positions(plan, config)
     styles = getattr(config, "base_model_tp_plan", None) or {}
     inside = {name.split(".*.", 1)[1]: style for name, style in styles.items() if ".*." in name}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from executor.options import derived_seed
 from executor.parallel.sharded import compute_dtype
 from planner.plan.module_plan import ModulePlan
 from profiles.errors import ConfigError
@@ -34,7 +35,7 @@ def module_batches(plan: ModulePlan, workload: Workload, dp_rank: int, seed: int
 
 def _sample(workload: Workload, seed: int, index: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed * 1_000_003 + index)
+        torch.manual_seed(derived_seed(seed, index))
         return workload.batch(1)
 
 

@@ -16,7 +16,7 @@ from costmodels.memory import StateBytes, chunk_elements, states_of
 from executor.check.meter import Meter, Row
 from executor.checkpoint.states import Held
 from executor.optimizer import build_optimizer, num_copies, squared_norm
-from executor.options import Options
+from executor.options import Options, derived_seed
 from executor.parallel.stages import Ranks
 from executor.tensors import local
 from executor.traced.batches import module_batches
@@ -123,7 +123,7 @@ def build_module_trainer(
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
     ranks = Ranks(device=device, mesh=mesh)
     dp_rank = ranks.coordinate("dp")
-    torch.manual_seed(options.seed * 1_000_003 + ranks.coordinate("pp") * plan.mesh.dp + dp_rank)  # dropout
+    torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))  # dropout
     recorder, meter = Recorder(device, options.steps if options.record else 0), Meter(plan.training.precision)
 
     def after_backward() -> None:

@@ -31,12 +31,13 @@ from planner.report.trace import trace_json
 from planner.run.account import RankMeasured, RecordedStep, make_run, trace_ranks
 from planner.run.runs import ChunkMoved, Environment, Run, Span, write
 from profiles.errors import ConfigError
-from profiles.files import write_text
+from profiles.files import require_writable, write_text
 from profiles.units import KIB
 
 RECORDED_STEPS = 5
 WARM_UP_STEPS = 2  # the first meets allocators and caches empty, and both are metered (executor/train.py)
 CLOCK_ROUNDS = 9
+_OTHER_TRACE = "choose another file with --trace"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NOTHING = nullcontext()
 
@@ -210,9 +211,10 @@ class RunFiles:
         """Raises ConfigError, before the run and not after it."""
         if not record and self.trace is not None:
             raise ConfigError("--trace needs what --no-record leaves out", hint="leave out one of them")
-        for path in (self.run, self.trace) if record else ():
-            if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-                raise ConfigError(f"cannot write {path}: no folder to write in", hint="choose another file with --run-json, or --no-record")
+        if record:
+            require_writable(self.run, hint="choose another file with --run-json, or --no-record")
+        if self.trace is not None:
+            require_writable(self.trace, hint=_OTHER_TRACE)
 
     def write(self, run: Run) -> None:
         """Write the files and print what was predicted beside what was measured. Raises ConfigError."""
@@ -220,5 +222,5 @@ class RunFiles:
         write(run, self.run)
         say(console(sys.stdout), f"wrote {self.run}")
         if self.trace is not None:
-            write_text(trace_json(trace_ranks(run)), self.trace, hint="choose another file with --trace")
+            write_text(trace_json(trace_ranks(run)), self.trace, hint=_OTHER_TRACE)
             say(console(sys.stdout), f"wrote {self.trace}; open it in https://ui.perfetto.dev")

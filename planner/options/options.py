@@ -333,6 +333,7 @@ def require_no_front(options: Options) -> None:
 
 def require_front(options: Options) -> None:
     """Raises ConfigError for what a front cannot do or cannot write: found before its searches, not after them."""
+    from planner.pareto import plan_paths
     from planner.report.scatter import require_plot
 
     output: Path = options["output"]
@@ -340,6 +341,7 @@ def require_front(options: Options) -> None:
         raise ConfigError("--output - is one plan, a front is several", hint="leave out --output for plan-01.yaml, ..., or use --json")
     if options["max_slowdown"] is not None:
         raise ConfigError("--max-slowdown is for --objective memory, a front goes through many", hint="leave it out")
-    require_writable(output, hint="choose another file with --output")
+    for path in (output, *plan_paths(output, 1)):  # a point's name is longer
+        require_writable(path, hint="choose another file with --output")
     if options["plot"] is not None:
         require_plot(options["plot"])

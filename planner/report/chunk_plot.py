@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from planner.plan.chunk_levels import CLASSES, Level
 from planner.plan.plan import Plan
-from profiles.errors import ConfigError
+from planner.report.scatter import save
 from profiles.units import gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_DPI = 150
 _ROOM = 1.08  # factor that the axis of memory leaves above the budget
 _LABELS = {
     "always": "states at home on the device", "other": "activations and all else", "gathered": "gathered groups",
@@ -34,10 +33,7 @@ def draw_levels(levels: Sequence[Level], plan: Plan, rank: int, budget_bytes: in
     axes.set_title(f"{plan.model.name}, stage {rank}: {plan.mesh}, {plan.pipeline.num_micro_batches} micro-batches")
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another file with --plot") from None
+    save(figure, path)
 
 
 def _draw_bytes(axes: Axes, levels: Sequence[Level], budget_bytes: int) -> None:

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from planner.pareto import Front, Point
 from planner.report.names import FASTEST, found_text
+from planner.report.scatter import save
 from planner.report.text import gib_text, seconds_text
-from profiles.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-_DPI = 150
 _LAST_COLOUR = 0.92  # of the colour map: its palest end is lost on paper
 _FAR = 2.5  # times the fastest step; slower points stand at the upper edge, with their time, so that the others are told apart
 _ROOM = 1.04  # factor that the axis of memory leaves beyond the device
@@ -37,10 +36,7 @@ def draw_front(front: Front, path: Path) -> None:
     _draw_limits(axes, front)
     _name_points(axes, front, top_s)
     _name_axes(figure, axes, front)
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another file with --plot") from None
+    save(figure, path)
 
 
 def _capacity_gib(front: Front) -> float:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from planner.report.profile import collectives_of, placement_text
 from planner.report.profile_points import Series, chip_of, product_of, series_of
+from planner.report.scatter import save
 from profiles.curves import Chip, CollectiveCurve, FlashCurve, MatmulCurve, MemoryCurve, matmul_s, memory_bound_s
 from profiles.errors import ConfigError
 from profiles.own import OwnProfile
@@ -21,10 +22,8 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C564B")  # told apart by most eyes
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_DPI = 150
 _COLUMNS = 2
 _PANEL_INCHES = (6.6, 4.4)
-_OTHER_FILE = "choose another file with --plot"
 _STEPS = 60  # of a drawn curve
 _FEW_DECADES = 200  # a scale shorter than this factor has ticks at 2 and 5 as well
 
@@ -58,10 +57,7 @@ def draw_profile(profile: OwnProfile, path: Path) -> None:
     for axes in places[len(panels):]:
         axes.set_axis_off()
     figure.suptitle(_title(profile))
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint=_OTHER_FILE) from None
+    save(figure, path)
 
 
 def _title(profile: OwnProfile) -> str:

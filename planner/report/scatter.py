@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from planner.validation.priced import Priced
 from profiles.errors import ConfigError
-from profiles.files import require_writable
+from profiles.files import replacing, require_writable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,10 +58,13 @@ def draw(priced: Sequence[Priced], path: Path) -> None:
     for axes, (name, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         _draw_panel(axes, name, points, styles)
     _draw_legend(figure)
-    try:
-        figure.savefig(path, dpi=_DPI)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint=_OTHER_FILE) from None
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a picture whole, in the format that the file's suffix names. Raises ConfigError."""
+    with replacing(path, hint=_OTHER_FILE) as file:
+        figure.savefig(file, format=path.suffix[1:].lower(), dpi=_DPI)
 
 
 def _draw_legend(figure: Figure) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from profiles.cases import Case, Outcome, Record
 from profiles.errors import ConfigError, PlannerError
+from profiles.files import write_text
 from profiles.profiler.collectives import FULL, Effort, measured
 from profiles.profiler.journal import Journal
 from profiles.profiler.ranks import Ranks
@@ -48,9 +49,8 @@ class InFlight:
 
     def begin(self, case: Case) -> None:
         """Note the case, and how often it was begun."""
-        beside = self.path.with_name(self.path.name + ".new")
-        beside.write_text(json.dumps({"case": case.key, "attempts": self.attempts(case) + 1}), encoding="ascii")
-        os.replace(beside, self.path)
+        noted = json.dumps({"case": case.key, "attempts": self.attempts(case) + 1})
+        write_text(noted, self.path, hint="make room, and run the command again: it goes on")
 
     def attempts(self, case: Case) -> int:
         """How many runs ended in this case."""

@@ -81,7 +81,7 @@ def open_journal(path: Path, asked: Mapping[str, Any], *, restart: bool = False)
 
 def _locked(path: Path) -> int:
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", hint="choose another -o") from None
     try:

@@ -46,10 +46,22 @@ def record(
     recorder.attributes |= {id(value): (name, PARAMETER) for name, value in state.items()}
     recorder.attributes |= {id(value): (name, BUFFER) for name, value in workload.module.named_buffers()}
     with ExitStack() as stack:
-        for context in (recorder.paths, _functions_as_calls(recorder), recorder):
+        for context in (_refused_sizes(workload), recorder.paths, _functions_as_calls(recorder), recorder):
             stack.enter_context(context)
         loss = torch.func.functional_call(_Run(workload), {f"module.{name}": value for name, value in state.items()}, (batch,))
     return _finished(workload, micro_batch_size, recorder, loss)
+
+
+@contextmanager
+def _refused_sizes(workload: Workload) -> Iterator[None]:
+    """A ConfigError where torch refuses the sizes of a Hugging Face config; a function's own errors keep their traceback."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        if workload.source.huggingface is None:
+            raise
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"module: {workload.name} cannot run a batch: {reason}", hint="check the sizes in the config.json") from None
 
 
 def _cast(value: Tensor, precision: Precision) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from profiles.errors import ConfigError
+from profiles.hub import refusals
 from profiles.module import ModuleSource
 from profiles.stack import AttentionKernel
 from profiles.tracing.batches import IDS, TARGETS, drawn_batch, next_token_batch, next_token_loss
@@ -25,6 +26,7 @@ from profiles.tracing.deferred import Deferred
 
 ATTENTION = {AttentionKernel.FLASH: "sdpa", AttentionKernel.UNFUSED: "eager"}  # transformers' names
 RUN_ONLY = ("model_type", "dtype", "torch_dtype", "use_cache", "transformers_version", "architectures", "_attn_implementation")
+CANNOT_MAKE = "module: transformers cannot make the model", "check the config.json, and the version of transformers"
 TOKENS, SAMPLES = "tokens", "samples"
 
 Batch = dict[str, Tensor]
@@ -169,19 +171,26 @@ def _hugging_face(
     except ImportError as error:
         raise ConfigError(f"module: it is a Hugging Face model, and transformers is not installed ({error})",
                           hint="pip install transformers") from None
-    try:
-        config = transformers.AutoConfig.for_model(
-            str(values.get("model_type")), **{key: values[key] for key in values if key not in RUN_ONLY})
+    require_names(values)
+    with refusals(*CANNOT_MAKE):
+        config = transformers.AutoConfig.for_model(values["model_type"], **{key: values[key] for key in values if key not in RUN_ONLY})
         _settle(config)
         with making:
             module = _model_class(transformers, values)._from_config(config, attn_implementation=ATTENTION[attention])
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"module: transformers cannot make the model: {error}",
-                          hint="check the config.json, and the version of transformers") from None
     batch, unit = drawn_batch(module, config, seq_length)
     return Workload(
         name=_name(values, config), source=source, module=module.train(), batch=batch, loss_of=_own_loss, unit=unit,
         seq_length=seq_length if unit == TOKENS else 1)
+
+
+def require_names(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a config.json whose model_type is not a name, or whose architectures are not names."""
+    kind, classes = values.get("model_type"), values.get("architectures")
+    if not isinstance(kind, str):
+        raise ConfigError(f"module: model_type is {kind!r}, it must be a name such as 'bert'", hint="correct model_type in the config.json")
+    if classes is not None and not (isinstance(classes, list | tuple) and all(isinstance(name, str) for name in classes)):
+        raise ConfigError(
+            f"module: architectures is {classes!r}, it must be a list of names", hint="correct architectures in the config.json")
 
 
 def _settle(config: Any) -> None:
@@ -204,8 +213,9 @@ def _model_class(transformers: Any, values: Mapping[str, Any]) -> Any:
                               hint="name the class in architectures, as \"architectures\": [\"BertForMaskedLM\"]")
         return known[config]
     found = getattr(transformers, named, None)
-    if found is None:
-        raise ConfigError(f"module: transformers has no {named}, which architectures names", hint="check the version of transformers")
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise ConfigError(f"module: transformers has no model {named}, which architectures names",
+                          hint="check architectures, and the version of transformers")
     return found
 
 
