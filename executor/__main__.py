@@ -35,6 +35,7 @@ from executor.watch.watch import SLACK_S, Watch, own_connection
 from planner.plan.module_plan import ModulePlan, read
 from planner.plan.plan import Plan
 from profiles.errors import ConfigError, PlannerError
+from profiles.trust import trusted_note
 
 EXAMPLE = (
     "  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5\n"
@@ -78,13 +79,19 @@ DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
 @option(RUN, "--trace", type=click.Path(path_type=Path), metavar="FILE",
         help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.")
 @option(RUN, "--no-record", "record", is_flag=True, default=True, flag_value=False, help="Measure step times only, write no file.")
+@option(RUN, "--trust-module", is_flag=True,
+        help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.")
 @option(RUN, "--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, metavar="SECONDS",
         help="Without progress on any rank until the run ends (within 10 more) and names the rank that is behind.")
 def main(
     plan_file: Path, device: str, timeout: float, checkpoint_dir: Path | None, checkpoint_every: int, resume: str, keep: int,
-    run_json: Path | None, trace: Path | None, **options: object,
+    run_json: Path | None, trace: Path | None, trust_module: bool, **options: object,
 ) -> int:
-    """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes."""
+    """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes.
+
+    A PLAN that names a module runs that module's code; the command says which.
+    """
+    speaks = os.environ.get("RANK", "0") == "0"
     try:
         plan, trained = read(plan_file), Options(**options)
         if isinstance(plan, ModulePlan):
@@ -96,10 +103,13 @@ def main(
         if trained.compile and isinstance(plan, Plan):
             validate_compiled(plan, chosen)
         files = RunFiles(run_json or plan_file.with_name("run.json"), trace)
-        if os.environ.get("RANK", "0") == "0":
+        if speaks:
             files.require_writable(record=trained.record)
+        imported = trusted_note(plan.module, str(plan_file), trust=trust_module)
     except PlannerError as error:
-        return _fail(error, speaks=os.environ.get("RANK", "0") == "0")  # every rank meets the same error
+        return _fail(error, speaks=speaks)  # every rank meets the same error
+    if imported is not None and speaks:
+        _note(imported)
     checkpoints = CheckpointOptions(directory=checkpoint_dir, every=checkpoint_every, resume=resume, keep=keep)
     return _watched(plan, trained, checkpoints, chosen, timeout, files)
 

@@ -29,7 +29,7 @@ from executor.options import Options
 from executor.tensors import begin_fork, forget_meshes
 from executor.train import Trainer, build_trainer
 from planner.plan.plan import Plan
-from planner.run.runs import ChunkMoved
+from planner.run.runs import Beside, ChunkMoved
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 
@@ -85,8 +85,8 @@ def run_plans(plans: Sequence[Plan]) -> list[Outcome]:
     return [joined(results) for results in run_ranks(plans, _train)]
 
 
-def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any]) -> list[list[Any]]:
-    """By plan, what `train` gives on every rank."""
+def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -> list[list[Any]]:
+    """By plan, what `train` gives on every rank: tensors, plain values, and objects of `types`."""
     world = plans[0].mesh.num_ranks
     forget_meshes()  # torch does so in every fork, where groups that only it remembers would wait for threads that no fork has
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +99,8 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any]) -> list[list[An
             for process in context.processes:
                 process.terminate()
                 process.join()
-        results = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
+        with torch.serialization.safe_globals([StateBytes, ChunkMoved, Beside, *types]):
+            results = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
     return [[result[i] for result in results] for i in range(len(plans))]
 
 

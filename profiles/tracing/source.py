@@ -92,7 +92,7 @@ def function_of(factory: str) -> Callable[[], object]:
         if error.name and not f"{package}.".startswith(f"{error.name}."):
             raise  # the package is there, and misses something itself
         raise ConfigError(f"module: there is no {error.name} to import for {factory}",
-                          hint="run from the folder that holds it, or put that folder on PYTHONPATH") from None
+                          hint="run from the folder that holds it, or put that folder on PYTHONPATH and add --trust-module") from None
     function = getattr(module, name, None)
     if not callable(function):
         found = f"has no {name}" if function is None else f"has {name}, which is not callable"
@@ -203,9 +203,10 @@ def _model_class(transformers: Any, values: Mapping[str, Any]) -> Any:
             raise ConfigError(f"module: transformers has no causal language model of {values.get('model_type')}",
                               hint="name the class in architectures, as \"architectures\": [\"BertForMaskedLM\"]")
         return known[config]
-    found = getattr(transformers, named, None)
-    if found is None:
-        raise ConfigError(f"module: transformers has no {named}, which architectures names", hint="check the version of transformers")
+    found = getattr(transformers, str(named), None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise ConfigError(f"module: transformers has no model {named}, which architectures names",
+                          hint="check the version of transformers")
     return found
 
 
