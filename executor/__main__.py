@@ -34,7 +34,7 @@ from executor.watch.progress import Progress
 from executor.watch.watch import SLACK_S, Watch, own_connection
 from planner.plan.module_plan import ModulePlan, read
 from planner.plan.plan import Plan
-from profiles.errors import ConfigError, PlannerError
+from profiles.errors import ConfigError, PlannerError, RunError
 from profiles.trust import trusted_note
 
 EXAMPLE = (
@@ -79,6 +79,7 @@ DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
 @option(RUN, "--trace", type=click.Path(path_type=Path), metavar="FILE",
         help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.")
 @option(RUN, "--no-record", "record", is_flag=True, default=True, flag_value=False, help="Measure step times only, write no file.")
+@option(RUN, "--allow-non-finite", is_flag=True, help="Go on after a loss or gradient that is not finite, which ends a run otherwise.")
 @option(RUN, "--trust-module", is_flag=True,
         help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.")
 @option(RUN, "--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, metavar="SECONDS",
@@ -137,7 +138,7 @@ def _watched(
         lost = watch.lost()
         if lost is None:
             raise
-        return _fail(PlannerError(lost, hint="torchrun's --max-restarts goes on from a checkpoint"), speaks=watch.claim())
+        return _fail(RunError(lost, hint="torchrun's --max-restarts goes on from a checkpoint"), speaks=watch.claim())
     finally:
         watch.stop()
     return 0
@@ -197,10 +198,14 @@ def _train(
         _set_pg_timeout(timeout, group)  # torch gives a mesh's groups its own default instead
     checkpoints = Checkpoints(trainer, checkpoint_options, timeout=timeout, note=_note)
     first = checkpoints.resume()
-    for result in trainer.run(first):
-        if speaks:
-            click.echo(_step_line(plan, options, result))
-        checkpoints.after_step(result.step + 1)
+    try:
+        for result in trainer.run(first):
+            if speaks:
+                click.echo(_step_line(plan, options, result))
+            checkpoints.after_step(result.step + 1)
+    except PlannerError:
+        checkpoints.settle()  # what is being written is what the next run goes on from
+        raise
     if first >= options.steps:
         checkpoints.note(f"nothing to do: --steps {options.steps}, {first} are done")
         return

@@ -33,7 +33,7 @@ from executor.checkpoint.folder import (
 from executor.checkpoint.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint, refused
 from executor.checkpoint.states import Tensors, make_optimizer_states, random_states, set_random_states, training_tensors
 from executor.train import Trainer
-from profiles.errors import PlannerError
+from profiles.errors import PlannerError, RunError
 from profiles.spec import Precision
 
 
@@ -82,13 +82,18 @@ class Checkpoints:
             self._save(step, self.options.directory)
 
     def finish(self, step: int) -> None:
-        """Save the end of the run, after `step` steps, and wait for it. Raises PlannerError if it cannot be written."""
+        """Save the end of the run, after `step` steps, and wait for it. Raises RunError if it cannot be written."""
         if self.options.directory is not None and self._saved != step:
             self._save(step, self.options.directory)
         failure = self._settled()
         self._stager.close()
         if failure:
-            raise PlannerError(failure, hint="make room and start the run again, it goes on from the checkpoint before")
+            raise RunError(failure, hint="make room and start the run again, it goes on from the checkpoint before")
+
+    def settle(self) -> None:
+        """Wait for the save that runs, where the run ends with an error."""
+        if failure := self._settled():
+            self.note(failure)
 
     def _save(self, step: int, folder: Path) -> None:
         if failure := self._settled():
