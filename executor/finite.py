@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
@@ -22,8 +22,8 @@ from profiles.errors import RunError
 class Shares:
     """The parts of this rank in the loss and in the squared gradient norm of a step, before they are summed over ranks."""
 
-    loss: Tensor = field(default_factory=lambda: torch.zeros(()))
-    squared_norm: Tensor = field(default_factory=lambda: torch.zeros(()))
+    loss: Tensor | None = None
+    squared_norm: Tensor | None = None
 
     def sum_loss(self, share: Tensor) -> Tensor:
         """The loss of the whole batch. Collective."""
@@ -46,7 +46,8 @@ class Shares:
         wrong = {what: value for what, value in sums.items() if value is not None and not math.isfinite(value)}
         if not wrong:
             return
-        found = torch.stack([self.loss.double(), self.squared_norm.double()]).isfinite().logical_not().int()
+        parts = [part.double() for part in (self.loss, self.squared_norm) if part is not None]
+        found = torch.stack(parts).isfinite().logical_not().int()
         everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, found)
         ranks = dict(zip(sums, zip(*(flags.tolist() for flags in everyone), strict=True), strict=True))
@@ -54,6 +55,10 @@ class Shares:
         raise RunError(
             f"step {step + 1}: {said}; it must be finite",
             hint="start again with a smaller --learning-rate, or go on regardless with --allow-non-finite")
+
+    def forget(self) -> None:
+        """Hold nothing after a step: its memory would count as what the next step freed."""
+        self.loss = self.squared_norm = None
 
 
 def _ranks(flags: Iterable[int]) -> str:

@@ -87,6 +87,7 @@ class Trainer:
                 loss, norm = self._step(step)
             if not self.options.allow_non_finite:
                 self.shares.require_finite(step, loss, norm if self.scale is None else None)
+            self.shares.forget()
             result = StepResult(
                 step=step, loss=loss, gradient_norm=norm, learning_rate=learning_rate(self.options, step),
                 seconds=time.perf_counter() - started, loss_scale=self.scale.value if self.scale else None,
