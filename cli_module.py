@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from profiles.module import ModuleSource
 
 NOT_EQUAL = 2  # the plan does not train as one process does
+NOT_AS_PREDICTED = 3  # it does, with other bytes than the plan says: as where a stage does not fit
 
 
 def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
@@ -54,7 +55,7 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     importlib.import_module("torch")  # takes seconds, which are of the start and not of the time limit
     how = search_options(options)
     started_s = time.monotonic()
-    with _users_modules(), noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
+    with users_modules(), noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
         plan = plan_module(
             source, question.cluster, question.training, constraints=pins, options=how, how=stages, cross_skips=options["cross_skips"],
             on_progress=on_progress)
@@ -67,19 +68,23 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     return INTERRUPTED if interrupts else 0
 
 
-def check(plan: ModulePlan, *, execute: bool, as_json: bool) -> int:
-    """Train the module as planned on gloo processes, and as it is in one process; 2 when losses or gradients differ."""
+def require_executed(*, execute: bool) -> None:
+    """Raises ConfigError for a check of a traced module's plan that does not execute it."""
     from profiles.errors import ConfigError
 
     if not execute:
         raise ConfigError("a plan of a traced module has no dry run", hint="add --execute: it is trained as planned on gloo processes")
+
+
+def check(plan: ModulePlan, *, as_json: bool) -> int:
+    """Train the module as planned on gloo processes, and as it is in one process; the exit code of `say_parity`."""
     import torch
 
     from executor.traced.parity import comparable, run_module_plans, run_module_reference
     from planner.report.text import console
 
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
-    with _users_modules(), console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
+    with console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
         small = comparable(plan)
         (found,), expected = run_module_plans([small]), run_module_reference(small, by_micro_batch=True)
     return say_parity(plan, small, found, expected, as_json=as_json)
@@ -102,11 +107,22 @@ def say_parity(
         print_json(parity_document(result))
     else:
         print_parity(result, console(sys.stdout))
-    return 0 if result.passed else NOT_EQUAL
+    if not result.passed:
+        return NOT_EQUAL
+    return 0 if result.bytes_as_predicted else NOT_AS_PREDICTED
+
+
+def say_module(plan: Plan | ModulePlan, plan_file: Path, *, trust: bool) -> None:
+    """Say on stderr which module the plan imports from where. Raises ConfigError for one that needs --trust-module."""
+    from profiles.trust import trusted_note
+
+    note = trusted_note(plan.module, str(plan_file), trust=trust)
+    if note is not None:
+        click.echo(f"note: {note}", err=True)
 
 
 @contextlib.contextmanager
-def _users_modules() -> Iterator[None]:
+def users_modules() -> Iterator[None]:
     """Modules of the folder that the command runs in can be imported, as with python -m."""
     here = str(Path.cwd())
     sys.path.insert(0, here)

@@ -27,25 +27,34 @@ NOT_FITTING = 3  # as where nothing fits
 @click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 @option(CHECK, "--rank", "ranks", type=click.IntRange(0), multiple=True, metavar="N", help="Only this pipeline rank; may be repeated.")
 @option(CHECK, "--execute", is_flag=True, help="Shrink the model and train it, as planned, on up to 8 gloo processes.")
+@option(CHECK, "--trust-module", is_flag=True,
+        help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.")
 @as_json
-def check(plan_file: Path, ranks: tuple[int, ...], execute: bool, as_json: bool) -> int:
+def check(plan_file: Path, ranks: tuple[int, ...], execute: bool, trust_module: bool, as_json: bool) -> int:
     """Run a plan without its GPUs: what it really holds and sends, or whether it trains as one process does.
 
     Builds one rank of every pipeline stage at full size, on tensors without data, and counts bytes and collectives of a step.
     With --execute, the same plan of a small model of the same structure: losses and gradients against one process. A traced
     module is not shrunk: its plan is executed as it is, on up to 8 processes.
-    Exit code 3 when a stage does not fit its device, 2 when losses or gradients differ.
+    A plan that names a module runs that module's code; the command says which.
+    Exit code 3 when a stage does not fit its device or holds other bytes than predicted, 2 when losses or gradients differ.
     """
     from executor.rules.all import validate
     from planner.plan.module_plan import ModulePlan, read
 
     plan = read(plan_file)
     if isinstance(plan, ModulePlan):
-        require_torch("plan check runs the executor, which needs torch")
-        return cli_module.check(plan, execute=execute, as_json=as_json)
-    validate(plan)
+        cli_module.require_executed(execute=execute)
+    else:
+        validate(plan)
     require_torch("plan check runs the executor, which needs torch")
-    return _execute(plan, as_json=as_json) if execute else _dry_run(plan, ranks, as_json=as_json)
+    if execute and not isinstance(plan, ModulePlan):
+        return _execute(plan, as_json=as_json)
+    with cli_module.users_modules():
+        cli_module.say_module(plan, plan_file, trust=trust_module)
+        if isinstance(plan, ModulePlan):
+            return cli_module.check(plan, as_json=as_json)
+        return _dry_run(plan, ranks, as_json=as_json)
 
 
 def _dry_run(plan: Plan, ranks: tuple[int, ...], *, as_json: bool) -> int:

@@ -33,8 +33,9 @@ from executor.watch.progress import Progress
 from executor.watch.watch import SLACK_S, Watch, own_connection
 from planner.plan.module_plan import ModulePlan, read
 from planner.plan.plan import Plan
-from profiles.errors import ConfigError, PlannerError
+from profiles.errors import ConfigError, PlannerError, RunError
 from profiles.files import explained_file_errors
+from profiles.trust import trusted_note
 
 PROGRAM = "python -m executor"
 EXAMPLE = (
@@ -80,13 +81,19 @@ DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"
 @option(RUN, "--trace", type=click.Path(path_type=Path), metavar="FILE",
         help="Also write a trace of the last step, predicted and measured: open it in https://ui.perfetto.dev.")
 @option(RUN, "--no-record", "record", is_flag=True, default=True, flag_value=False, help="Measure step times only, write no file.")
+@option(RUN, "--allow-non-finite", is_flag=True, help="Go on after a loss or gradient that is not finite, which ends a run otherwise.")
+@option(RUN, "--trust-module", is_flag=True,
+        help="Import the plan's module also from outside of the current folder and of installed packages: its code runs.")
 @option(RUN, "--timeout", type=Number(min=1, max=LONGEST_S), default=600.0, show_default=True, metavar="SECONDS",
         help="Without progress on any rank until the run ends (within 10 more) and names the rank that is behind.")
 def main(
     plan_file: Path, device: str, timeout: float, checkpoint_dir: Path | None, checkpoint_every: int, resume: str, keep: int,
-    run_json: Path | None, trace: Path | None, **options: object,
+    run_json: Path | None, trace: Path | None, trust_module: bool, **options: object,
 ) -> int:
-    """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes."""
+    """Train the model of PLAN as the plan says; prints loss, gradient norm and speed per step, then predicted against measured bytes.
+
+    A PLAN that names a module runs that module's code; the command says which.
+    """
     plan, trained = read(plan_file), Options(**options)  # every rank meets the same error
     if isinstance(plan, ModulePlan):
         validate_module_plan(plan, trained)
@@ -99,6 +106,9 @@ def main(
     files = RunFiles(run_json or plan_file.with_name("run.json"), trace)
     if _is_rank_0():
         files.require_writable(record=trained.record)
+    imported = trusted_note(plan.module, str(plan_file), trust=trust_module)
+    if imported is not None and _is_rank_0():
+        _note(imported)
     checkpoints = CheckpointOptions(directory=checkpoint_dir, every=checkpoint_every, resume=resume, keep=keep)
     return _watched(plan, trained, checkpoints, chosen, timeout, files)
 
@@ -127,7 +137,7 @@ def _watched(
         lost = watch.lost()
         if lost is None:
             raise
-        return _fail(PlannerError(lost, hint="torchrun's --max-restarts goes on from a checkpoint"), speaks=watch.claim())
+        return _fail(RunError(lost, hint="torchrun's --max-restarts goes on from a checkpoint"), speaks=watch.claim())
     finally:
         watch.stop()
     return 0
@@ -187,10 +197,14 @@ def _train(
         _set_pg_timeout(timeout, group)  # torch gives a mesh's groups its own default instead
     checkpoints = Checkpoints(trainer, checkpoint_options, timeout=timeout, note=_note)
     first = checkpoints.resume()
-    for result in trainer.run(first):
-        if speaks:
-            click.echo(_step_line(plan, options, result))
-        checkpoints.after_step(result.step + 1)
+    try:
+        for result in trainer.run(first):
+            if speaks:
+                click.echo(_step_line(plan, options, result))
+            checkpoints.after_step(result.step + 1)
+    except PlannerError:
+        checkpoints.settle()  # what is being written is what the next run goes on from
+        raise
     if first >= options.steps:
         checkpoints.note(f"nothing to do: --steps {options.steps}, {first} are done")
         return

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.linalg import vector_norm
@@ -68,13 +67,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, options: Options, step: 
 
 
 @torch.no_grad()
-def gradient_norm(
+def own_squared_norm(
     plan: Plan, stages: Sequence[Stage], device: torch.device, in_chunks: Mapping[nn.Parameter, Tensor] | None = None,
     scale: LossScale | None = None,
 ) -> Tensor:
-    """The 2-norm of the gradients of the whole model, each parameter counted once: the same on every rank. Collective.
+    """This rank's part of the squared 2-norm of the gradients of the whole model, of which each parameter counts once.
 
-    A rank adds the square of its parts over the number of ranks that hold the same part; `stages` are this rank's. `in_chunks` has
+    A rank has the square of its parts over the number of ranks that hold the same part; `stages` are this rank's. `in_chunks` has
     the gradients that lie in its chunks, of which no other data-parallel rank has any; they are still multiplied by `scale`.
     """
     by_copies: dict[int, list[Tensor]] = {}
@@ -84,9 +83,7 @@ def gradient_norm(
             by_copies.setdefault(num_copies(replace(plan.mesh, dp=1), parameter), []).append(_unscaled(owned[parameter], scale))
         elif parameter.grad is not None:
             by_copies.setdefault(num_copies(plan.mesh, parameter), []).append(local(parameter.grad))
-    total = squared_norm(by_copies, device)
-    dist.all_reduce(total)
-    return total.sqrt().float()
+    return squared_norm(by_copies, device)
 
 
 def squared_norm(parts: Mapping[int, list[Tensor]], device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ class LearningRateSchedule(StrEnum):
 class Options:
     """What the plan leaves open. Without `data` the tokens are random; 0 for `clip_gradients` is no clipping.
 
+    allow_non_finite: a loss or gradient that is not finite does not end the run
     The learning rate rises over `warmup_steps` and then follows `lr_schedule` down to `min_learning_rate` at `steps`.
     """
 
@@ -41,6 +42,7 @@ class Options:
     clip_gradients: float = 1.0
     compile: bool = False
     record: bool = True
+    allow_non_finite: bool = False
 
     def __post_init__(self) -> None:
         choose(self, "lr_schedule", LearningRateSchedule, where="--lr-schedule")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.tensors import local
-from profiles.errors import PlannerError
+from profiles.errors import RunError
 from profiles.spec import Precision
 
 INITIAL, LEAST = 2.0**16, 1.0
@@ -34,9 +34,9 @@ class LossScale:
         return self.states["value"].item()
 
     def settle(self, *, finite: bool) -> None:
-        """After a step: back off where a gradient was not finite, grow after `grows_after` steps in a row. Raises PlannerError."""
+        """After a step: back off where a gradient was not finite, grow after `grows_after` steps in a row. Raises RunError."""
         if not finite and self.value <= LEAST:
-            raise PlannerError(
+            raise RunError(
                 f"gradients are not finite at a loss scale of {self.value:g}", hint="use bf16 or fp32, or a smaller --learning-rate")
         good = self.states["good_steps"].item() + 1 if finite else 0
         grows = good == self.grows_after

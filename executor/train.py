@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -20,7 +19,8 @@ from executor.checkpoint.states import Held, held
 from executor.chunks.adam import ChunkAdam
 from executor.compiled import compile_blocks
 from executor.data.batches import Batches, build_batches
-from executor.optimizer import build_optimizer, clip_factor, clip_gradients, gradient_norm, learning_rate, set_learning_rate
+from executor.finite import Shares
+from executor.optimizer import build_optimizer, clip_factor, clip_gradients, learning_rate, own_squared_norm, set_learning_rate
 from executor.options import Options, derived_seed
 from executor.parallel.pipeline import Pipeline, build_pipeline
 from executor.parallel.stages import Ranks
@@ -63,6 +63,7 @@ class Trainer:
     recorder: Recorder
     progress: Progress = field(default_factory=Progress)
     adam: ChunkAdam | None = None
+    shares: Shares = field(default_factory=Shares)
 
     def gradients(self, step: int) -> Tensor:
         """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
@@ -72,12 +73,10 @@ class Trainer:
         self.progress.at("runs forward and backward passes")
         loss = self.pipeline.step(ids, targets)
         # every tensor-parallel rank of the last stage has the whole loss of its data-parallel rank
-        share = loss if self.ranks.coordinate("tp") == 0 else torch.zeros_like(loss)
-        dist.all_reduce(share)
-        return share
+        return self.shares.sum_loss(loss if self.ranks.coordinate("tp") == 0 else torch.zeros_like(loss))
 
     def run(self, first: int = 0) -> Iterator[StepResult]:
-        """Train from step `first`, of which all before are done, to `options.steps`."""
+        """Train from step `first`, of which all before are done, to `options.steps`. Raises RunError."""
         if self.options.record:
             self.recorder.expect(self.options.steps - first)
         for step in range(first, self.options.steps):
@@ -86,6 +85,9 @@ class Trainer:
             self.recorder.start()
             with self.recorder.counted():
                 loss, norm = self._step(step)
+            if not self.options.allow_non_finite:
+                self.shares.require_finite(step, loss, norm if self.scale is None else None)
+            self.shares.forget()
             result = StepResult(
                 step=step, loss=loss, gradient_norm=norm, learning_rate=learning_rate(self.options, step),
                 seconds=time.perf_counter() - started, loss_scale=self.scale.value if self.scale else None,
@@ -131,7 +133,7 @@ class Trainer:
             self.adam.step(learning_rate(self.options, step), factor)
 
     def _goes_on(self, norm: Tensor) -> bool:
-        """Whether there is an update: all ranks have the same norm. Raises PlannerError where no loss scale helps."""
+        """Whether there is an update: all ranks have the same norm. Raises RunError where no loss scale helps."""
         if self.scale is None:
             return True
         finite = math.isfinite(norm.item())
@@ -146,7 +148,7 @@ class Trainer:
     def norm(self) -> Tensor:
         """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
         in_chunks = self.adam.gradients() if self.adam is not None else None
-        return gradient_norm(self.plan, self.pipeline.stages, self.ranks.device, in_chunks, self.scale)
+        return self.shares.sum_norm(own_squared_norm(self.plan, self.pipeline.stages, self.ranks.device, in_chunks, self.scale))
 
     def held(self) -> Held:
         """The parameters that a checkpoint has of this rank."""

@@ -42,6 +42,12 @@ class OutOfTimeError(PlannerError):
     exit_code = 4
 
 
+class RunError(PlannerError):
+    """A training run cannot go on as it was asked to."""
+
+    exit_code = 5
+
+
 def did_you_mean(found: str, known: Iterable[str]) -> str | None:
     """One-line suggestion for a name that is not among `known`, or None when nothing is close."""
     close = difflib.get_close_matches(found, list(known), n=1, cutoff=0.5)

@@ -10,6 +10,8 @@ from typing import Any
 from profiles.errors import ConfigError
 
 _FORBID = {"extra": "forbid"}
+_NAME = r"(?!__|\d)\w+"  # __class__ and its like are names of Python's own machinery
+_FACTORY = re.compile(rf"{_NAME}(\.{_NAME})*:{_NAME}")
 HUGGING_FACE = "huggingface"
 TENSOR_PARALLEL_FAMILIES = frozenset({"gpt_neox", "llama", "mistral", "qwen2", "starcoder2"})  # by transformers' own plans
 
@@ -30,7 +32,7 @@ class ModuleSource:
     def __post_init__(self) -> None:
         if (self.huggingface is None) == (self.factory is None):
             raise ConfigError("module: it needs either huggingface or factory", hint="make the plan again")
-        if self.factory is not None and not re.fullmatch(r"[\w.]+:\w+", self.factory):
+        if self.factory is not None and not _FACTORY.fullmatch(self.factory):
             raise ConfigError(f"module is {self.factory!r}, it must be huggingface or package.module:function",
                               hint="for example --module my_package.my_model:build")
 

@@ -74,7 +74,7 @@ class Found:
 
 def run(plans: list[Plan]) -> list[list[Found]]:
     """By plan and rank; all plans have as many ranks."""
-    return run_ranks(plans, first_step)
+    return run_ranks(plans, first_step, Found)
 
 
 def first_step(plan: Plan) -> Found:

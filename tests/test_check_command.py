@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import cli
@@ -16,12 +18,14 @@ from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from costmodels.traffic import Sent
 from costmodels.usage import RankUse
+from executor import train
+from executor.check.parity import gradient_error
 from executor.parallel import pipeline
 from planner.check import RankCheck, matches, sent_checks, worst
 from planner.estimate import estimate_plan
 from planner.plan.plan import Plan, write
 from planner.report.check import verdict
-from planner.report.parity import Parity
+from planner.report.parity import Parity, parity_document
 from planner.report.parity import verdict as parity_verdict
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
@@ -142,6 +146,35 @@ def test_a_rank_that_weighs_its_loss_wrongly_does_not_pass(tmp_path, monkeypatch
     assert not found["passed"]
     assert found["verdict"].startswith("differs: ")
     assert max(found["gradient_errors"].values()) == pytest.approx(1e-3, rel=0.1)
+
+
+def test_bytes_that_are_not_as_predicted_have_an_exit_code(tmp_path, monkeypatch):
+    right = train.predicted_state_bytes
+    monkeypatch.setattr(train, "predicted_state_bytes", lambda *args: right(*args) + StateBytes(parameters=4))
+
+    result = run(tiny(), tmp_path, "--execute")
+
+    assert result.exit_code == 3, result.output
+    assert "trains as one process does" in result.stdout
+    assert "NOT as" in result.stdout
+
+
+@pytest.mark.parametrize("losses", [((1.0, 1.0), (1.0, math.nan)), ((1.0, 1.0), (math.nan, math.nan)), ((1.0, 1.0), (math.inf, math.inf))])
+def test_losses_that_are_not_finite_do_not_pass_wherever_they_stand(losses):
+    plan = make_plan(GPT)
+    parity = Parity(
+        plan=plan, small=plan, losses=losses, gradients={"block0.qkv.weight": 0.0}, agree=True, as_predicted=True,
+        loss_tolerance=1e-6, gradient_tolerance=1e-5)
+
+    assert not parity.passed
+    assert math.isinf(parity.loss_error)
+    json.dumps(parity_document(parity), allow_nan=False)
+
+
+def test_a_gradient_that_is_not_finite_is_the_worst():
+    good, bad = torch.ones(2), torch.tensor([1.0, math.nan])
+
+    assert [gradient_error(*pair) for pair in ((good, good), (bad, good), (bad, bad))] == [0.0, math.inf, math.inf]
 
 
 def use(activations: int, *sent: Sent, gradients: int = 4) -> RankUse:

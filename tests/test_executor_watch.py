@@ -102,7 +102,7 @@ def store() -> dist.TCPStore:
 def test_a_rank_that_does_not_come_along_is_named_with_its_place(tmp_path, store, capfd):
     codes = _end(make_plan(GPT, dp=2), tmp_path, store, _sleep, timeout_s=TIMEOUT_S)
 
-    assert codes == [1, 1]
+    assert codes == [5, 5]
     error, hint = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
         r"error: rank 1 \(pp 0, dp 1, tp 0\) has not moved since step 4, micro-batch 1, for 4 s: it reads its batch "
@@ -114,7 +114,7 @@ def test_a_rank_that_does_not_come_along_is_named_with_its_place(tmp_path, store
 def test_a_rank_that_is_stopped_is_named(tmp_path, store, capfd):
     codes = _end(make_plan(GPT, pp=2), tmp_path, store, _stop, timeout_s=TIMEOUT_S, other_s=0.1)
 
-    assert codes == [1, None]
+    assert codes == [5, None]
     assert capfd.readouterr().err.splitlines()[0] == (
         "error: rank 1 (pp 1, dp 0, tp 0) has not moved since step 4, micro-batch 1, for 4 s: it does not answer, so it is stopped, dead "
         "or stuck outside Python; the others wait for it")
@@ -126,7 +126,7 @@ def test_a_rank_that_dies_is_named_and_the_next_try_goes_on_with_the_losses_of_a
     plan = make_plan(dataclasses.replace(GPT, dropout=0.1), dp=2, zero=(3,))
     saved = ("--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2")
 
-    assert _end(plan, tmp_path, store, _die, *saved) == [1, -signal.SIGKILL]
+    assert _end(plan, tmp_path, store, _die, *saved) == [5, -signal.SIGKILL]
     killed = capfd.readouterr()
     assert _end(plan, tmp_path, store, None, *saved, restart=1) == [0, 0]
     restarted = capfd.readouterr()

@@ -21,12 +21,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from executor.checkpoint.folder import AtomicWriter, CheckedReader, Document, checkpoint_name, remove_temporaries
-from executor.checkpoint.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint
+from executor.checkpoint.folder import (
+    AtomicWriter,
+    CheckedReader,
+    Document,
+    SafeLoadPlanner,
+    checkpoint_name,
+    damage,
+    remove_temporaries,
+)
+from executor.checkpoint.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint, refused
 from executor.checkpoint.states import Tensors, make_optimizer_states, random_states, set_random_states, training_tensors
 from executor.options import LARGEST_SEED
 from executor.train import Trainer
-from profiles.errors import PlannerError
+from profiles.errors import PlannerError, RunError
 from profiles.spec import Precision
 
 
@@ -56,10 +64,10 @@ class Checkpoints:
         """Go on from a checkpoint, if there is one; returns the number of steps that are done. Raises ConfigError."""
         choice: Choice = self._on_rank_0(lambda: choose(self.options, self.trainer.plan, self.note))
         for path, document in choice:
-            try:
-                self._load(path, document)
-            except CheckpointException as error:
-                self.note(f"{path.name} is skipped, it cannot be read: {_reason(error)}")
+            if wrong := self._damage(path, document) or self._load(path, document):
+                if str(path) == str(Path(self.options.resume)):
+                    raise refused(path, wrong)
+                self.note(f"{path.name} is skipped, {wrong}")
                 continue
             for line in (*differences(document, self.document), f"goes on from {path}, after step {document['step']}"):
                 self.note(line)
@@ -75,13 +83,18 @@ class Checkpoints:
             self._save(step, self.options.directory)
 
     def finish(self, step: int) -> None:
-        """Save the end of the run, after `step` steps, and wait for it. Raises PlannerError if it cannot be written."""
+        """Save the end of the run, after `step` steps, and wait for it. Raises RunError if it cannot be written."""
         if self.options.directory is not None and self._saved != step:
             self._save(step, self.options.directory)
         failure = self._settled()
         self._stager.close()
         if failure:
-            raise PlannerError(failure, hint="make room and start the run again, it goes on from the checkpoint before")
+            raise RunError(failure, hint="make room and start the run again, it goes on from the checkpoint before")
+
+    def settle(self) -> None:
+        """Wait for the save that runs, where the run ends with an error."""
+        if failure := self._settled():
+            self.note(failure)
 
     def _save(self, step: int, folder: Path) -> None:
         if failure := self._settled():
@@ -108,7 +121,25 @@ class Checkpoints:
             return f"the checkpoint of step {step} was not written: {_reason(error)}"
         return ""
 
-    def _load(self, path: Path, document: Document) -> None:
+    def _damage(self, path: Path, document: Document) -> str:
+        """What differs from the manifest in the files, "" if nothing does; each rank reads its share of them. Collective."""
+        progress = self.trainer.progress
+        progress.at(f"reads the checksums of {path.name}")
+        own = damage(path, document, dist.get_rank(), dist.get_world_size(), progress.moved)
+        progress.at(f"waits for the checksums of {path.name}")
+        everyone = [""] * dist.get_world_size()
+        dist.all_gather_object(everyone, own, group=self.group)
+        return next((f"it is not whole: {wrong}" for wrong in everyone if wrong), "")
+
+    def _load(self, path: Path, document: Document) -> str:
+        """Load everything in place; says why it could not, on every rank, "" if it could."""
+        try:
+            self._load_all(path, document)
+        except CheckpointException as error:
+            return f"it cannot be read: {_reason(error)}"
+        return ""
+
+    def _load_all(self, path: Path, document: Document) -> None:
         """Load everything in place. Raises CheckpointException, on every rank."""
         device = self.trainer.ranks.device
         self.trainer.progress.at(f"reads {path.name}")
@@ -116,19 +147,20 @@ class Checkpoints:
         same = all(document.get(key) == self.document[key] for key in ("mesh", "device"))
         random = random_states(device) if same else {}
         scale = self._scale() if document["training"].get("precision") == Precision.FP16 else {}
-        self._read(path, {**self._own(), **scale, **random, **self.extra})
+        reader = CheckedReader(path, document)
+        self._read(reader, {**self._own(), **scale, **random, **self.extra})
         if self.trainer.adam is not None:
             self.trainer.adam.settle()
         if self.trainer.has_copies:  # on every rank: reading is collective
-            self._read(path, self._tensors(self.held.copies))
+            self._read(reader, self._tensors(self.held.copies))
             self.trainer.settle_copies()
         if same:
             set_random_states(random, device)
         else:
             torch.manual_seed((torch.initial_seed() + 1_000_000_007 * document["step"]) % (LARGEST_SEED + 1))
 
-    def _read(self, path: Path, states: dict[str, Any]) -> None:
-        dcp.load(states, storage_reader=CheckedReader(path), process_group=self.group)
+    def _read(self, reader: CheckedReader, states: dict[str, Any]) -> None:
+        dcp.load(states, storage_reader=reader, planner=SafeLoadPlanner(), process_group=self.group)
 
     def _own(self) -> dict[str, Any]:
         buffers = self.trainer.buffers()

@@ -1,31 +1,40 @@
 """A folder of checkpoints: `step-000120` is complete, for it got that name last; `step-000120.tmp-...` is not.
 
-A checkpoint holds torch.distributed.checkpoint's files (one of each rank, `.metadata`) and `checkpoint.json`: what was
-trained, and the size of every file, so that a copy that is not whole is told from one that is.
+A checkpoint holds torch.distributed.checkpoint's files (one of each rank, `.metadata`), the index of their tensors and the manifest,
+`checkpoint.json`: what was trained, after how many steps, and the size and checksum of every file, by which a copy that went wrong is told
+from one that did not. Files that the manifest does not name are not read.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import shutil
-import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, FileSystemWriter, Metadata
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from executor.checkpoint.index import INDEX, index_document, metadata_of
 from profiles.errors import ConfigError
 from profiles.reader import read_json
 
-FORMAT = 1
+FORMAT = 2
 DOCUMENT = "checkpoint.json"
+PARTS = ("model", "training", "mesh", "pipeline", "options")  # what it says of the run, each a mapping
+READ_BYTES = 1 << 24  # at a time, for a checksum
 _NAME = re.compile(r"step-(\d{6,})")
 
 Document = Mapping[str, Any]
@@ -48,22 +57,77 @@ def checkpoint_step(path: Path) -> int:
 
 
 def read_document(path: Path) -> Document:
-    """`checkpoint.json` of a checkpoint. Raises ValueError with what is wrong if the checkpoint is not whole."""
+    """`checkpoint.json` of a checkpoint. Raises ValueError with what is wrong if the checkpoint is not whole, checksums aside."""
     try:
-        document = read_json(path / DOCUMENT, DOCUMENT)
+        document: Any = read_json(path / DOCUMENT, DOCUMENT)
     except ConfigError as error:
         raise ValueError(error.message.removeprefix("cannot read ")) from None
     try:
-        wrong = [name for name, n_bytes in document["files"].items() if (path / name).stat().st_size != n_bytes]
+        if document.get("format") != FORMAT:
+            raise _OtherFormatError(document.get("format"))
+        _require_manifest(document)
+        wrong = [name for name, file in document["files"].items() if (path / name).stat().st_size != file["bytes"]]
     except OSError as error:
         raise ValueError(f"{Path(error.filename).name}: {error.strerror}") from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except _OtherFormatError:
+        raise
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ValueError(f"{DOCUMENT} is not that of a checkpoint") from None
-    if document.get("format") != FORMAT:
-        raise ValueError(f"its format is {document.get('format')}, this parplan reads {FORMAT}")
+    if document["step"] != checkpoint_step(path) != -1:
+        raise ValueError(f"{DOCUMENT} is of step {document['step']}, the folder's name says {checkpoint_step(path)}")
     if wrong:
-        raise ValueError(f"{wrong[0]} has {(path / wrong[0]).stat().st_size} bytes, {document['files'][wrong[0]]} were written")
+        found, written = (path / wrong[0]).stat().st_size, document["files"][wrong[0]]["bytes"]
+        raise ValueError(f"{wrong[0]} has {found} bytes, {written} were written")
     return dict(document)
+
+
+class _OtherFormatError(ValueError):
+    """A checkpoint of another version: without checksums nothing tells whether its files are of one step."""
+
+    def __init__(self, found: object) -> None:
+        super().__init__(f"its format is {found}, this parplan reads {FORMAT}, which has checksums")
+
+
+def _require_manifest(document: Any) -> None:
+    """Raises ValueError, KeyError, AttributeError or TypeError for what no checkpoint's writer wrote."""
+    for name, file in document["files"].items():
+        # a name alone, so that nothing outside of the folder is read
+        if name in (".", "..", "") or Path(name).name != name or type(file["bytes"]) is not int or type(file["crc32"]) is not str:
+            raise ValueError(name)
+    if type(document["step"]) is not int or document["step"] < 0 or INDEX not in document["files"]:
+        raise ValueError(INDEX)
+    for part in PARTS:
+        document[part].items()
+
+
+def damage(path: Path, document: Document, share: int, num_shares: int, on_read: Callable[[], None]) -> str:
+    """What differs from the manifest in the files of one share of `num_shares`, "" where nothing does; the shares are alike in bytes.
+
+    `on_read` is called after every part that was read.
+    """
+    files = document["files"]
+    by_size = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+    for name in by_size[share::num_shares]:
+        try:
+            found = _checksum_of(path / name, on_read)
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found != files[name]["crc32"]:
+            return f"{name} has the checksum {found}, {files[name]['crc32']} was written"
+    return ""
+
+
+def _checksum_of(path: Path, on_read: Callable[[], None] = lambda: None) -> str:
+    checksum = 0
+    with path.open("rb") as file:
+        while part := file.read(READ_BYTES):
+            checksum = zlib.crc32(part, checksum)
+            on_read()
+    return _text(checksum)
+
+
+def _text(checksum: int) -> str:
+    return f"{checksum:08x}"
 
 
 def remove_temporaries(folder: Path) -> None:
@@ -85,51 +149,122 @@ class AtomicWriter(FileSystemWriter):
 
     def __init__(self, final: Path, document: Document, keep: int) -> None:
         super().__init__(temporary(final, "new"))
+        self.fs = _SummedFiles()
         self.final = final
         self.document = document
         self.keep = keep
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As torch has it, but with the system's error where there is one: torch raises its own text over it."""
+        """Write the files of this rank; each result says the checksum of its file, which rank 0 learns so.
+
+        Raises the system's error where there is one: torch raises its own text over it.
+        """
         try:
-            return super().write_data(plan, planner)
+            results = super().write_data(plan, planner).wait()
         except RuntimeError as error:
             found = error.__context__
             while found is not None and not isinstance(found, OSError):
                 found = found.__context__
             raise found or error from None
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([replace(result, storage_data=self._summed(result.storage_data)) for result in results])
+        return done
+
+    def _summed(self, info: _StorageInfo) -> _Summed:
+        return _Summed(info.relative_path, info.offset, info.length, crc32=self.fs.checksums[info.relative_path])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
+        checksums = {result.storage_data.relative_path: result.storage_data.crc32 for rank in results for result in rank}
+        super().finish(metadata, [[replace(result, storage_data=result.storage_data.plain) for result in rank] for rank in results])
         folder = Path(self.path)
-        names = {result.storage_data.relative_path for rank in results for result in rank}
-        missing = sorted(name for name in names if not (folder / name).exists())
+        missing = sorted(name for name in checksums if not (folder / name).exists())
         if missing:
             raise FileNotFoundError(f"{missing[0]} is not in {folder}: every node must see the same folder")
-        _write_document(folder, self.document)
+        _write_json(index_document(metadata), folder / INDEX, indent=None)
+        _write_document(folder, self.document, checksums)
         _replace(folder, self.final)
         for old in checkpoint_paths(self.final.parent)[self.keep:]:
             _remove(old)
 
 
+@dataclass
+class _Summed(_StorageInfo):
+    """Where a tensor lies, and the checksum of the whole file."""
+
+    crc32: str = ""
+
+    @property
+    def plain(self) -> _StorageInfo:
+        return _StorageInfo(self.relative_path, self.offset, self.length)
+
+
+class _SummedFiles(FileSystem):
+    """Files whose checksums are known, by name, when they are written."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            summed = _SummedStream(stream)
+            yield summed
+        self.checksums[Path(path).name] = _text(summed.checksum)
+
+
+class _SummedStream:
+    """A stream that is written in order, and the checksum of what was."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.checksum = 0
+
+    def write(self, part: Any) -> int:
+        self.checksum = zlib.crc32(part, self.checksum)
+        return int(self.stream.write(part))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 class CheckedReader(FileSystemReader):
-    """Compares what it reads with the checksum that is written with every tensor, which torch.load does not."""
+    """Reads the tensors of a checkpoint by its own index, and no pickle."""
 
-    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
-        data = io.BytesIO(super()._slice_file(file, sinfo).read())
-        if zipfile.ZipFile(data).testzip() is not None:
-            raise ValueError(f"{sinfo.relative_path} is damaged near byte {sinfo.offset}")
-        data.seek(0)
-        return data
+    def __init__(self, path: Path, document: Document) -> None:
+        super().__init__(path)
+        self.sizes = {name: file["bytes"] for name, file in document["files"].items()}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            document = json.loads((Path(self.path) / INDEX).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            raise ValueError(f"{INDEX} is not that of a checkpoint") from None
+        metadata = metadata_of(document, self.sizes)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
 
 
-def _write_document(folder: Path, document: Document) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    with (folder / DOCUMENT).open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **document, "files": files}, file, indent=1)
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Where torch's own would unpickle whatever an object in a checkpoint says, this one reads tensors and plain values alone."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], torch.load(value, weights_only=True))
+
+
+def _write_document(folder: Path, document: Document, checksums: Mapping[str, str]) -> None:
+    """The manifest, the last file; the files that are not among `checksums` are small, and were written here."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "crc32": checksums.get(path.name) or _checksum_of(path)}
+        for path in sorted(folder.iterdir())}
+    _write_json({"format": FORMAT, **document, "files": files}, folder / DOCUMENT, indent=1)
+    _sync(folder)
+
+
+def _write_json(document: Document, path: Path, *, indent: int | None) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=indent)
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
 
 
 def _replace(folder: Path, final: Path) -> None:

@@ -101,12 +101,27 @@ def _named(path: Path, present: list[Path], plan: Plan | ModulePlan) -> Choice:
     try:
         found = _accepted(path, plan)
     except ValueError as error:
-        hint = "name a folder such as DIR/step-000120, or use --resume auto"
-        raise ConfigError(f"--resume {path}: not a whole checkpoint: {error}", hint=hint) from None
+        raise refused(path, f"it is not whole: {error}") from None
     if present and checkpoint_step(present[0]) > found["step"]:
         raise ConfigError(
             f"--resume {path}: {present[0]} is newer and would be gone on from after a restart", hint="choose another --checkpoint-dir")
     return ((path, found),)
+
+
+def refused(path: Path, wrong: str) -> ConfigError:
+    """The error for a checkpoint that was named and cannot be gone on from; the hint names the one before it."""
+    older = (found for found in checkpoint_paths(path.parent) if checkpoint_step(found) < checkpoint_step(path))
+    before = next(filter(_is_whole, older), None)
+    hint = "name a folder such as DIR/step-000120, or use --resume auto"
+    return ConfigError(f"--resume {path}: {wrong}", hint=hint if before is None else f"go on from the one before: --resume {before}")
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        read_document(path)
+    except ValueError:
+        return False
+    return True
 
 
 def _accepted(path: Path, plan: Plan | ModulePlan) -> Document:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -43,9 +42,7 @@ class ModuleTrainer(Trainer):
         with self.recorder.span("data", -1, -1):
             batch = {key: value.to(self.ranks.device) for key, value in self.batches(step).items()}
         self.progress.at("runs forward and backward passes")
-        share = self.pipeline.step(batch)
-        dist.all_reduce(share)
-        return share
+        return self.shares.sum_loss(self.pipeline.step(batch))
 
     @property
     def scale(self) -> None:
@@ -58,9 +55,7 @@ class ModuleTrainer(Trainer):
         for parameter in self.pipeline.own.values():
             if parameter.grad is not None:
                 by_copies.setdefault(num_copies(self.plan.mesh, parameter), []).append(local(parameter.grad))
-        total = squared_norm(by_copies, self.ranks.device)
-        dist.all_reduce(total)
-        return total.sqrt().float()
+        return self.shares.sum_norm(squared_norm(by_copies, self.ranks.device))
 
     def held(self) -> Held:
         """The parameters that a checkpoint has of this rank, and a copy of each that another rank saves."""

@@ -24,6 +24,10 @@ class Progress:
         self.micro_batch += 1
         self.moves += 1
 
+    def moved(self) -> None:
+        """A part of what it does is done."""
+        self.moves += 1
+
     def at(self, doing: str) -> None:
         """`doing` starts with "waits" where it waits for others."""
         self.doing = doing

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from costmodels.mesh import Mesh
 from executor.watch.progress import Progress
+from profiles.errors import RunError
 
 BEAT_S = 0.2
 RANKS_PER_BEAT = 64  # more ranks write less often, so that their store has as little to do
@@ -181,7 +182,7 @@ class Watch:
             os.write(sys.stderr.fileno(), f"error: {text}\nhint: a longer --timeout lets a slow step end\n".encode())
         else:
             time.sleep(self.beat_s)  # so that torchrun does not stop the one that speaks first
-        os._exit(1)
+        os._exit(RunError.exit_code)
 
 
 def _position(state: State) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,14 @@ from planner.report.text import joined, print_table, say
 from planner.run.runs import ChunkMoved
 
 WORST = 10  # parameters of a module that are listed
+
+
+def relative_error(found: float, expected: float) -> float:
+    """Relative; infinite where a loss is not finite, which comparisons would not find to be beyond a tolerance."""
+    if found == expected and math.isfinite(found):
+        return 0.0
+    error = abs(found / expected - 1) if expected else math.inf
+    return error if math.isfinite(error) else math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +46,7 @@ class Parity:
 
     @property
     def loss_error(self) -> float:
-        return max(abs(found / expected - 1) for found, expected in self.losses)
+        return max(relative_error(found, expected) for found, expected in self.losses)
 
     @property
     def worst(self) -> tuple[str, float]:
@@ -48,6 +57,11 @@ class Parity:
     def passed(self) -> bool:
         return self.agree and self.loss_error <= self.loss_tolerance and self.worst[1] <= self.gradient_tolerance
 
+    @property
+    def bytes_as_predicted(self) -> bool:
+        """Whether states and what chunks moved are as predicted on every rank."""
+        return self.as_predicted and all(rank.as_predicted for rank in self.moved)
+
 
 def print_parity(parity: Parity, out: Console) -> None:
     """Losses, the error of every parameter, and the verdict as the last line."""
@@ -55,7 +69,7 @@ def print_parity(parity: Parity, out: Console) -> None:
     say(out, f"{_name(small)}: {small.mesh} on gloo, fp32, against one process", "bold")
     say(out, joined(_kept(parity), ", ", out.width, start="  shrunk    ", indent=12))
     say(out)
-    rows = [(f"{step}", f"{a:.7f}", f"{b:.7f}", f"{abs(a / b - 1):.1e}") for step, (a, b) in enumerate(parity.losses, 1)]
+    rows = [(f"{step}", f"{a:.7f}", f"{b:.7f}", f"{relative_error(a, b):.1e}") for step, (a, b) in enumerate(parity.losses, 1)]
     print_table(out, ("step", "loss", "one process", "error"), rows, left=())
     say(out)
     say(out, "  gradients of the first step: error over the largest entry", "dim")
@@ -134,7 +148,13 @@ def parity_document(parity: Parity) -> dict[str, Any]:
     return {
         "passed": parity.passed, "verdict": verdict(parity), "ranks_agree": parity.agree, "states_as_predicted": parity.as_predicted,
         "mesh": str(small.mesh), **size,
-        "losses": [{"found": found, "one_process": expected} for found, expected in parity.losses],
+        "losses": [{"found": _number(found), "one_process": _number(expected)} for found, expected in parity.losses],
         **({"moved_as_predicted": all(rank.as_predicted for rank in parity.moved)} if parity.moved else {}),
-        "gradient_errors": dict(parity.gradients), "loss_tolerance": parity.loss_tolerance, "gradient_tolerance": parity.gradient_tolerance,
+        "gradient_errors": {name: _number(error) for name, error in parity.gradients.items()},
+        "loss_tolerance": parity.loss_tolerance, "gradient_tolerance": parity.gradient_tolerance,
     }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no word for what is not finite."""
+    return value if math.isfinite(value) else None

@@ -94,7 +94,7 @@ def function_of(factory: str) -> Callable[[], object]:
         if error.name and not f"{package}.".startswith(f"{error.name}."):
             raise  # the package is there, and misses something itself
         raise ConfigError(f"module: there is no {error.name} to import for {factory}",
-                          hint="run from the folder that holds it, or put that folder on PYTHONPATH") from None
+                          hint="run from the folder that holds it, or put that folder on PYTHONPATH and add --trust-module") from None
     function = getattr(module, name, None)
     if not callable(function):
         found = f"has no {name}" if function is None else f"has {name}, which is not callable"
