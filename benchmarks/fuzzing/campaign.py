@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.fuzzing.inputs import Ended, Input
 from benchmarks.fuzzing.kinds import KINDS, Kind, build
-from benchmarks.fuzzing.seeds import Seeds
+from benchmarks.fuzzing.seeds import RECIPES, Seeds
 from benchmarks.fuzzing.server import Server
 from benchmarks.fuzzing.verdicts import Verdict, judge
 
@@ -59,9 +59,9 @@ def run(chosen: Sequence[tuple[Kind, int]], seed: int, seeds: Seeds, jobs: int, 
 
 def make_seeds(kinds: Iterable[Kind], seeds: Seeds) -> None:
     """Make what the kinds need and is not there."""
-    missing = {name for kind in kinds for name in kind.needs if not (seeds.folder / name).exists()}
+    missing = seeds.missing(name for kind in kinds for name in kind.needs)
     if missing:
-        with Server(torch=True) as server:
+        with Server(torch=any(RECIPES[name].torch for name in missing)) as server:
             for name in sorted(missing):
                 seeds.make(name, server)
 

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 ONE_STAGE = ("gpipe", "1f1b", "early-recompute", "last-no-recompute", "scp")
-AHEAD = ("early-recompute", "last-no-recompute", "scp")
+BLOCK = ("norm1", "qkv", "attention", "attention_out", "residual1", "norm2", "fc1", "activation", "fc2", "residual2")
+OF_EXPERTS = ("router", "choice", "dispatch", "combine")
+ENDS = {"embedding": ("tokens",), "head": ("norm", "lm_head", "loss")}
 
 
 def problem_of(plan: Any) -> str:
@@ -97,7 +99,7 @@ def _model(plan: Mapping[str, Any]) -> Iterator[str]:
         return
     if model["num_heads"] % model["num_kv_heads"]:
         yield "num_kv_heads does not divide num_heads"
-    if training["seq_length"] < 1 or training["seq_length"] > model["max_seq_length"]:
+    if training["seq_length"] < 1 or (model["positions"] == "learned" and training["seq_length"] > model["max_seq_length"]):
         yield f"seq_length {training['seq_length']} of a model with {model['max_seq_length']}"
     ep, experts = mesh.get("ep", 1), model.get("num_experts", 0)
     if ep > 1 and (not experts or experts % ep):
@@ -138,6 +140,13 @@ def _stages(plan: Mapping[str, Any]) -> Iterator[str]:
         yield f"layers end at {last} of {layers + 1}"
 
 
+def _operators(model: Mapping[str, Any], layer: str) -> tuple[str, ...]:
+    learned = model["positions"] == "learned"
+    if layer != "block":
+        return (*ENDS[layer], *(("positions",) if learned and layer == "embedding" else ()))
+    return (*BLOCK, *(() if learned else ("rotary",)), *(OF_EXPERTS if model.get("num_experts") else ()))
+
+
 def _layer_plans(plan: Mapping[str, Any]) -> Iterator[str]:
     dp, tp, model = plan["mesh"]["dp"], plan["mesh"]["tp"], plan["model"]
     for name, found in plan["layer_plans"].items():
@@ -147,7 +156,7 @@ def _layer_plans(plan: Mapping[str, Any]) -> Iterator[str]:
         if found["zero"] and ranks and dp % ranks:
             yield f"{name} has zero_ranks {ranks} of dp {dp}"
         for key in ("recompute", "keep_on_host"):
-            unknown = [each for each in found.get(key, ()) if each not in operators]
+            unknown = [each for each in found.get(key, ()) if each not in _operators(model, found["layer"])]
             if unknown:
                 yield f"{name} has {key} {unknown[0]}"
         attention = operators.get("attention", {})

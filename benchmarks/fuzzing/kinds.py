@@ -33,6 +33,7 @@ from benchmarks.fuzzing.values import NAMES
 Make = Callable[[Random, Seeds], Mapping[str, object]]
 CPU = "--gpus 2 --gpu cpu"
 LIMIT = "--time-limit 1"
+CELLS = (b"", b"0", b"-1", b"nan", b"inf", b"1e999", b"abc", b"9" * 30, b"1.5", b"true", b"\xff", b'"', b"1e18", b"0x10", b"64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,8 +245,7 @@ def _steps_csv(chance: Random, _: Seeds) -> Mapping[str, object]:
     rows = [line.split(b",") for line in content.splitlines()]
     for _ in range(chance.choice((1, 1, 3))):
         row = chance.choice(rows)
-        cell = chance.choice((b"", b"0", b"-1", b"nan", b"inf", b"1e999", b"abc", b"9" * 30, b"1.5", b"true", b"\xff", b'"', b"1e18", b"0x10",
-                              b"64"))
+        cell = chance.choice(CELLS)
         row[chance.randrange(len(row))] = cell
     return _read_by(commands, "t.csv", b"\n".join(b",".join(row) for row in rows) + b"\n", chance)
 

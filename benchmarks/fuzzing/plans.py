@@ -180,9 +180,15 @@ def _predicted(plan: Any, chance: Random) -> None:
         memory[0]["stage"] = number(0, chance)
 
 
+def _module(plan: Any, chance: Random) -> None:
+    """Another module, most of which are none."""
+    plan["module"] = {"factory": chance.choice(("no.such:build", "os:getcwd", "json:dumps", "mine:build", "x", ":", "os:", "a:b:c",
+        "../x:y", ""))}
+
+
 EDITS: tuple[Edit, ...] = (
     _mesh, _mesh, _traded, _cluster, _pipeline, _pipeline, _actions, _training, _model, _layer_plan, _layer_plan, _stage, _stage, _shard,
-    _chunks, _predicted)
+    _chunks, _predicted, _module)
 
 
 def edited(plan: Any, chance: Random) -> Any:

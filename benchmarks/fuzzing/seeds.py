@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,11 @@ class Seeds:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+
+    def missing(self, names: Iterable[str]) -> set[str]:
+        """Of these, and of those that they are made of, the seeds that are not there."""
+        known = {name for name in names if not (self.folder / name).exists()}
+        return known | (self.missing(needed for name in known for needed in RECIPES[name].needs.values()) if known else set())
 
     def make(self, name: str, server: Server) -> None:
         """Make a seed, and those that it needs. Raises RuntimeError where the program did not."""

@@ -28,10 +28,18 @@ class Verdict:
 
 def judge(given: Input, ended: Ended) -> Verdict:
     """The first failure, worst first."""
+    if given.interrupt_s is not None and _starting(ended):
+        return Verdict(notes=("interrupted before the command began",))
     for failure, cause in (_death(ended), _text(ended), _code(given, ended), _errors(given, ended), _silent(given, ended)):
         if failure:
             return Verdict(failure=failure, cause=cause)
     return Verdict(notes=tuple(_notes(given, ended)))
+
+
+def _starting(ended: Ended) -> bool:
+    """Whether SIGINT came while Python still imported the command, which no command can answer."""
+    interrupted = ended.code == 1 and ended.stderr.rstrip().endswith("KeyboardInterrupt")
+    return interrupted and "click/core.py" not in ended.stderr
 
 
 def _death(ended: Ended) -> tuple[str, str]:
