@@ -5,6 +5,8 @@
     python benchmarks/fuzz.py --kind plan-fields       # only these, as many as of the whole
     python benchmarks/fuzz.py --replay plan-fields:17  # one input: its files, its command and its output
 
+An input writes in its own folder alone and reaches no network (benchmarks/fuzzing/contained.py).
+
 Mutations of every file that a command reads, of command lines, of what a process finds around it, and of plans whose parts parse and
 do not fit together. The same seed gives the same inputs. Each runs in a fork, with 6 GiB of address space and 20 s; a failure is a
 traceback, a hang, a death by a signal, another exit code, a warning of Python, an error that is not one line, or exit code 0 of a plan

@@ -141,11 +141,10 @@ def test_a_traceback_is_grouped_by_its_last_frame():
 # The causes that broke every reader of YAML or JSON: a text, where a number belongs
 HOSTILE = {
     "date": "2020-01-01", "hexadecimal": "0x10", "underscore": "1_5", "tag": "!!int abc", "digits": "9" * 4300, "infinite": ".inf",
-    "base-60": "1:30",
-    "bytes": "!!binary aGk=", "alias": "&a [*a]", "set": "!!set {a, b}", "2-to-the-63": str(2**63)}
+    "base-60": "1:30", "bytes": "!!binary aGk=", "alias": "&a [*a]", "set": "!!set {a, b}", "2-to-the-63": str(2**63)}
 BOMB = "a: &a {k: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [{', '.join(['*' + (f'b{n - 1}' if n else 'a')] * 9)}]}}\n" for n in range(9))
-WHOLE = {"deep": "[" * 100_000, "merge-bomb": BOMB, "empty": "", "two-documents": "---\na: 1\n---\nb: 2\n", "nul": "\0",
-    "keys": "{? [1] : 2}"}
+WHOLE = {
+    "deep": "[" * 100_000, "merge-bomb": BOMB, "empty": "", "two-documents": "---\na: 1\n---\nb: 2\n", "nul": "\0", "keys": "{? [1] : 2}"}
 READERS = {  # a command, the file, and the number in it that is replaced
     "model": ("estimate --model f.yaml --gpus 2 --gpu cpu", r"(?<=num_layers: )\d+"),
     "cluster": ("estimate --model gpt-tiny --cluster f.yaml --gpus 2", r"(?<=num_sms: )\d+"),
@@ -287,6 +286,16 @@ def test_a_plan_is_written_where_standard_error_is_closed(server):
 
     assert ended.code == 0
     assert yaml.safe_load(ended.files["p.yaml"])["plan_version"] == 1
+
+
+def test_an_input_writes_nowhere_but_in_its_folder(server, seeds, tmp_path):
+    outside = tmp_path / "trace.json"
+    given = Input(
+        kind="corpus", number=0, arguments=("trace", "plan.yaml", "-o", str(outside)), files={"plan.yaml": seeds.content("plan-pp2-tp2")})
+
+    ended = server.run(given)
+
+    assert (ended.code, outside.exists()) == (2, False)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import resource
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
@@ -18,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from benchmarks.fuzzing.contained import contain
 from benchmarks.fuzzing.inputs import Input, Program, Stream
 
 MEMORY_BYTES = 6 * 2**30
@@ -49,11 +51,12 @@ def _prepare(given: Input, folder: Path, logs: Path, stack: IO[str], dump_s: flo
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(stack)
     faulthandler.dump_traceback_later(dump_s, file=stack)
-    _environment(given)
+    _environment(given, folder)
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     os.dup2(sys.stdin.fileno(), 0)
     sys.stdout = _stream(given.stdout, 1, logs / "stdout", given.encoding, "strict")
     sys.stderr = _stream(given.stderr, 2, logs / "stderr", given.encoding, "backslashreplace")
+    contain(folder.parent)
     warnings.resetwarnings()
     for ignored in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", ignored)
@@ -66,7 +69,9 @@ def _forget_the_server() -> None:
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
 
 
-def _environment(given: Input) -> None:
+def _environment(given: Input, folder: Path) -> None:
+    tempfile.tempdir = None
+    os.environ["TMPDIR"] = os.fspath(folder.parent / "tmp")
     for name, value in given.environment.items():
         if value is None:
             os.environ.pop(name, None)

@@ -22,31 +22,26 @@ BASES: tuple[str, ...] = (
     f"{TINY} --micro-batch-size 1 --recompute none --time-limit 1 -o out.yaml", f"{TINY} --time-limit 1 -o out.yaml",
     f"{TINY} --time-limit 1 --objective memory -o -", f"{TINY} --objective pareto --points 3 --time-limit 1 -o out.yaml",
     f"estimate {TINY}", f"estimate {TINY}", f"estimate {TINY} --tp 2 -o out.yaml",
-    "estimate --model gpt-tiny --gpus 8 --pp 2 --tp 2 --zero 1",
-    f"estimate {TINY} --dp 2 --offload optimizer,parameters --zero 3", f"explain {TINY} --tp 2", "compare plan.yaml",
-    f"compare {TINY} --time-limit 1", "show plan.yaml", "show plan.yaml --chunks", "show chunks.yaml --chunks",
-    "trace plan.yaml -o out.json",
-    "validate --steps steps.csv", "max-model --hidden 64 --gpus 1 --gpu cpu --offload none --time-limit 1",
-    "models", "clusters", "stacks", "schema", "profile --show h.yaml", "profile --diff h.yaml h.yaml",
-    "profile --nccl-tests nccl.txt -o h.yaml",
+    "estimate --model gpt-tiny --gpus 8 --pp 2 --tp 2 --zero 1", f"estimate {TINY} --dp 2 --offload optimizer,parameters --zero 3",
+    f"explain {TINY} --tp 2", "compare plan.yaml", f"compare {TINY} --time-limit 1", "show plan.yaml", "show plan.yaml --chunks",
+    "show chunks.yaml --chunks", "trace plan.yaml -o out.json", "validate --steps steps.csv",
+    "max-model --hidden 64 --gpus 1 --gpu cpu --offload none --time-limit 1", "models", "clusters", "stacks", "schema",
+    "profile --show h.yaml", "profile --diff h.yaml h.yaml", "profile --nccl-tests nccl.txt -o h.yaml",
     "estimate --model gpt-tiny --gpus 2 --gpu cpu --pp 2 --global-batch-size 4 --schedule-file lists.csv")
+MEASURES_NOT = {"--show", "--diff", "--nccl-tests", "--add"}  # without one of them `plan profile` measures for ten minutes
 NUMBERS = (
-    "0", "-1", "1", "2", "3", "4", "7", "8", "16", "64", "1000", "1e3", "1.5", "0x10", "1_000", "nan", "inf", "-inf", "", " ", "2147483648",
-    "9223372036854775807", "9223372036854775808", "18446744073709551616", "9" * 30, "9" * 5000, "1e308", "1e-308", "1,2", ",", "1,,2",
-    "2,2,2",
-    "\u0663", "\u00b2", "1\n", "+1", "--1", "0.1", "0.9999", "-0", "99999999999")
+    "0", "-1", "1", "2", "3", "4", "7", "8", "16", "64", "1000", "1e3", "1.5", "0x10", "1_000", "nan", "inf", "-inf", "", " ",
+    "2147483648", "9223372036854775807", "9223372036854775808", "18446744073709551616", "9" * 30, "9" * 5000, "1e308", "1e-308", "1,2",
+    ",", "1,,2", "2,2,2", "\u0663", "\u00b2", "1\n", "+1", "--1", "0.1", "0.9999", "-0", "99999999999")
 SIZES = (
     "0", "0GiB", "-1GiB", "1", "4GiB", "1e9GiB", "nanGiB", "infGiB", "1GB", "1XiB", "GiB", "9" * 400 + "GiB", "1e999GiB", "0x10GiB",
-    "1 GiB", "1,5GiB",
-    "0.0000001GiB", "1e-300GiB", "72gib", "\u0661GiB", "1e308TiB")
+    "1 GiB", "1,5GiB", "0.0000001GiB", "1e-300GiB", "72gib", "\u0661GiB", "1e308TiB")
 FILES = (
     "missing", "plan.yaml", "chunks.yaml", "h.yaml", "steps.csv", "folder", ".", "..", "/", "/dev/null", "/dev/zero", "/dev/full",
-    "folder/x/y", "-", "",
-    "x" * 256, "x" * 5000, "a\nb.yaml", "\udcff.yaml", "\u00e9.yaml", "plan.yaml/x", "/proc/self/mem", "loop", "dangling", "out.svg",
-    "out.png",
-    "out.xyz", "nccl.txt", "/proc/1/root/x", "fifo-none")
-FORBIDDEN = ("tp=2", "tp=", "=2", "tp", "tp=2=3", "recompute=full", "recompute=maybe", "schedule=1f1b", "x=1", "zero=9", "dp=-1",
-    "tp=nan", "=")
+    "folder/x/y", "-", "", "x" * 256, "x" * 5000, "a\nb.yaml", "\udcff.yaml", "\u00e9.yaml", "plan.yaml/x", "/proc/self/mem", "loop",
+    "dangling", "out.svg", "out.png", "out.xyz", "nccl.txt", "/proc/1/root/x", "fifo-none")
+FORBIDDEN = (
+    "tp=2", "tp=", "=2", "tp", "tp=2=3", "recompute=full", "recompute=maybe", "schedule=1f1b", "x=1", "zero=9", "dp=-1", "tp=nan", "=")
 
 
 def make(chance: Random, seeds: Seeds) -> Mapping[str, object]:
@@ -55,18 +50,22 @@ def make(chance: Random, seeds: Seeds) -> Mapping[str, object]:
     command = _command_of(arguments)
     for _ in range(chance.choice((1, 1, 2, 2, 3, 4))):
         arguments = _changed(arguments, command, chance)
-    return {"arguments": _passable(arguments), "files": _files(seeds), "links": {"loop": "loop", "dangling": "nowhere/x"},
-        "folders": ("folder",)}
+    if "profile" in arguments[:1] and not MEASURES_NOT & {argument.partition("=")[0] for argument in arguments}:
+        arguments.append("--show")
+    links = {"loop": "loop", "dangling": "nowhere/x"}
+    return {"arguments": _passable(arguments), "files": _files(seeds), "links": links, "folders": ("folder",)}
 
 
 def make_executor(chance: Random, seeds: Seeds) -> Mapping[str, object]:
-    """The executor's command line on a plan of one rank."""
-    arguments = shlex.split("plan.yaml --steps 1 --timeout 5 --no-record")
-    command = importlib.import_module("executor.__main__").main
+    """The executor's command line on a plan of one rank, or that of a check."""
+    checks = chance.random() < 0.3
+    arguments = shlex.split("check plan.yaml" if checks else "plan.yaml --steps 1 --timeout 5 --no-record")
+    command = _main().commands["check"] if checks else importlib.import_module("executor.__main__").main
     for _ in range(chance.choice((1, 1, 2, 3))):
         arguments = _changed(arguments, command, chance)
     files = {"plan.yaml": seeds.content("plan-one"), "steps.csv": measured_steps()}
-    return {"arguments": _passable(arguments), "files": files, "folders": ("folder",), "program": Program.EXECUTOR}
+    program = Program.PLAN if checks else Program.EXECUTOR
+    return {"arguments": _passable(arguments), "files": files, "folders": ("folder",), "program": program}
 
 
 def _files(seeds: Seeds) -> Mapping[str, bytes]:

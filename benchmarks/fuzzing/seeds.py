@@ -45,8 +45,8 @@ def _config(**values: object) -> bytes:
 
 _LLAMA = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0, "hidden_act": "silu"}
+    "vocab_size": 256, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0,
+    "hidden_act": "silu"}
 CONFIGS: Mapping[str, bytes] = {
     "llama": _config(model_type="llama", attention_bias=False, mlp_bias=False, **_LLAMA),
     "mistral": _config(model_type="mistral", sliding_window=None, **_LLAMA),
@@ -62,8 +62,7 @@ CONFIGS: Mapping[str, bytes] = {
         max_position_embeddings=64, rotary_pct=0.25, hidden_act="gelu", use_parallel_residual=True),
     "opt": _config(
         model_type="opt", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, ffn_dim=256, vocab_size=256,
-        max_position_embeddings=64,
-        activation_function="relu", word_embed_proj_dim=64, do_layer_norm_before=True),
+        max_position_embeddings=64, activation_function="relu", word_embed_proj_dim=64, do_layer_norm_before=True),
 }
 TRACED_CONFIGS: Mapping[str, bytes] = {
     **{name: CONFIGS[name] for name in ("llama", "gpt2", "mixtral")},
@@ -78,9 +77,9 @@ TRACED_CONFIGS: Mapping[str, bytes] = {
         num_channels=3),
     "deepseek_v3": _config(
         model_type="deepseek_v3", hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, q_lora_rank=16,
-        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1, vocab_size=256,
+        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        n_group=1, topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        first_k_dense_replace=1, vocab_size=256,
         max_position_embeddings=64),
 }
 
@@ -103,9 +102,8 @@ NCCL = "\n".join((
 SCHEDULES: tuple[tuple[int, bytes], ...] = (
     (2, b"0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"),
     (2, b"0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1F1,1F2,1F3,1B0,1B1,1B2,1B3\n"),
-    (2,
-        b"0F0,0F1,2F0,2F1,0F2,0F3,2F2,2F3,2B0,2B1,0B0,0B1,2B2,2B3,0B2,0B3\n"
-     b"1F0,1F1,3F0,3B0,3F1,3B1,1F2,1F3,3F2,3B2,3F3,3B3,1B0,1B1,1B2,1B3\n"),
+    (2, b"0F0,0F1,2F0,2F1,0F2,0F3,2F2,2F3,2B0,2B1,0B0,0B1,2B2,2B3,0B2,0B3\n"
+        b"1F0,1F1,3F0,3B0,3F1,3B1,1F2,1F3,3F2,3B2,3F3,3B3,1B0,1B1,1B2,1B3\n"),
     (2, b"0F0,0F1,0I0,0W0,0F2,0I1,0W1,0F3,0I2,0W2,0I3,0W3\n1F0,1I0,1F1,1I1,1W0,1W1,1F2,1I2,1F3,1I3,1W2,1W3\n"),
 )
 DESCRIBED: Mapping[str, Recipe] = {

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from benchmarks.fuzzing import child
+from benchmarks.fuzzing import child, contained
 from benchmarks.fuzzing.inputs import Ended, Input
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +86,7 @@ def run_one(request: Request, folder: Path) -> Ended:
     given, work, logs = request.given, folder / "work", folder / "logs"
     work.mkdir()
     logs.mkdir()
+    (folder / "tmp").mkdir()
     _fill(given, work)
     started_s = time.monotonic()
     with (logs / "stack").open("w+", encoding="utf-8", errors="replace") as stack:
@@ -224,6 +225,8 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
+    contained.require()
+    contained.leave_the_network()
     _preload(torch="--torch" in sys.argv)
     gc.collect()
     gc.freeze()
