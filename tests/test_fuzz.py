@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from benchmarks.fuzzing import kinds as fuzzed
-from benchmarks.fuzzing.campaign import grouped, make_seeds, numbers, run
+from benchmarks.fuzzing.campaign import grouped, numbers, run
 from benchmarks.fuzzing.consistent import problem_of
 from benchmarks.fuzzing.inputs import Ended, Input, Program, Stream
 from benchmarks.fuzzing.plans import edited
@@ -21,22 +21,23 @@ from benchmarks.fuzzing.seeds import CONFIGS, DESCRIBED, Seeds, shipped
 from benchmarks.fuzzing.server import Server
 from benchmarks.fuzzing.verdicts import judge
 
-INPUTS = 200
+INPUTS = 180
 SLOW = ("family-yaml", "command-line", "surroundings")  # searches: the benchmark runs them
 TINY = "--model gpt-tiny --gpus 2 --gpu cpu"
-
-
-@pytest.fixture(scope="module")
-def seeds(tmp_path_factory) -> Seeds:
-    found = Seeds(tmp_path_factory.mktemp("seeds"))
-    make_seeds(without_torch(), found)
-    return found
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with Server(torch=False) as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def seeds(tmp_path_factory, server) -> Seeds:
+    found = Seeds(tmp_path_factory.mktemp("seeds"))
+    for name in sorted(found.missing(name for kind in without_torch() for name in kind.needs)):
+        found.make(name, server)
+    return found
 
 
 def without_torch() -> list[fuzzed.Kind]:
@@ -53,7 +54,7 @@ def _needed(kind: fuzzed.Kind) -> set[str]:
 def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_together_is_read(seeds):
     failures = []
 
-    run(numbers(INPUTS, without_torch()), 0, seeds, 2, lambda result: failures.append(result) if result.verdict.failure else None)
+    run(numbers(INPUTS, without_torch()), 0, seeds, 1, lambda result: failures.append(result) if result.verdict.failure else None)
 
     found = [f"{len(group.results)} x {group.failure}: {group.cause} ({group.results[0].given.name})" for group in grouped(failures)]
     assert found == []
@@ -157,13 +158,11 @@ READERS = {  # a command, the file, and the number in it that is replaced
 
 
 def _valid(reader: str, seeds: Seeds) -> str:
-    packaged = {"model": ("models", "gpt-tiny"), "cluster": ("clusters", "cpu"), "stack": ("stacks", "parplan"),
-        "family": ("families", "gpt")}
+    packaged = {
+        "model": ("models", "gpt-tiny"), "cluster": ("clusters", "cpu"), "stack": ("stacks", "parplan"), "family": ("families", "gpt")}
     if reader in packaged:
         return shipped(*packaged[reader]).decode()
-    if reader == "plan":
-        return seeds.content("plan-pp2-tp2").decode()
-    return seeds.content(reader).decode()
+    return seeds.content("plan-pp2-tp2" if reader == "plan" else reader).decode()
 
 
 def _refused(server: Server, given: Input) -> None:
