@@ -71,12 +71,13 @@ class Report:
     total: int
     tallies: dict[str, Tally] = field(default_factory=dict)
     failures: list[Result] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
+    notes: dict[str, list[str]] = field(default_factory=dict)
     started_s: float = field(default_factory=time.monotonic)
 
     def add(self, result: Result) -> None:
         self.tallies.setdefault(result.given.kind, Tally()).add(result)
-        self.notes.update(result.verdict.notes)
+        for note in result.verdict.notes:
+            self.notes.setdefault(note, []).append(result.given.name)
         if result.verdict.failure:
             self.failures.append(result)
         done = sum(tally.inputs for tally in self.tallies.values())
@@ -95,8 +96,8 @@ class Report:
         print_table(out, HEADER, [*rows, whole.row("all")], left=HEADER[:1])
         refused, inconsistent = (sum(getattr(t, name) for t in self.tallies.values()) for name in ("refused", "inconsistent"))
         say(out, f"{inconsistent} plans did not fit together, {refused} of them were refused; {time.monotonic() - self.started_s:.0f} s")
-        for note, count in sorted(self.notes.items()):
-            say(out, f"note: {note}: {count}")
+        for note, names in sorted(self.notes.items()):
+            say(out, f"note: {note}: {len(names)}, such as {', '.join(names[:3])}")
         for place, group in enumerate(groups):
             first = group.results[0]
             print(f"{place:03} {len(group.results):5} x {group.failure}: {group.cause}")

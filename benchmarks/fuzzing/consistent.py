@@ -74,7 +74,7 @@ def _shards(plan: Mapping[str, Any]) -> Iterator[str]:
     pp, virtual = plan["mesh"]["pp"], plan["pipeline"]["virtual_stages"]
     if len(plan["stages"]) != pp * virtual:
         yield f"{len(plan['stages'])} stages on pp {pp} x {virtual}"
-    elif [stage["rank"] for stage in plan["stages"]] != [k % pp for k in range(pp * virtual)]:
+    elif [stage["rank"] for stage in plan["stages"]] != [_rank_of(plan, k) for k in range(pp * virtual)]:
         yield "stages are not on their ranks"
     for stage in plan["stages"]:
         if stage["zero"] not in range(4) or not all(stage["first"] <= shard < stage["end"] for shard in stage["recompute"]):
