@@ -1,0 +1,177 @@
+"""Whether the parts of a plan's document fit together, from the document alone: nothing of the planner is imported.
+
+This is the oracle of the fuzzer: a plan that breaks one of these must not end with exit code 0, whatever reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+ONE_STAGE = ("gpipe", "1f1b", "early-recompute", "last-no-recompute", "scp")
+BLOCK = ("norm1", "qkv", "attention", "attention_out", "residual1", "norm2", "fc1", "activation", "fc2", "residual2")
+OF_EXPERTS = ("router", "choice", "dispatch", "combine")
+ENDS = {"embedding": ("tokens",), "head": ("norm", "lm_head", "loss")}
+
+
+def problem_of(plan: Any) -> str:
+    """What does not fit together in a plan whose values have the right types; empty where all does."""
+    return next(_problems(plan), "")
+
+
+def _problems(plan: Mapping[str, Any]) -> Iterator[str]:
+    yield from _mesh(plan)
+    yield from _micro_batches(plan)
+    yield from _predicted(plan)
+    if "traced" in plan:
+        yield from _shards(plan)
+        return
+    yield from _model(plan)
+    yield from _stages(plan)
+    yield from _layer_plans(plan)
+    yield from _chunks(plan)
+
+
+def _mesh(plan: Mapping[str, Any]) -> Iterator[str]:
+    mesh, cluster = plan["mesh"], plan["cluster"]
+    pp, dp, tp, ep = mesh["pp"], mesh["dp"], mesh["tp"], mesh.get("ep", 1)
+    if min(pp, dp, tp, ep) < 1:
+        yield "a degree of the mesh is below 1"
+        return
+    devices = cluster.get("nodes", 1) * cluster["node"]["gpus"]
+    if pp * dp * tp != devices:
+        yield f"the mesh has {pp * dp * tp} ranks, the cluster {devices} devices"
+    if dp % ep:
+        yield f"ep {ep} does not divide dp {dp}"
+
+
+def _micro_batches(plan: Mapping[str, Any]) -> Iterator[str]:
+    pipeline, pp, dp = plan["pipeline"], plan["mesh"]["pp"], plan["mesh"]["dp"]
+    size, count, virtual = pipeline["micro_batch_size"], pipeline["num_micro_batches"], pipeline["virtual_stages"]
+    schedule = pipeline["schedule"]
+    if min(size, count, virtual) < 1:
+        yield "a count of the pipeline is below 1"
+        return
+    if size * count * dp != plan["training"]["global_batch_size"]:
+        yield f"{count} micro-batches of {size} on dp {dp} are not the global batch"
+    if pp > 1 and schedule in ONE_STAGE and virtual != 1:
+        yield f"{schedule} has {virtual} virtual stages"
+    if pp > 1 and schedule == "zbv" and virtual != 2:
+        yield f"zbv has {virtual} virtual stages"
+    if pp > 1 and schedule == "interleaved" and (virtual < 2 or count % pp):
+        yield f"interleaved has {virtual} virtual stages, {count} micro-batches on pp {pp}"
+
+
+def _predicted(plan: Mapping[str, Any]) -> Iterator[str]:
+    pp = plan["mesh"]["pp"]
+    if [memory["stage"] for memory in plan["predicted"]["memory_gib"]] != list(range(pp)):
+        yield "predicted.memory_gib is not of the pipeline's ranks"
+
+
+def _shards(plan: Mapping[str, Any]) -> Iterator[str]:
+    yield from _gapless(plan["shards"], plan["traced"]["num_operators"], "shards")
+    yield from _gapless(plan["stages"], len(plan["shards"]), "stages")
+    pp, virtual = plan["mesh"]["pp"], plan["pipeline"]["virtual_stages"]
+    if len(plan["stages"]) != pp * virtual:
+        yield f"{len(plan['stages'])} stages on pp {pp} x {virtual}"
+    elif [stage["rank"] for stage in plan["stages"]] != [_rank_of(plan, k) for k in range(pp * virtual)]:
+        yield "stages are not on their ranks"
+    for stage in plan["stages"]:
+        if stage["zero"] not in range(4) or not all(stage["first"] <= shard < stage["end"] for shard in stage["recompute"]):
+            yield "a stage has no such zero, or recomputes a shard of another"
+
+
+def _gapless(found: list[Mapping[str, int]], size: int, what: str) -> Iterator[str]:
+    last = 0
+    for each in found:
+        if each["first"] != last or each["end"] <= last:
+            yield f"{what} leave a gap at {last}"
+            return
+        last = each["end"]
+    if last != size:
+        yield f"{what} end at {last} of {size}"
+
+
+def _model(plan: Mapping[str, Any]) -> Iterator[str]:
+    model, training, mesh = plan["model"], plan["training"], plan["mesh"]
+    if min(model["num_layers"], model["hidden_size"], model["num_heads"], model["num_kv_heads"], model["head_dim"]) < 1:
+        yield "a size of the model is below 1"
+        return
+    if model["num_heads"] % model["num_kv_heads"]:
+        yield "num_kv_heads does not divide num_heads"
+    if training["seq_length"] < 1 or (model["positions"] == "learned" and training["seq_length"] > model["max_seq_length"]):
+        yield f"seq_length {training['seq_length']} of a model with {model['max_seq_length']}"
+    ep, experts = mesh.get("ep", 1), model.get("num_experts", 0)
+    if ep > 1 and (not experts or experts % ep):
+        yield f"ep {ep} of {experts} experts"
+
+
+def _rank_of(plan: Mapping[str, Any], stage: int) -> int:
+    pp = plan["mesh"]["pp"]
+    return min(stage, 2 * pp - 1 - stage) if plan["pipeline"]["schedule"] == "zbv" else stage % pp
+
+
+def _stages(plan: Mapping[str, Any]) -> Iterator[str]:
+    stages, layer_plans, layers = plan["stages"], plan["layer_plans"], plan["model"]["num_layers"]
+    wanted = plan["mesh"]["pp"] * plan["pipeline"]["virtual_stages"]
+    if len(stages) != wanted:
+        yield f"{len(stages)} stages, pp x virtual stages is {wanted}"
+    elif plan["pipeline"]["schedule"] != "custom" and [stage["rank"] for stage in stages] != [_rank_of(plan, k) for k in range(wanted)]:
+        yield "stages are not on their ranks"
+    runs = [run for stage in stages for run in stage["layers"]]
+    undefined = next((run["plan"] for run in runs if run["plan"] not in layer_plans), None)
+    if undefined is not None:
+        yield f"layer plan {undefined} is not defined"
+        return
+    if not all(stage["layers"] for stage in stages):
+        yield "a stage holds no layer"
+    last = -1  # the embedding's, blocks' and head's place in the model that is covered
+    for run in runs:
+        kind, blocks = layer_plans[run["plan"]]["layer"], run.get("blocks")
+        if (kind == "block") != (blocks is not None):
+            yield f"{run['plan']} is of {kind}, it runs blocks {blocks}"
+            return
+        first, end = (blocks[0] + 1, blocks[1] + 1) if blocks is not None else (0, 0) if kind == "embedding" else (layers + 1,) * 2
+        if first != last + 1 or end < first:
+            yield f"layers {first} to {end} follow layer {last}"
+            return
+        last = end
+    if last != layers + 1:
+        yield f"layers end at {last} of {layers + 1}"
+
+
+def _operators(model: Mapping[str, Any], layer: str) -> tuple[str, ...]:
+    learned = model["positions"] == "learned"
+    if layer != "block":
+        return (*ENDS[layer], *(("positions",) if learned and layer == "embedding" else ()))
+    return (*BLOCK, *(() if learned else ("rotary",)), *(OF_EXPERTS if model.get("num_experts") else ()))
+
+
+def _layer_plans(plan: Mapping[str, Any]) -> Iterator[str]:
+    dp, tp, model = plan["mesh"]["dp"], plan["mesh"]["tp"], plan["model"]
+    for name, found in plan["layer_plans"].items():
+        operators, ranks = found["operators"], found.get("zero_ranks")
+        if found["zero"] not in range(4):
+            yield f"{name} has zero {found['zero']}"
+        if found["zero"] and ranks and dp % ranks:
+            yield f"{name} has zero_ranks {ranks} of dp {dp}"
+        for key in ("recompute", "keep_on_host"):
+            unknown = [each for each in found.get(key, ()) if each not in _operators(model, found["layer"])]
+            if unknown:
+                yield f"{name} has {key} {unknown[0]}"
+        attention = operators.get("attention", {})
+        if tp > 1 and "Shard(2)@tp" in attention.get("input", ()) and model["num_heads"] % tp:
+            yield f"tp {tp} does not divide {model['num_heads']} heads"
+
+
+def _chunks(plan: Mapping[str, Any]) -> Iterator[str]:
+    chunks, pp, dp = plan.get("chunks"), plan["mesh"]["pp"], plan["mesh"]["dp"]
+    if chunks is None:
+        if any(set(found.get("offload", ())) & {"optimizer", "parameters"} for found in plan["layer_plans"].values()):
+            yield "offload in chunks of a plan without chunks"
+        return
+    if [rank["stage"] for rank in chunks["ranks"]] != list(range(pp)):
+        yield "chunks.ranks is not of the pipeline's ranks"
+    for group in chunks["groups"]:
+        if group["stage"] not in range(pp) or group["num_chunks"] < 1 or group["num_chunks"] % dp or group["chunk_elements"] < 1:
+            yield f"a group of {group['num_chunks']} chunks on stage {group['stage']}, dp {dp}"
