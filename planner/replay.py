@@ -13,6 +13,7 @@ from planner.baselines.space import counted_ends, equal_blocks
 from planner.baselines.stage_aware import Room, stage_aware
 from planner.frames.branch import Outcome
 from planner.host.costs import host_share_bytes
+from planner.improve import improved
 from planner.layers.levels import illegal_full_recompute
 from planner.plan.prediction import Objective
 from planner.ranks.blocks import to_strategy
@@ -22,7 +23,11 @@ from planner.session import ROUNDING, Session, Solved
 from profiles.errors import InfeasibleError, OutOfTimeError
 
 SCHEDULED = 4  # columns of one frame whose exact schedules are compared
+IMPROVED = 3  # strategies whose blocks are moved between stages
+TOLD_APART = 9  # significant digits of a step: sums of the same terms in another order
 WORTH_CHUNKS = 0.01  # how much faster chunks must be where nothing leaves the device
+
+Replayed = tuple[Solved, Strategy, StepPrice]
 
 
 def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
@@ -99,13 +104,13 @@ def _unique(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
             yield strategy
 
 
-def replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> list[tuple[Solved, Strategy, StepPrice]]:
+def replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> list[Replayed]:
     """The best solved frames priced in full, for throughput the fastest first; an interrupt and the end of the time keep what is
     replayed."""
-    replayed: list[tuple[Solved, Strategy, StepPrice]] = []
+    replayed: list[Replayed] = []
     try:
         for solved in outcome.to_replay:
-            book, priced = session.book_of(solved.choice), list[tuple[Solved, Strategy, StepPrice]]()
+            book, priced = session.book_of(solved.choice), list[Replayed]()
             try:
                 for strategy in _unique(_tried(solved, objective, session)):
                     if replayed or priced:  # a plan late is better than none
@@ -113,10 +118,24 @@ def replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> 
                     price = _price(strategy, book)
                     priced += [(solved, strategy, price)] if price else []
             finally:
-                replayed += [min(priced, key=lambda found: found[2].step_s)] if priced else []
+                replayed += [min(priced, key=_told_apart)] if priced else []
     except (KeyboardInterrupt, OutOfTimeError):
         if not replayed:
             raise
     if objective is Objective.THROUGHPUT:
-        replayed.sort(key=lambda found: found[2].step_s * (1 + WORTH_CHUNKS * _idle_chunks(found[1])))
+        replayed.sort(key=_told_apart)
+        replayed[:IMPROVED] = [_improved(found, session) for found in replayed[:IMPROVED]]
+        replayed.sort(key=_told_apart)
     return replayed
+
+
+def _told_apart(found: Replayed) -> tuple[float, float]:
+    """The step as it counts, and between equals the peak of the fullest device."""
+    _, strategy, price = found
+    counted_s = price.step_s * (1 + WORTH_CHUNKS * _idle_chunks(strategy))
+    return float(f"{counted_s:.{TOLD_APART}g}"), max(memory.total for memory in price.memory)
+
+
+def _improved(found: Replayed, session: Session) -> Replayed:
+    solved, strategy, price = found
+    return (solved, *improved(solved, strategy, price, session))

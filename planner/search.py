@@ -60,8 +60,10 @@ class Found:
     price: StepPrice
 
 
-def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved]:
-    """Frames that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved.
+def _search_fastest(frames: Sequence[Frame], session: Session) -> tuple[Outcome[Solved], tuple[Frame, ...]]:
+    """The best choices of the frames, and the frames whose relaxation was solved.
+
+    Frames that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved.
 
     A schedule that only moves recompute has no plan below what 1F1B takes with the same layers and none of it: where 1F1B
     already does, it need not be solved, and where it is not faster it need not be replayed.
@@ -106,33 +108,41 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> Outcome[Solved
     bounded = ((prices.least_s(frame, limit), frame) for frame in possible)
     outcome = branch(
         Objective.THROUGHPUT, bounded, solve, worth_replaying, left_s=session.left_s, on_progress=session.on_progress)
-    if not outcome.finished:
-        return outcome
-    if outcome.solved:
-        others = set(possible).difference(open_)
-        others_s = min((prices.least_s(frame, limit) for frame in others), default=INFINITY)
-        with suppress(OutOfTimeError):  # what is not certified keeps its bound
-            _certify(open_, best_of(outcome.solved), others_s, session)
-    return replace(outcome, bound=min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible))))
+    return replace(outcome, bound=min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible)))), tuple(open_)
 
 
-def _certify(frames: Sequence[Frame], best: float, others_s: float, session: Session) -> None:
-    """Raise the bounds of frames that might hold something better than the best: the master over relaxed columns.
+def _proven_s(frames: Sequence[Frame], open_: Sequence[Frame], best_s: float, share: float, session: Session) -> float:
+    """Seconds that no plan of `frames` is below.
 
-    others_s: the least bound of all other frames; to raise one above it proves no more.
-    Its optimum is below every way to choose an option and a ZeRO stage for each layer by itself that is below the best.
+    open_: the frames whose bounds are raised as far as that helps
+    share: of the closed form of a pipeline that a simulated step may be, by what was replayed; without a pipeline the two are equal
     """
-    limit = session.limit_bytes
-    for frame in frames:
-        if session.prices.least_s(frame, limit) >= min(others_s, best * (1 - WORTH_PROVING)):
-            continue
-        if session.left_s() <= 0:
-            return
-        try:
-            least_s = max(_averages_s(frame, best, session, plain=plain) for plain in (False, True)[: 1 + frame.recomputes_ahead])
-        except (Unsolved, SolverError):  # the bound stays as it is
-            continue
-        session.prices.raise_bound(frame, limit, min(best, least_s * (1 - SOLVED_TO)))
+    prices, limit = session.prices, session.limit_bytes
+
+    def simulated_s(frame: Frame) -> float:
+        return prices.least_s(frame, limit) * (share if frame.mesh.pp > 1 else 1.0)
+
+    possible = [frame for frame in frames if prices.may_fit(frame, limit)]
+    others_s = min((simulated_s(frame) for frame in set(possible).difference(open_)), default=INFINITY)
+    with suppress(OutOfTimeError):  # what is not certified keeps its bound
+        for frame in open_:
+            if simulated_s(frame) < min(others_s, best_s * (1 - WORTH_PROVING)):
+                _certify(frame, best_s / (share if frame.mesh.pp > 1 else 1.0), session)
+    return min(best_s, others_s, *(simulated_s(frame) for frame in possible))
+
+
+def _certify(frame: Frame, best_s: float, session: Session) -> None:
+    """Raise the bound of a frame, up to `best_s`: to the master over relaxed columns.
+
+    Its optimum is below every way to choose an option and a ZeRO stage for each layer by itself that is below `best_s`.
+    """
+    if session.left_s() <= 0:
+        return
+    try:
+        least_s = max(_averages_s(frame, best_s, session, plain=plain) for plain in (False, True)[: 1 + frame.recomputes_ahead])
+    except (Unsolved, SolverError):  # the bound stays as it is
+        return
+    session.prices.raise_bound(frame, session.limit_bytes, min(best_s, least_s * (1 - SOLVED_TO)))
 
 
 def _averages_s(frame: Frame, best: float, session: Session, *, plain: bool) -> float:
@@ -201,7 +211,11 @@ def search(
     space, session = prices.space, Session(prices, options, on_progress, slack)
     if not in_reach(prices.table, session.limit_bytes):
         return None
-    outcome = _search_fastest(space.frames, session) if fastest is None else Outcome((fastest,), fastest.bound, finished=True)
+    open_: tuple[Frame, ...] = ()
+    if fastest is None:
+        outcome, open_ = _search_fastest(space.frames, session)
+    else:
+        outcome = Outcome((fastest,), fastest.bound, finished=True)
     if not outcome.solved and not outcome.finished:
         raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
     if not outcome.solved:
@@ -214,6 +228,8 @@ def search(
         return search(prices, objective, options, on_progress, slack=slack + SLACK)
     (best, strategy, price), *others = replayed
     record = _record(objective, best, fastest, outcome, space)
+    if objective is Objective.THROUGHPUT:
+        record = _of_simulated_steps(record, open_, [price for _, _, price in replayed], session, finished=outcome.finished)
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
     plan = assemble(strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice))
     return Found(plan, fastest, outcome.interrupted, best, strategy, price)
@@ -296,6 +312,21 @@ def _find_leanest(
         return replace(alone, plan=replace(alone.plan, search=replace(alone.plan.search, status=Status.FEASIBLE)))
     found = alone or search(prices, Objective.THROUGHPUT, options, on_progress)
     return found and search_leaner(prices, found, options, on_progress)
+
+
+def _of_simulated_steps(
+    record: SearchRecord, open_: Sequence[Frame], prices: Sequence[StepPrice], session: Session, *, finished: bool,
+) -> SearchRecord:
+    """The record with the simulated step that the plan reports as its value, and the gap to what is proven.
+
+    Bounds are of the closed form. Where stages are unequal, the simulated step may be below it: the bounds of pipelines are lowered by as
+    much as that was seen on any strategy that was replayed. This part is measured, not proven.
+    """
+    value_s, share = prices[0].step_s, min(1.0, *(price.step_s / price.closed_form_s for price in prices))
+    least_s = min(value_s, _proven_s(session.prices.space.frames, open_ if finished else (), value_s, share, session))
+    if not finished:
+        least_s = min(least_s, record.bound * share)
+    return replace(record, value=round(value_s, 6), bound=round(least_s, 6), gap=round(max(0.0, 1 - least_s / value_s), 6))
 
 
 def _record(

@@ -35,7 +35,7 @@ def _shown(number: float) -> str:
 
 COUNT = Range(1, 10**9)
 DEVICES = Range(1, 10_000_000)
-LAYERS = Range(1, 100_000)
+LAYERS = Range(1, 4096)
 WIDTH = Range(1, 10_000_000)
 BYTES = Range(0, 10**18)
 SPEED = Range(1e-9, 1e30)  # of anything, per second
@@ -56,6 +56,7 @@ _BY_NAME = {
     **dict.fromkeys(("efficiency", "bandwidth_share", "link_share", "point_to_point_share", "nic_share", "kernel_slowdown",
                      "link_bytes_per_s", "node_bytes_per_s", "throttle_flops"), POSITIVE),
     **dict.fromkeys(("k_half", "keys_half", "head_half", "throttle", "launch_s", "latency_s", "latency_us"), Range(0, 1e30)),
+    "redundancy_gib": Range(-1e9, 1e9),  # below zero where the host holds states
     "rope_theta": POSITIVE, "norm_epsilon": Range(0, 1), "rotary_fraction": Range(0, 1), "dropout": Range(0, 1),
     "logit_bytes": Range(0, 10**6), "attention_kv_copies": Range(0, 10**6), "attention_output_copies": Range(0, 10**6),
     "step_copy_bytes": Range(0, 10**6), "bucket_elements": BYTES, "host_operator_s": Range(0, 10**6), "allocator_share": Range(0, 1000),

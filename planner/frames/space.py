@@ -123,7 +123,7 @@ def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | Non
 def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
     """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned.
 
-    ZBV where the pipeline fills, or pinned. Schedules that recompute ahead of the gradient where a pin leaves something to
+    ZBV wherever it is legal, filled or not. Schedules that recompute ahead of the gradient where a pin leaves something to
     recompute, or pinned: early recompute and the shifted critical path. Last-no-recompute only pinned: where every layer may
     choose its recompute, early recompute has the plans in which the last stage recomputes nothing, at most one recompute slower.
     """
@@ -141,8 +141,7 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
             yield schedule, 1
     if Schedule.LAST_NO_RECOMPUTE in asked:
         yield Schedule.LAST_NO_RECOMPUTE, 1
-    if num_micro_batches >= 2 * mesh.pp - 1 or Schedule.ZBV in asked:
-        yield Schedule.ZBV, 2
+    yield Schedule.ZBV, 2
     shares = (layers // mesh.pp for layers in (model.num_layers, model.num_layers + 2) if layers % mesh.pp == 0)
     yield from ((Schedule.INTERLEAVED, v) for v in sorted({v for share in shares for v in divisors(share) if v > 1}))
 

@@ -216,10 +216,24 @@ class RankColumns:
         names = ("time_s", "tail_s", "plain_s", "ramp_s") if self.frame.recomputes_ahead else ("time_s", "tail_s")
         found: list[tuple[Priced, int]] = []
         for priced, fits in self._fitting(num_blocks, limit_bytes):
+            if self.frame.mesh.pp == 1:
+                found += [(priced, int(row)) for row in self._fastest_alone(priced, fits)]
+                continue
             for rows in _of_equal_tail(priced, fits) if self.frame.recomputes_ahead and not priced.mixed else (fits,):
                 kept = front(priced.time_s[rows], getattr(priced, names[-1])[rows], priced.allocated[rows])
                 found += [(priced, int(row)) for row in rows[_some(kept, MOST_MIXED) if priced.mixed else kept]]
+        if self.frame.mesh.pp == 1 and found:
+            priced, row = min(found, key=lambda one: (self._step_s(one[0])[one[1]], one[0].allocated[one[1]]))
+            found = [(priced, row)]
         return self._unbeaten(found, names)
+
+    def _step_s(self, priced: Priced) -> Array:
+        """Seconds of the step of a rank without a pipeline, rounded: sums of the same terms in another order are equal."""
+        return np.round(self.frame.num_micro_batches * priced.time_s + priced.tail_s, PICOSECOND)
+
+    def _fastest_alone(self, priced: Priced, rows: Ints) -> Ints:
+        """Of a rank without a pipeline the row with the shortest step, of equals the one that holds least."""
+        return rows[np.lexsort((priced.allocated[rows], self._step_s(priced)[rows]))[:1]]
 
     def leanest(self, num_blocks: int, limit_bytes: float) -> list[Column]:
         """The mixes within `limit_bytes` that no other beats in time, tail and redundant bytes together.

@@ -1,0 +1,118 @@
+"""Small changes of a pipeline's best strategy, as long as its simulated step gets shorter.
+
+The columns of a search know a step by its closed form, which is exact for equal stages alone; and of two chunks on one rank they hold equal
+numbers of blocks. The simulator knows both. So the ranks of the best strategies are given other columns, one at a time, and blocks are
+moved between stages, within the memory of the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from costmodels.book import PriceBook
+from costmodels.occupancy import rank_memory
+from costmodels.step import StepPrice, price_step, simulated_step, step_costs
+from costmodels.strategy import LayerChoice, Strategy
+from planner.ranks.blocks import to_strategy
+from planner.ranks.chunk_columns import rank_columns
+from planner.ranks.prices import end_kinds
+from planner.session import Session, Solved
+from profiles.errors import OutOfTimeError
+from profiles.model import LayerKind
+
+WORTH_MOVING = 1e-4  # of the step
+MOST_TRIED = 120  # strategies that are simulated, of each kind of change
+NEAR = 0.03  # by how much a column alone may be slower than the one whose place it takes
+
+
+def improved(solved: Solved, strategy: Strategy, price: StepPrice, session: Session) -> tuple[Strategy, StepPrice]:
+    """The strategy, or one of the same frame whose simulated step is shorter, and its price.
+
+    solved: the choice of the search for that frame. Without a pipeline and in chunks all stays as it is. Blocks are not moved between
+    equal ranks, with halves from block to block, or with activations on the host. Ctrl-C and the time limit keep the best so far.
+    """
+    frame, book = strategy.frame, session.book_of(solved.choice)
+    if frame.mesh.pp == 1 or frame.chunked:
+        return strategy, price
+    best, best_s = strategy, price.step_s
+    try:
+        for change in (lambda one: _other_columns(one, solved, session), _moved):
+            best, best_s = _climbed(best, best_s, change, book, session)
+    except (KeyboardInterrupt, OutOfTimeError):
+        pass
+    return (best, price_step(best, book)) if best is not strategy else (strategy, price)
+
+
+Changes = Callable[[Strategy], Iterable[tuple[Strategy, tuple[int, ...]]]]  # other strategies, and the ranks that differ
+
+
+def _climbed(strategy: Strategy, step_s: float, changes: Changes, book: PriceBook, session: Session) -> tuple[Strategy, float]:
+    """The strategy after all changes that made it faster, one after the other, and its simulated step."""
+    best, best_s, tried, climbing = strategy, step_s, 0, True
+    while climbing:
+        climbing = False
+        for other, ranks in changes(best):
+            session.deadline.check()
+            tried += 1
+            other_s = simulated_step(other, step_costs(other, book)).step_s
+            if other_s < best_s * (1 - WORTH_MOVING) and _fits(other, ranks, book, session):
+                best, best_s, climbing = other, other_s, True
+                break
+            if tried >= MOST_TRIED:
+                return best, best_s
+    return best, best_s
+
+
+def _other_columns(strategy: Strategy, solved: Solved, session: Session) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
+    """The strategy with the stages of one rank as another column with as many blocks has them, where its own are those of a column."""
+    frame, columns = strategy.frame, solved.choice.columns
+    for rank, column in enumerate(columns):
+        if sum(len(_blocks(strategy.stages[stage])) for stage in frame.stages_of(rank)) != column.num_blocks:
+            continue
+        own_s = frame.num_micro_batches * column.time_s + column.tail_s
+        for other in rank_columns(rank, frame, session.table).fastest(column.num_blocks, session.limit_bytes):
+            other_s = frame.num_micro_batches * other.time_s + other.tail_s
+            same_ends = not end_kinds(rank, frame) or (other.zero > 0, other.looks_up) == (column.zero > 0, column.looks_up)
+            if other != column and same_ends and other_s < own_s * (1 + NEAR):
+                made = to_strategy(frame, (*columns[:rank], other, *columns[rank + 1 :]))
+                stages = list(strategy.stages)
+                for stage in frame.stages_of(rank):
+                    stages[stage] = made.stages[stage]
+                yield replace(strategy, stages=tuple(stages)), (rank,)
+
+
+def _fits(strategy: Strategy, ranks: Sequence[int], book: PriceBook, session: Session) -> bool:
+    return all(rank_memory(strategy, rank, book).total <= session.limit_bytes for rank in ranks)
+
+
+def _moved(strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, int]]]:
+    """The strategy with one block on another stage, near ones first, and the ranks of both; the block is run as its new neighbours are."""
+    frame, num_stages = strategy.frame, len(strategy.stages)
+    on_host = any(choice.on_host for stage in strategy.stages for choice in stage)
+    if frame.equal_ranks or frame.tp_overlap == 3 or on_host:
+        return
+    pairs = [(here, there) for here in range(num_stages) for there in range(num_stages) if here != there]
+    for here, there in sorted(pairs, key=lambda pair: abs(pair[0] - pair[1])):
+        blocks = _blocks(strategy.stages[here])
+        if len(blocks) > 1 and _blocks(strategy.stages[there]):
+            stages = list(strategy.stages)
+            stages[here] = _without_one(stages[here], blocks[-1])
+            stages[there] = _with_one_more(stages[there])
+            yield replace(strategy, stages=tuple(stages)), (frame.rank_of(here), frame.rank_of(there))
+
+
+def _blocks(stage: Sequence[LayerChoice]) -> list[LayerChoice]:
+    return [choice for choice in stage if choice.kind is LayerKind.BLOCK]
+
+
+def _without_one(stage: tuple[LayerChoice, ...], block: LayerChoice) -> tuple[LayerChoice, ...]:
+    last = len(stage) - 1 - stage[::-1].index(block)
+    return stage[:last] + stage[last + 1 :]
+
+
+def _with_one_more(stage: tuple[LayerChoice, ...]) -> tuple[LayerChoice, ...]:
+    """The stage with its last block twice."""
+    block = _blocks(stage)[-1]
+    last = len(stage) - 1 - stage[::-1].index(block)
+    return stage[: last + 1] + stage[last:]
