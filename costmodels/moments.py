@@ -31,6 +31,11 @@ class Moment:
     remade: int = 0
     alone: bool = False
 
+    @property
+    def made(self) -> float:
+        """The share of the gradients that is there: all of them, but where they come and go (costmodels/fullest.py)."""
+        return 1.0
+
 
 def moments(rank: int, frame: Frame) -> tuple[Moment, ...]:
     """Those of a rank of which one is the fullest, whatever the bytes, where backward passes are whole.

@@ -23,7 +23,7 @@ from planner.fronts import Array, Ints, front
 from planner.host.homes import NOTHING, Homes
 from planner.layers.mixes import Mixes, Pairs, all_tried, chains, column_of, near_mixes, pure_mixes, widest
 from planner.layers.plans import LayerOption
-from planner.ranks.freed import FreedGradients
+from planner.ranks.freed import FreedGradients, FreedMoment
 from planner.ranks.mix_table import MixTable
 from planner.ranks.prices import Fixed, PerBlock, end_kinds, fixed_price
 from profiles.model import LayerKind
@@ -108,6 +108,7 @@ class RankColumns:
         self.fixed = {zero: fixed_price(rank, frame, zero, self.ends) for zero in self.stages}
         self.block = table.per_block(frame, rank)
         self.stashes = stashes(LayerKind.BLOCK, rank, frame)
+        self._of_moments: dict[int, list[Array]] = {}
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
         self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self.stashes),)
 
@@ -321,34 +322,43 @@ class RankColumns:
         fixed, pairs = self.fixed[zero], self._pairs
         least_s = np.zeros(len(self._weights))
         for own, room in self._limits(num_blocks, zero, usable):
-            share, fits = _least_share(own, room)
-            if not fits.any():
+            chosen, share = _least_shares(own, room, pairs.alone)
+            if not len(chosen):
                 return None
-            time_s, tail_s = (
-                values[0, fits] + share[fits] * (values[1, fits] - values[0, fits])
-                for values in (pairs.plain_s if plain else pairs.time_s, pairs.tail_s))
+            time_s, tail_s = pairs.at(chosen, share, plain=plain)
             least_s = np.maximum(least_s, num_blocks * (time_s + np.multiply.outer(self._weights, tail_s)).min(axis=1))
         found: Array = least_s + fixed.time_s + self._weights * fixed.tail_s
         return found
 
     def _limits(self, num_blocks: int, zero: int, usable: float) -> Iterator[tuple[Array, Array]]:
-        """For each moment the bytes of the blocks, by side and pair, and the most that they may be, by pair."""
+        """For each moment the bytes of a block, by side and pair, and the most that an average block may have, by pair."""
         fixed, pairs = self.fixed[zero], self._pairs
-        chunk = num_blocks / self.frame.virtual_stages
-        saved, whole = chunk * pairs.saved_bytes, chunk * pairs.whole_saved
-        spare = self._spare(fixed.step_copies + num_blocks * pairs.step_copies)
+        chunk, outside = num_blocks / self.frame.virtual_stages, usable - self._spare(fixed.step_copies)
         if self._freed:
-            for at in self._freed.moments(zero):
-                states = num_blocks * (pairs.states - (1 - at.made) * pairs.gradients)
-                yield states + at.stashes * saved + at.remade * (whole - saved) + spare, usable - at.besides - pairs.inside(at.alone)
+            for at, own in zip(self._freed.moments(zero), self._bytes_by_moment(zero), strict=True):
+                yield own, (outside - at.besides - pairs.inside(at.alone)) / num_blocks
             return
-        always = num_blocks * pairs.states + spare
-        room = usable - (fixed.states + fixed.held + np.maximum(pairs.zero_buffer, fixed.zero_buffer))
-        for one in self._moments:
+        room = outside - (fixed.states + fixed.held + np.maximum(pairs.zero_buffer, fixed.zero_buffer))
+        for one, own in zip(self._moments, self._bytes_by_moment(zero), strict=True):
             workspace = pairs.whole_workspace if one.alone else pairs.workspace_bytes
-            temporaries = self._temporaries(workspace, (whole if one.alone else saved).max(axis=0), chunk * pairs.waiting, fixed)
-            own = one.stashes * saved + one.remade * (whole - saved) + always
-            yield own, room - temporaries - (one.stashes - self.stashes) * fixed.saved
+            saved = chunk * (pairs.whole_saved if one.alone else pairs.saved_bytes).max(axis=0)
+            temporaries = self._temporaries(workspace, saved, chunk * pairs.waiting, fixed)
+            yield own, (room - temporaries - (one.stashes - self.stashes) * fixed.saved) / num_blocks
+
+    def _bytes_by_moment(self, zero: int) -> list[Array]:
+        """Of every moment the bytes of one block by side and pair."""
+        pairs, chunks = self._pairs, self.frame.virtual_stages
+        always, remade = pairs.states + self._spare(pairs.step_copies), pairs.whole_saved - pairs.saved_bytes
+
+        def make() -> list[Array]:
+            kept: Sequence[FreedMoment | Moment] = self._freed.moments(zero) if self._freed else self._moments
+            return [
+                always - (1 - one.made) * pairs.gradients + one.stashes / chunks * pairs.saved_bytes + one.remade / chunks * remade
+                for one in kept]
+
+        if zero not in self._of_moments:
+            self._of_moments[zero] = make()
+        return self._of_moments[zero]
 
     def smallest(self, num_blocks: int) -> Column:
         """The mix and ZeRO stages with the lowest peak memory, whatever its time.
@@ -366,7 +376,10 @@ class RelaxedPairs:
 
     def __init__(self, block: PerBlock, pairs: Pairs) -> None:
         index = pairs.index
-        self.time_s, self.tail_s, self.plain_s = block.time_s[index], block.tail_s[index], (block.time_s - block.recompute_s)[index]
+        self.alone = index[0] == index[1]
+        self._tail_s, self._time_s, self._plain_s = (
+            (values[index[0]], values[index[1]] - values[index[0]])
+            for values in (block.tail_s, block.time_s, block.time_s - block.recompute_s))
         self.states, self.step_copies, self.whole_saved = block.states[index], block.step_copies[index], block.whole_saved[index]
         self.saved_bytes, self.workspace_bytes = pairs.saved_bytes, pairs.workspace_bytes
         self.zero_buffer, self.whole_workspace = (values[index].max(axis=0) for values in (block.zero_buffer, block.whole_workspace))
@@ -374,6 +387,12 @@ class RelaxedPairs:
         gathered, reduced = block.passes_bytes
         workspaces = column_of(block.options, "workspace_bytes"), block.whole_workspace
         self._inside: list[Array] = [(gathered + np.maximum(workspace, reduced))[index].min(axis=0) for workspace in workspaces]
+
+    def at(self, chosen: Ints, share: Array, *, plain: bool) -> tuple[Array, Array]:
+        """Seconds of a micro-batch, or without recompute, and of the tail, of a block with `share` of the second option of each pair."""
+        first_s, longer_s = self._plain_s if plain else self._time_s
+        first_tail_s, longer_tail_s = self._tail_s
+        return first_s[chosen] + share * longer_s[chosen], first_tail_s[chosen] + share * longer_tail_s[chosen]
 
     def inside(self, alone: bool) -> Array:
         """By pair what any block holds at least in its backward pass, where gradients come and go; alone: without recompute."""
@@ -406,13 +425,17 @@ def _corners_of_lines(weights: Array, least_s: Array, tail_s: float) -> list[tup
     return [*found, (float(least_s[-1] - weights[-1] * tail_s), tail_s)]
 
 
-def _least_share(own: Array, room: Array) -> tuple[Array, Array]:
-    """Of two options that need `own[0]` and `own[1]` bytes, the least share of the second with which both fit, and where they can."""
+def _least_shares(own: Array, room: Array, alone: npt.NDArray[np.bool_]) -> tuple[Ints, Array]:
+    """The pairs that matter where an average block may have `room` bytes, and the least share of the second option of each.
+
+    own: bytes of a block by side and pair; alone: pairs of an option with itself. Of two options that both have room, each alone says as
+    much as the two together.
+    """
     first, second = own
-    over = np.maximum(0.0, first - room)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(over > 0, over / (first - second), 0.0)
-    return share, (over == 0) | ((second <= room) & (share <= 1.0))
+    over = first - room
+    chosen = np.flatnonzero(np.where(over > 0, second <= room, alone))
+    over = np.maximum(over[chosen], 0.0)
+    return chosen, over / np.maximum(first[chosen] - second[chosen], over + (over == 0))
 
 
 def unbeaten_rows(values: Array) -> list[int]:

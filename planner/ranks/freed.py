@@ -20,7 +20,7 @@ from profiles.model import LayerKind
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class FreedMoment:
     """The first block of a backward pass, or the end of the step: what a bound of memory knows of it.
 
     stashes, remade   of all chunks together
@@ -34,7 +34,7 @@ class Moment:
     alone: bool
     besides: float
 
-    def holds_no_less(self, other: Moment) -> bool:
+    def holds_no_less(self, other: FreedMoment) -> bool:
         """Whether what is held at this moment is at least what is held at the other, whatever the blocks hold."""
         mine, theirs = ((one.stashes, one.remade, one.made, one.besides) for one in (self, other))
         return self.alone == other.alone and all(a >= b for a, b in zip(mine, theirs, strict=True))
@@ -51,14 +51,14 @@ class FreedGradients:
         choice = LayerChoice(kind, Recompute.NONE, zero)
         return Run(kind, held_in_passes(choice, layer_activations(choice, self.frame, self.book), self.frame, self.book))
 
-    def moments(self, zero: int) -> list[Moment]:
+    def moments(self, zero: int) -> list[FreedMoment]:
         """The moments of which one is the fullest, with embedding and head at one ZeRO stage."""
         ends = {kind: self._end(kind, zero).held for kind in end_kinds(self.rank, self.frame)}
         stages, fixed = self.frame.stages_of(self.rank), self.fixed[zero]
         lasting = throughout(self.frame, zero if LayerKind.EMBEDDING in ends else None, 0.0, self.book)
         places = {LayerKind.EMBEDDING: 0, LayerKind.HEAD: self.frame.num_virtual_stages - 1}
         passes, sent = passes_of(self.frame, self.rank)
-        found = [Moment(0, 0, 1.0, False, fixed.states + sent * lasting.sent)]
+        found = [FreedMoment(0, 0, 1.0, False, fixed.states + sent * lasting.sent)]
         for one in (one for one in passes if one.backward):
             besides = fixed.states + one.sent * lasting.sent + lasting.gathered
             for kind, held in ends.items():
@@ -66,7 +66,7 @@ class FreedGradients:
                 of_this = chunk == one.chunk and kind is LayerKind.HEAD  # it ran backward before the first block
                 besides += (one.stashes[chunk] - of_this) * held.saved - held.gradients * (chunk not in one.made and not of_this)
                 besides += lasting.shared_table * of_this
-            found.append(Moment(sum(one.stashes), sum(one.remade), len(one.made) / len(stages), one.ahead, besides))
+            found.append(FreedMoment(sum(one.stashes), sum(one.remade), len(one.made) / len(stages), one.ahead, besides))
         return [one for n, one in enumerate(found) if not any(
             other.holds_no_less(one) and not (m > n and one.holds_no_less(other)) for m, other in enumerate(found) if m != n)]
 
