@@ -185,12 +185,13 @@ def _with_module(plan: Plan, question: Question) -> Plan:
 
 
 def _explain(question: Question, pins: Constraints, how: SearchOptions, *, to_stderr: bool) -> None:
+    from planner.frames.left_out import left_out
     from planner.report.explain import print_pruned
     from planner.report.text import console
     from planner.session import Prices
 
     prices = Prices(question.model, question.cluster, question.training, pins, how.deadline)
-    print_pruned(prices.space, console(sys.stderr if to_stderr else sys.stdout))
+    print_pruned(prices.space, left_out(pins), console(sys.stderr if to_stderr else sys.stdout))
 
 
 _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file", "time_limit")  # what a plan file leaves open

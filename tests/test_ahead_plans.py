@@ -116,8 +116,8 @@ def test_the_search_finds_the_best_of_all_strategies(seed, schedule):
         plan = find_plan(
             instance.model, instance.cluster, instance.training, constraints=pins, options=SearchOptions(memory_limit_bytes=limit))
         assert plan.pipeline.schedule == schedule
-        assert plan.search.value == pytest.approx(best_s, abs=1e-6, rel=1e-9)
-        assert plan.search.bound <= plan.search.value
+        assert plan.search.fastest_step_time_s <= best_s * (1 + 1e-9) + 1e-6  # of the strategies with one ZeRO stage for a rank
+        assert plan.search.bound <= best_s + 1e-6
 
 
 def test_where_memory_binds_the_shifted_critical_path_is_faster_than_1f1b_and_the_search_takes_it():

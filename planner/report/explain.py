@@ -1,4 +1,4 @@
-"""Why candidates were not searched: the pruned ones of a space, grouped by reason."""
+"""Why candidates were not searched: the pruned ones of a space, grouped by reason, and what no search looks at."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from planner.frames.left_out import LeftOut
 from planner.frames.space import Pruned, Space
-from planner.report.text import aligned, say
+from planner.report.text import aligned, joined, say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +30,16 @@ def grouped(pruned: Sequence[Pruned]) -> list[Group]:
     return sorted(groups, key=lambda group: -group.count)
 
 
-def print_pruned(space: Space, out: Console) -> None:
-    """The groups with counts; the numbers in a reason are those of its example."""
+def print_pruned(space: Space, others: Sequence[LeftOut], out: Console) -> None:
+    """The groups with counts; the numbers in a reason are those of its example. Then what the search leaves out besides."""
     total = len(space.frames) + len(space.pruned)
     say(out, f"{total:,} candidates: {len(space.frames):,} legal, {len(space.pruned):,} pruned before the search", "bold")
     found = [row for group in grouped(space.pruned) for row in _rows(group)]
     for line in aligned(found, out.width, left=(1,)) if found else ():
         say(out, line)
+    say(out, "not searched, and no part of the gap:", "bold")
+    for other in others:
+        say(out, joined(f"{other.what}: {other.reason}".split(" "), " ", out.width, start="  "))
     say(out)
 
 

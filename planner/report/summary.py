@@ -95,6 +95,9 @@ def _notes(plan: Plan) -> Iterator[str]:
     """What the solver failed on, what kind of number the step time is, and what the error band was measured on."""
     if plan.search.solver_failure:
         yield plan.search.solver_failure
+    space = _space_text(plan)
+    if space:
+        yield space
     note, band = _PRICE_NOTES.get(plan.predicted.step_time_s.kind), plan.predicted.error_band
     if note:
         yield note
@@ -111,6 +114,18 @@ def _notes(plan: Plan) -> Iterator[str]:
         yield "prices follow runs of your own (cluster.calibration has the factors)" + ("; the band is of prices without" if band else "")
     if plan.training.stack.name != EXECUTORS_STACK:
         yield f"priced as {plan.training.stack.name} runs it; parplan's own executor is --stack {EXECUTORS_STACK}"
+
+
+def _space_text(plan: Plan) -> str | None:
+    """What the gap of a search is over."""
+    search = plan.search
+    if search.status is Status.ESTIMATE:
+        return None
+    if search.objective is Objective.MEMORY:
+        return "the gap is over all candidates whose stages run mixes of at most two options; --explain says what is not searched"
+    choices = "a ZeRO stage, a recompute list and a division of its operators" if plan.mesh.tp > 1 else "a ZeRO stage and a recompute list"
+    measured = "; how far simulated steps are below the closed form is measured, not proven" if plan.mesh.pp > 1 else ""
+    return f"the gap is over all candidates, with {choices} for each block by itself{measured}; --explain says what is not searched"
 
 
 def header(plan: Plan, width: int) -> str:
