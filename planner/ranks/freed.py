@@ -10,6 +10,7 @@ import numpy as np
 from costmodels.book import PriceBook
 from costmodels.fullest import Held, Run, fullest_of_runs, passes_of
 from costmodels.occupancy import held_in_passes, layer_activations, stashes, throughout
+from costmodels.once import Once
 from costmodels.recompute import Recompute
 from costmodels.strategy import Frame, LayerChoice
 from planner.fronts import Array
@@ -46,13 +47,18 @@ class FreedGradients:
     def __init__(self, rank: int, frame: Frame, block: PerBlock, fixed: Mapping[int, Fixed], book: PriceBook) -> None:
         self.rank, self.frame, self.block, self.fixed, self.book = rank, frame, block, fixed, book
         self._stashes = stashes(LayerKind.BLOCK, rank, frame)
+        self._once = Once()
 
     def _end(self, kind: LayerKind, zero: int) -> Run:
         choice = LayerChoice(kind, Recompute.NONE, zero)
-        return Run(kind, held_in_passes(choice, layer_activations(choice, self.frame, self.book), self.frame, self.book))
+        return self._once((kind, zero), lambda: Run(
+            kind, held_in_passes(choice, layer_activations(choice, self.frame, self.book), self.frame, self.book)))
 
     def moments(self, zero: int) -> list[FreedMoment]:
         """The moments of which one is the fullest, with embedding and head at one ZeRO stage."""
+        return self._once(zero, lambda: self._fullest_moments(zero))
+
+    def _fullest_moments(self, zero: int) -> list[FreedMoment]:
         ends = {kind: self._end(kind, zero).held for kind in end_kinds(self.rank, self.frame)}
         stages, fixed = self.frame.stages_of(self.rank), self.fixed[zero]
         lasting = throughout(self.frame, zero if LayerKind.EMBEDDING in ends else None, 0.0, self.book)
