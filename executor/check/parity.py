@@ -122,10 +122,10 @@ def _train(plan: Plan) -> Result:
 def observed(trainer: T, gradients_of: Callable[[T], dict[str, Tensor]]) -> Result:
     """What a rank finds: the collectives and gradients of the first step, then losses and norms of all."""
     with CountCollectives() as counted:
-        trainer.gradients(0)
+        loss = trainer.gradients(0)
     gradients = gradients_of(trainer)
-    trainer.leave_out()
-    steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
+    first = loss.item(), trainer.update(0).item()
+    steps = [first, *((result.loss, result.gradient_norm) for result in trainer.run(first=1))]
     return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight, trainer.moved()
 
 

@@ -21,6 +21,8 @@ from profiles.tracing.lines import Paths
 from profiles.tracing.program import BUFFER, PARAMETER, Program
 from profiles.tracing.recorder import APPLY, Recorder
 from profiles.tracing.source import Workload
+from profiles.tracing.stand_ins import stand_ins
+from profiles.tracing.users import users_code
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 
@@ -42,9 +44,10 @@ def record(workload: Workload, micro_batch_size: int, precision: Precision = Pre
     recorder.attributes |= {id(value): (name, PARAMETER) for name, value in state.items()}
     recorder.attributes |= {id(value): (name, BUFFER) for name, value in workload.module.named_buffers()}
     with ExitStack() as stack:
-        for context in (recorder.paths, _functions_as_calls(recorder), recorder):
+        for context in (users_code(f"a forward pass of {workload.name}"), stand_ins(workload.module, state), recorder.paths,
+                        _functions_as_calls(recorder), recorder):
             stack.enter_context(context)
-        loss = torch.func.functional_call(_Run(workload), {f"module.{name}": value for name, value in state.items()}, (batch,))
+        loss = workload.loss_of(workload.module, batch)
     return _finished(workload, micro_batch_size, recorder, loss)
 
 
@@ -84,14 +87,3 @@ def _functions_as_calls(recorder: Recorder) -> Iterator[None]:
     finally:
         torch.autograd.Function.apply = APPLY  # type: ignore[method-assign]
 
-
-class _Run(nn.Module):
-    """The module with its loss, so that both have the recorded parameters."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.module = workload.module
-        self.loss_of = workload.loss_of
-
-    def forward(self, batch: dict[str, Tensor]) -> Any:
-        return self.loss_of(self.module, batch)

@@ -280,7 +280,9 @@ def _draws(name: str, args: Any, kwargs: Any) -> bool:
     if "dropout" in name:
         probability, training = (*args[1:], kwargs.get("p", 0.5))[0], (*args[2:], kwargs.get("training", kwargs.get("train", True)))[0]
         return bool(probability and training)
-    return name in _RANDOM or (bool((*args[4:], kwargs.get("dropout_p"))[0]) and name == "scaled_dot_product_attention")
+    if name == "scaled_dot_product_attention":
+        return bool((*args[4:], kwargs.get("dropout_p"))[0])
+    return name in _RANDOM
 
 
 def _counted(name: str, args: Any, kwargs: Any) -> list[Tensor]:
