@@ -9,11 +9,12 @@ from types import TracebackType
 from profiles.errors import ConfigError, PlannerError
 from profiles.tracing.lines import line_of
 
+_ALONE = "call it once by itself, on tensors with values: where that works, it does what cannot be traced"
 _LONGEST = 300  # characters: torch's texts can be pages
 
 
 @contextmanager
-def users_code(doing: str) -> Iterator[None]:
+def users_code(doing: str, *, hint: str = _ALONE) -> Iterator[None]:
     """Inside, code of a user is called, which may raise anything, and torch in it: that becomes a ConfigError with its line."""
     try:
         yield
@@ -27,7 +28,7 @@ def users_code(doing: str) -> Iterator[None]:
         text = " ".join(str(error).split())
         short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
         raise ConfigError(f"module: {doing} raises {type(error).__name__}{_at(error.__traceback__)}: {short}",
-                          hint="call it once by itself, on tensors with values: where that works, it does what cannot be traced") from error
+                          hint=hint) from error
 
 
 def _out_of_memory(doing: str, trace: TracebackType | None) -> ConfigError:
