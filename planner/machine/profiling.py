@@ -84,8 +84,12 @@ def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profile
         seen = {record.case.key: record for record in known.records} if known else {}
         first.records.update(seen | first.records)
         found = _session(wanted, cases_wanted(wanted, here), here, first, ends_s, on_progress)
-        if not found.records:
-            raise ConfigError("nothing was measured before it ended", hint="give it more time with --minutes")
+        missing = lacking(here, found.records) if found.records else "anything"
+        if missing is not None and found.interrupted:
+            raise KeyboardInterrupt  # no profile can be made yet; the journal keeps what there is
+        if missing is not None and found.missed:
+            raise ConfigError(f"the time was over before {missing} was measured, so nothing says how fast {here.device} is",
+                              hint="give it more time with --minutes: the same command goes on")
         fresh = [record.case for record in found.records if record.case.key not in seen and record.outcome is Outcome.MEASURED]
         roomy = 2 * (time.monotonic() - begins_s) < ends_s - begins_s or bool(second.records)
         if fresh and roomy and not found.missed and not found.interrupted:
