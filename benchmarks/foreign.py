@@ -27,6 +27,10 @@ import torch
 import transformers
 
 import cli
+import executor.traced.parity  # so that no child has to load it
+import planner.partition.plan
+import planner.report.summary
+import profiles.tracing.trace  # noqa: F401
 from profiles.units import GIB
 from tests import zoo
 

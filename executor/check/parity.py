@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -30,6 +31,7 @@ from executor.tensors import begin_fork, forget_meshes
 from executor.train import Trainer, build_trainer
 from planner.plan.plan import Plan
 from planner.run.runs import ChunkMoved
+from profiles.errors import PlannerError
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 
@@ -95,6 +97,10 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any]) -> list[list[An
         try:
             while not context.join():
                 pass
+        except mp.ProcessException:
+            for found in sorted(Path(folder).glob("error*.pt")):
+                raise torch.load(found, weights_only=False) from None
+            raise
         finally:
             for process in context.processes:
                 process.terminate()
@@ -111,7 +117,11 @@ def _rank(rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], 
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
+    try:
+        torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
+    except PlannerError as error:
+        torch.save(type(error)(error.message, hint=error.hint), f"{folder}/error{rank}.pt")  # without its traceback
+        sys.exit(1)
     dist.destroy_process_group()
 
 

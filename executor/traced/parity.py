@@ -23,6 +23,7 @@ from profiles.errors import ConfigError
 from profiles.spec import Precision
 from profiles.tracing.record import record
 from profiles.tracing.source import Workload
+from profiles.tracing.users import users_code
 
 LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
 MOST_RANKS = 8  # of gloo processes on one machine
@@ -56,8 +57,9 @@ def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
 
 
 def train_module(plan: ModulePlan) -> Result:
-    """What this rank finds."""
-    return observed(build_module_trainer(plan, OPTIONS, torch.device("cpu")), whole_gradients)
+    """What this rank finds. Raises ConfigError, also for what the module's calls raise here."""
+    with users_code("the module, run in stages,"):
+        return observed(build_module_trainer(plan, OPTIONS, torch.device("cpu")), whole_gradients)
 
 
 def whole_gradients(trainer: ModuleTrainer) -> dict[str, Tensor]:
@@ -86,7 +88,8 @@ def run_module_reference(plan: ModulePlan, *, by_micro_batch: bool = False) -> O
     losses, norms, first = [], [], {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses.append(sum(_backward(workload, module, part, size, plan.training.global_batch_size) for part in ranks.shares(one(step))))
+        with users_code(f"{workload.name}, run in one process,"):
+            losses.append(sum(_backward(workload, module, part, size, plan.training.global_batch_size) for part in ranks.shares(one(step))))
         if step == 0:
             first = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
         norms.append(nn.utils.clip_grad_norm_(module.parameters(), OPTIONS.clip_gradients).item())

@@ -38,7 +38,7 @@ class Computation:
 
 _NORMS = ("layernorm", "rmsnorm", "batchnorm", "groupnorm", "instancenorm")
 _LINEAR, _ADDED = {"linear"}, {"addmm", "baddbmm", "addmv"}
-_PRODUCTS = {"matmul", "bmm", "mm", "mv", "__matmul__", "__rmatmul__", "dot"}
+_PRODUCTS = {"matmul", "bmm", "mm", "mv", "__matmul__", "__rmatmul__", "dot", "grouped_mm", "_grouped_mm"}
 _CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
 
 

@@ -202,8 +202,14 @@ class Recorder(TorchFunctionMode):
             "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None}
 
     def _note_written(self, node: fx.Node, written: list[Tensor]) -> None:
-        """Constants and buffers that were written are none from now on; each micro-batch writes into a copy of a constant."""
+        """Constants and buffers that were written are none from now on; each micro-batch writes into a copy of a constant.
+
+        Raises ConfigError for a parameter: a rank may hold a part of it, and a copy only for a moment.
+        """
         for tensor in written:
+            if self.attributes.get(id(tensor), ("", ""))[1] == PARAMETER:
+                raise ConfigError(f"module: {node.meta['line']} writes into parameter {self.attributes[id(tensor)][0]} in a forward pass",
+                                  hint="compute with a changed copy of it, as torch.nn.utils.parametrize does; without max_norm")
             real = self.reals.get(id(tensor))
             if real is not None and memory_of(real) not in self.changed:
                 self.changed[memory_of(real)] = real

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from profiles.errors import ConfigError
@@ -33,6 +34,14 @@ TOKENS, SAMPLES = "tokens", "samples"
 
 MOST_HELD_BYTES = 4 * GIB  # of buffers, assumed: what a process may hold beside its part of a model
 _OF_TORCH = ("_parameters", "_buffers", "_modules")  # of a module's own attributes
+_CANNOT: tuple[tuple[Callable[[nn.Module], bool], str, str], ...] = (
+    (lambda part: isinstance(part, torch.jit.ScriptModule), "is TorchScript, whose calls of torch cannot be seen",
+     "give the module that was scripted"),
+    (lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse, "has sparse gradients, which are not reduced over ranks",
+     "make it with sparse=False"),
+    (lambda part: isinstance(part, nn.SyncBatchNorm), "asks all ranks for their batch, which no single process does", "use BatchNorm"),
+    (lambda part: isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel), "copies the module to devices by itself",
+     "give the module inside"))
 
 Batch = dict[str, Tensor]
 T = TypeVar("T")
@@ -70,10 +79,6 @@ def open_workload(
     making = _Making(deferred or Deferred(), keeps_values=deferred is not None)
     found = _hugging_face if source.huggingface is not None else _of_factory
     workload = found(source, seq_length, attention, making)
-    for part in workload.module.modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ConfigError(f"module: {type(part).__name__} of {workload.name} is TorchScript, whose calls of torch cannot be seen",
-                              hint="give the module that was scripted")
     return workload
 
 
@@ -89,7 +94,11 @@ class _Making:
             return make()
 
     def settle(self, module: nn.Module) -> nn.Module:
-        """Give values to what is no parameter. Raises ConfigError for parameters that the executor does not train."""
+        """Give values to what is no parameter. Raises ConfigError for parts that cannot be traced, or that the executor does not train."""
+        for name, part in module.named_modules():
+            for cannot, why, hint in _CANNOT:
+                if cannot(part):
+                    raise ConfigError(f"module: {name or 'it'} ({type(part).__name__}) {why}", hint=hint)
         give_values(module, self.deferred)
         for name, parameter in module.named_parameters():
             if parameter.dtype is not torch.float32:
@@ -121,6 +130,9 @@ def parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"module: {type(module).__name__} makes its {name} in the first forward pass",
+                              hint="give sizes to the constructor, as nn.Linear instead of nn.LazyLinear has them")
         if parameter is not None and parameter.device.type != "meta":  # one that is there already is shared, and stays one
             parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         register(module, name, parameter)
