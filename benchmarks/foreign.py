@@ -156,6 +156,8 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
             found[key] = [SMALL[key]] * 2
         elif not key.startswith("_") and key not in ("transformers_version", "id2label", "label2id", "torch_dtype"):
             found[key] = value
+    if "q_lora_rank" in found:  # latent attention has as many heads for keys
+        found["num_key_value_heads"] = found["num_attention_heads"]
     return found
 
 
@@ -171,8 +173,11 @@ def tried(name: str) -> dict[str, Ended]:
         for layout, pins in LAYOUTS.items():
             plan = folder / "plan.yaml"
             traced = ("--trace",) if model.endswith(".json") else ()
-            ended = command(folder, "--model", model, *traced, "--gpus", "2", "--gpu", "cpu", "--precision", "fp32", "--global-batch-size", "8",
-                            "--seq-length", "16", "--time-limit", "20", *pins, "-o", str(plan))
+            asked = ("--model", model, *traced, "--gpus", "2", "--gpu", "cpu", "--precision", "fp32", "--global-batch-size", "8",
+                     "--seq-length", "16", "--time-limit", "20", *pins, "-o", str(plan))
+            ended = command(folder, *asked)
+            if "hint: use --attention unfused" in ended.text:
+                ended = command(folder, *asked, "--attention", "unfused")
             if ended.code == 0 and not ended.failed:
                 ended = command(folder, "check", str(plan), "--execute")
             results[layout] = ended

@@ -52,7 +52,7 @@ def described(name: str) -> TracedModel:
 
 def opened_with_values(name: str) -> Workload:
     """The same made as any other module."""
-    with patch.object(source_module, "parameters_on_meta", nullcontext), patch.object(source_module, "_check_parameters"):
+    with patch.object(source_module, "Deferred", nullcontext), patch.object(source_module, "give_values"):
         return open_workload(SOURCES[name], seq_length=SEQ_LENGTH)
 
 

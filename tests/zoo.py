@@ -382,19 +382,37 @@ class _Collections(nn.Module):
         super().__init__()
         self.rows = nn.ParameterList([nn.Parameter(torch.randn(8, 8)) for _ in range(3)])
         self.named = nn.ParameterDict({"scale": nn.Parameter(torch.ones(8)), "bias": nn.Parameter(torch.zeros(8))})
-        self.scalar = nn.Parameter(torch.tensor(1.5))
-        self.empty = nn.Parameter(torch.zeros(0, 8))
+        self.scalar = nn.Parameter(torch.tensor([1.5]))
         self.unused = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         for row in self.rows:
             x = torch.tanh(x @ row) * self.scalar
-        return torch.cat((x * self.named["scale"] + self.named["bias"], self.empty))
+        return x * self.named["scale"] + self.named["bias"]
 
 
 @zoo
 def parameter_collections() -> Made:
     return _Collections(), lambda count: {"x": torch.randn(count, 8)}, _loss
+
+
+class _One(nn.Module):
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__()
+        self.one, self.out = nn.Parameter(parameter), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x) * self.one.sum()
+
+
+@zoo
+def scalar_parameter() -> Made:
+    return _One(torch.tensor(1.5)), lambda count: {"x": torch.randn(count, 8)}, _loss
+
+
+@zoo
+def empty_parameter() -> Made:
+    return _One(torch.zeros(0, 8)), lambda count: {"x": torch.randn(count, 8)}, _loss
 
 
 # what a forward pass does besides

@@ -97,7 +97,7 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any]) -> list[list[An
         try:
             while not context.join():
                 pass
-        except mp.ProcessException:
+        except (mp.ProcessExitedException, mp.ProcessRaisedException):
             for found in sorted(Path(folder).glob("error*.pt")):
                 raise torch.load(found, weights_only=False) from None
             raise

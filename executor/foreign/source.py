@@ -8,7 +8,8 @@ every rank has the whole of it on the host until it keeps its own parts.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.spec import Positions
-from profiles.tracing.source import ATTENTION, RUN_ONLY, function_of, parameters_on_meta
+from profiles.tracing.deferred import Deferred
+from profiles.tracing.source import ATTENTION, RUN_ONLY, function_of, give_values
 
 Fill = Callable[[str, nn.Module], None]
 
@@ -54,8 +56,10 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> Source:
     try:
         config = AutoConfig.for_model(values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY})
         config.use_cache = False
-        with parameters_on_meta():
+        deferred = Deferred()
+        with deferred, parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION[plan.training.attention])
+        give_values(model, deferred)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"module: transformers cannot make the model: {error}",
                           hint="check the config.json, and the version of transformers") from None
@@ -63,6 +67,23 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> Source:
     styles = getattr(config, "base_model_tp_plan", None) or {}
     inside = {name.split(".*.", 1)[1]: style for name, style in styles.items() if ".*." in name}
     return Source(model=model.train(), fill=_Initializer(model, seed), styles=inside)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have no memory for parameters, large or small (as accelerate's init_empty_weights)."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":  # one that is there already is shared, and stays one
+            parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32, device="meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _check_positions(plan: Plan, config: Any) -> None:

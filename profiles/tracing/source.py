@@ -10,8 +10,7 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +36,8 @@ _OF_TORCH = ("_parameters", "_buffers", "_modules")  # of a module's own attribu
 _CANNOT: tuple[tuple[Callable[[nn.Module], bool], str, str], ...] = (
     (lambda part: isinstance(part, torch.jit.ScriptModule), "is TorchScript, whose calls of torch cannot be seen",
      "give the module that was scripted"),
+    (lambda part: type(part).__name__ == "OptimizedModule", "is compiled, and its calls of torch cannot be seen",
+     "give the module that was compiled"),
     (lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse, "has sparse gradients, which are not reduced over ranks",
      "make it with sparse=False"),
     (lambda part: isinstance(part, nn.SyncBatchNorm), "asks all ranks for their batch, which no single process does", "use BatchNorm"),
@@ -76,7 +77,7 @@ def open_workload(
 
     Raises ConfigError: no such function, one that returns something else, transformers is missing or knows no such model.
     """
-    making = _Making(deferred or Deferred(), keeps_values=deferred is not None)
+    making = _Making(deferred or Deferred())
     found = _hugging_face if source.huggingface is not None else _of_factory
     workload = found(source, seq_length, attention, making)
     return workload
@@ -84,14 +85,16 @@ def open_workload(
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """How a module is made: nothing of size has memory; `keeps_values`: parameters can be given their values later."""
+    """How a module is made: nothing of size has memory. `made`: by id, the parameters that it got then."""
 
     deferred: Deferred
-    keeps_values: bool
+    made: dict[int, nn.Parameter] = field(default_factory=dict)
 
     def __call__(self, make: Callable[[], T]) -> T:
-        with self.deferred, nullcontext() if self.keeps_values else parameters_on_meta():
-            return make()
+        with self.deferred, registered() as found:
+            made = make()
+        self.made.update(found)
+        return made
 
     def settle(self, module: nn.Module) -> nn.Module:
         """Give values to what is no parameter. Raises ConfigError for parts that cannot be traced, or that the executor does not train."""
@@ -101,6 +104,8 @@ class _Making:
                     raise ConfigError(f"module: {name or 'it'} ({type(part).__name__}) {why}", hint=hint)
         give_values(module, self.deferred)
         for name, parameter in module.named_parameters():
+            if parameter.ndim == 0:
+                raise ConfigError(f"module: parameter {name} is a scalar, of which ranks cannot hold parts", hint="make it of shape [1]")
             if parameter.dtype is not torch.float32:
                 raise ConfigError(f"module: parameter {name} is {parameter.dtype}, it must be fp32",
                                   hint="let the function make fp32; the plan's precision decides what it computes in")
@@ -125,21 +130,21 @@ def give_values(module: nn.Module, deferred: Deferred) -> None:
 
 
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Modules made inside have their buffers, and no memory for parameters (as accelerate's init_empty_weights)."""
-    register = nn.Module.register_parameter
+def registered() -> Iterator[dict[int, nn.Parameter]]:
+    """The parameters that modules get inside, by id. Raises ConfigError for one whose size only a forward pass says."""
+    register, found = nn.Module.register_parameter, dict[int, nn.Parameter]()
 
-    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def noted(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"module: {type(module).__name__} makes its {name} in the first forward pass",
                               hint="give sizes to the constructor, as nn.Linear instead of nn.LazyLinear has them")
-        if parameter is not None and parameter.device.type != "meta":  # one that is there already is shared, and stays one
-            parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        if parameter is not None:
+            found[id(parameter)] = parameter
         register(module, name, parameter)
 
-    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    nn.Module.register_parameter = noted  # type: ignore[method-assign]
     try:
-        yield
+        yield found
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
@@ -172,8 +177,7 @@ def _of_factory(source: ModuleSource, seq_length: int, attention: AttentionKerne
         found = f"({', '.join(type(part).__name__ for part in parts)})" if isinstance(made, tuple) else type(made).__name__
         raise ConfigError(f"module: {source.factory} returned {found}, it must return a torch.nn.Module",
                           hint="return module, (module, batch) or (module, batch, loss)")
-    if not making.keeps_values:
-        _check_parameters(module, source)
+    _check_parameters(module, source, making.made)
     making.settle(module)
     name = type(module).__name__
     if not others:
@@ -185,9 +189,9 @@ def _of_factory(source: ModuleSource, seq_length: int, attention: AttentionKerne
         name=name, source=source, module=module, batch=_checked(others[0], source), loss_of=loss_of, unit=SAMPLES, seq_length=1)
 
 
-def _check_parameters(module: nn.Module, source: ModuleSource) -> None:
+def _check_parameters(module: nn.Module, source: ModuleSource, made: Mapping[int, nn.Parameter]) -> None:
     for name, parameter in module.named_parameters():
-        if not parameter.is_meta:
+        if id(parameter) not in made:
             raise ConfigError(f"module: parameter {name} of {source.factory} was made before the call, it must be made in it",
                               hint="make the module inside of the function")
 
