@@ -20,27 +20,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import transformers
 
 import cli
-import executor.traced.parity  # so that no child has to load it
-import planner.partition.plan
-import planner.report.summary
-import profiles.tracing.trace  # noqa: F401
+import executor.traced.parity  # noqa: F401  so that no child has to load it
+import planner.report.summary  # noqa: F401
 from profiles.units import GIB
 from tests import zoo
 
+ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S, LIMIT_BYTES = 60, 8 * GIB
 LAYOUTS = {"dp 2, ZeRO 1": ("--pp", "1", "--zero", "1"), "pp 2": ("--pp", "2")}
 FIRST = ("error: ", "hint: ")
 # families by transformers' name, with the class where it is not the causal language model
 FAMILIES: dict[str, str | None] = dict.fromkeys((
-    "gpt2", "gptj", "gpt_neo", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "phi", "phi3", "phimoe", "gemma", "gemma2", "gemma3_text",
-    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "llama", "deepseek_v2", "deepseek_v3", "olmo", "olmo2", "olmoe", "stablelm",
+    "gpt2", "gptj", "gpt_neo", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "mpt", "phi", "phi3",
+    "phimoe", "gemma", "gemma2", "gemma3_text",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "llama", "deepseek_v2",
+    "deepseek_v3", "olmo", "olmo2", "olmoe", "stablelm",
     "starcoder2", "granite", "granitemoe", "cohere", "codegen", "ctrl", "biogpt", "xglm", "persimmon", "nemotron", "mamba", "mamba2",
     "falcon_mamba", "rwkv", "reformer", "xlnet", "gpt_oss", "jetmoe", "dbrx", "jamba", "recurrent_gemma", "openai-gpt", "glm4_moe",
     "ministral", "smollm3", "helium", "bitnet", "lfm2")) | {
@@ -52,18 +52,23 @@ FAMILIES: dict[str, str | None] = dict.fromkeys((
     "mbart": "MBartForConditionalGeneration", "led": "LEDForConditionalGeneration", "prophetnet": "ProphetNetForConditionalGeneration",
     "vit": "ViTForImageClassification", "deit": "DeiTForImageClassification", "swin": "SwinForImageClassification",
     "convnext": "ConvNextForImageClassification", "beit": "BeitForImageClassification", "resnet": "ResNetForImageClassification",
-    "segformer": "SegformerForImageClassification", "whisper": "WhisperForConditionalGeneration", "clip": "CLIPModel", "wav2vec2": "Wav2Vec2ForCTC",
-    "dinov2": "Dinov2ForImageClassification", "siglip": "SiglipModel", "llava": "LlavaForConditionalGeneration", "vit_mae": "ViTMAEForPreTraining"}
+    "segformer": "SegformerForImageClassification", 
+    "whisper": "WhisperForConditionalGeneration", "clip": "CLIPModel", "wav2vec2": "Wav2Vec2ForCTC",
+    "dinov2": "Dinov2ForImageClassification", "siglip": "SiglipModel",
+    "llava": "LlavaForConditionalGeneration", "vit_mae": "ViTMAEForPreTraining"}
 SMALL: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "word_embed_proj_dim": 32, "embedding_size": 32,
+    "vocab_size": 64,
+    "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "word_embed_proj_dim": 32, "embedding_size": 32,
     "intermediate_size": 48, "n_inner": 48, "ffn_dim": 48, "d_ff": 48, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "hidden_dim": 48,
     "ffn_hidden_size": 48, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_hidden_layers": 2, "n_layer": 2,
-    "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "num_decoder_layers": 2, "num_attention_heads": 4, "n_head": 4,
+    "n_layers": 2, "num_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "num_decoder_layers": 2, "num_attention_heads": 4,
+    "n_head": 4,
     "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
     "d_kv": 8, "rotary_dim": 4, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
     "num_experts_per_tok": 2, "n_shared_experts": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
     "v_head_dim": 8, "first_k_dense_replace": 1, "state_size": 8, "max_position_embeddings": 64, "n_positions": 64, "max_seq_len": 64,
-    "n_ctx": 64, "context_length": 64, "image_size": 16, "patch_size": 4, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16,
+    "n_ctx": 64, "context_length": 64, "image_size": 16, "patch_size": 4, "num_mel_bins": 8, "max_source_positions": 16,
+    "max_target_positions": 16,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0, "attention_window": 8, "block_size": 8,
     "attention_hidden_size": 32, "dff": 48, "relative_attention_num_buckets": 8}
 

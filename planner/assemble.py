@@ -148,8 +148,8 @@ def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMe
     gradients, activations, temporaries = _without(memory.apart, memory.states.gradients, memory.activations, memory.temporaries)
     return StageMemory(
         stage=rank, parameters=_gib(memory.states.parameters), gradients=_gib(gradients),
-        optimizer=_gib(memory.states.optimizer), activations=_gib(activations), temporaries=_gib(temporaries), reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes),
-        host=_gib(memory.host), kind=Kind.ANALYTIC)
+        optimizer=_gib(memory.states.optimizer), activations=_gib(activations), temporaries=_gib(temporaries),
+        reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes), host=_gib(memory.host), kind=Kind.ANALYTIC)
 
 
 def _without(apart: float, *classes: float) -> Iterator[float]:

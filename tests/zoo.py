@@ -264,19 +264,21 @@ def sparse_embedding() -> Made:
 
 @zoo
 def conv1d_net() -> Made:
-    return _of(nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8), nn.GELU(), nn.MaxPool1d(2), nn.ConvTranspose1d(8, 3, 2)), 3, 8)
+    return _of(nn.Sequential(nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8), nn.GELU(), nn.MaxPool1d(2),
+                             nn.ConvTranspose1d(8, 3, 2)), 3, 8)
 
 
 @zoo
 def conv2d_net() -> Made:
     return _of(nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.SiLU(), nn.AvgPool2d(2), nn.Conv2d(8, 8, 1, groups=4),
-        nn.GroupNorm(2, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)), 3, 10, 10)
+        nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.SiLU(), nn.AvgPool2d(2),
+        nn.Conv2d(8, 8, 1, groups=4), nn.GroupNorm(2, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)), 3, 10, 10)
 
 
 @zoo
 def conv3d_net() -> Made:
-    return _of(nn.Sequential(nn.Conv3d(1, 4, 3, padding="same", padding_mode="circular"), nn.BatchNorm3d(4), nn.PReLU(4), nn.MaxPool3d(2)), 1, 4, 4, 4)
+    return _of(nn.Sequential(nn.Conv3d(1, 4, 3, padding="same", padding_mode="circular"),
+                             nn.BatchNorm3d(4), nn.PReLU(4), nn.MaxPool3d(2)), 1, 4, 4, 4)
 
 
 @zoo
@@ -309,12 +311,14 @@ def lazy_linear() -> Made:
 
 @zoo
 def upsample_and_shuffle() -> Made:
-    return _of(nn.Sequential(nn.Conv2d(3, 12, 3), nn.PixelShuffle(2), nn.Upsample(scale_factor=2, mode="bilinear"), nn.ReflectionPad2d(1)), 3, 6, 6)
+    return _of(nn.Sequential(nn.Conv2d(3, 12, 3), nn.PixelShuffle(2),
+                             nn.Upsample(scale_factor=2, mode="bilinear"), nn.ReflectionPad2d(1)), 3, 6, 6)
 
 
 @zoo
 def fold_and_unfold() -> Made:
-    return _of(nn.Conv2d(2, 2, 1), 2, 4, 4, call=lambda module, x: functional.fold(functional.unfold(module(x), 2, stride=2), 4, 2, stride=2))
+    return _of(nn.Conv2d(2, 2, 1), 2, 4, 4, call=lambda module, x: functional.fold(
+        functional.unfold(module(x), 2, stride=2), 4, 2, stride=2))
 
 
 @zoo
@@ -343,7 +347,8 @@ def random_relu() -> Made:
 
 @zoo
 def dropouts() -> Made:
-    return _of(nn.Sequential(nn.Conv2d(2, 4, 1), nn.Dropout2d(0.1), nn.AlphaDropout(0.1), nn.FeatureAlphaDropout(0.1), nn.Dropout(0.1)), 2, 4, 4)
+    return _of(nn.Sequential(nn.Conv2d(2, 4, 1), nn.Dropout2d(0.1), nn.AlphaDropout(0.1),
+                             nn.FeatureAlphaDropout(0.1), nn.Dropout(0.1)), 2, 4, 4)
 
 
 @zoo
@@ -585,7 +590,7 @@ def integer_outputs() -> Made:
 @zoo
 def in_place() -> Made:
     def call(module: nn.Module, x: Tensor) -> Tensor:
-        y = module(x).relu_().add_(1.0)
+        y = module(x).add_(1.0)
         y[:, :2] *= 2.0
         y[:, 2:4].mul_(0.5).clamp_(max=3.0)
         return y.view(-1, 2, 4).transpose(1, 2).reshape(-1, 8).unsqueeze(1).expand(-1, 3, -1)
@@ -787,3 +792,40 @@ def soft_mixture_of_experts() -> Made:
             mixed = torch.stack([expert(x) for expert in self.experts], 1)
             return (mixed.gather(1, chosen.unsqueeze(-1).expand(-1, -1, 8)) * weights.unsqueeze(-1)).sum(1)
     return Mixture(), lambda count: {"x": torch.randn(count, 8)}, _loss
+
+
+class _MasksLate(nn.Module):
+    """What its first layers give decides, without gradient, what is masked at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        mask = (x > 0).float()
+        for block in self.blocks[1:]:
+            x = torch.relu(block(x))
+        return self.out(x * mask)
+
+
+@zoo
+def masks_late() -> Made:
+    return _MasksLate(), lambda count: {"x": torch.randn(count, 8)}, _loss
+
+
+class _LargeTable(nn.Module):
+    """Reads a table that is no parameter."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.zeros(rows, 1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.table[0, :8]
+
+
+@zoo
+def large_buffer() -> Made:
+    return _LargeTable(2**24), lambda count: {"x": torch.randn(count, 8)}, _loss

@@ -89,7 +89,8 @@ def run_module_reference(plan: ModulePlan, *, by_micro_batch: bool = False) -> O
     for step in range(STEPS):
         optimizer.zero_grad()
         with users_code(f"{workload.name}, run in one process,"):
-            losses.append(sum(_backward(workload, module, part, size, plan.training.global_batch_size) for part in ranks.shares(one(step))))
+            shares, whole = ranks.shares(one(step)), plan.training.global_batch_size
+            losses.append(sum(_backward(workload, module, part, size, whole) for part in shares))
         if step == 0:
             first = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
         norms.append(nn.utils.clip_grad_norm_(module.parameters(), OPTIONS.clip_gradients).item())

@@ -23,7 +23,7 @@ from profiles.measured import analytic_profile, shipped_profile
 from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, with_memory_facts, write
 from profiles.own_records import rounded_records
 from profiles.profiler.comm_cases import ALL_REDUCE
-from profiles.profiler.environment import ASSUMED_LINK, CPU, cluster_of, environment, fingerprint
+from profiles.profiler.environment import ASSUMED_LINK, CPU, cluster_of, environment, fingerprint, lacking
 from profiles.profiler.fit import fit_profile
 from profiles.profiler.fit_host import host_speed
 from profiles.profiler.fit_links import links_of

@@ -38,8 +38,8 @@ _CANNOT: tuple[tuple[Callable[[nn.Module], bool], str, str], ...] = (
      "give the module that was scripted"),
     (lambda part: type(part).__name__ == "OptimizedModule", "is compiled, and its calls of torch cannot be seen",
      "give the module that was compiled"),
-    (lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse, "has sparse gradients, which are not reduced over ranks",
-     "make it with sparse=False"),
+    (lambda part: isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse,
+     "has sparse gradients, which are not reduced over ranks", "make it with sparse=False"),
     (lambda part: isinstance(part, nn.SyncBatchNorm), "asks all ranks for their batch, which no single process does", "use BatchNorm"),
     (lambda part: isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel), "copies the module to devices by itself",
      "give the module inside"))
@@ -79,8 +79,7 @@ def open_workload(
     """
     making = _Making(deferred or Deferred())
     found = _hugging_face if source.huggingface is not None else _of_factory
-    workload = found(source, seq_length, attention, making)
-    return workload
+    return found(source, seq_length, attention, making)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +103,10 @@ class _Making:
                     raise ConfigError(f"module: {name or 'it'} ({type(part).__name__}) {why}", hint=hint)
         give_values(module, self.deferred)
         for name, parameter in module.named_parameters():
-            if parameter.ndim == 0:
-                raise ConfigError(f"module: parameter {name} is a scalar, of which ranks cannot hold parts", hint="make it of shape [1]")
+            if parameter.ndim == 0 or not parameter.numel():
+                what = "empty" if parameter.ndim else "a scalar"
+                raise ConfigError(f"module: parameter {name} is {what}, of which ranks cannot hold parts",
+                                  hint="leave it out" if parameter.ndim else "make it of shape [1]")
             if parameter.dtype is not torch.float32:
                 raise ConfigError(f"module: parameter {name} is {parameter.dtype}, it must be fp32",
                                   hint="let the function make fp32; the plan's precision decides what it computes in")
@@ -113,7 +114,7 @@ class _Making:
 
 
 def give_values(module: nn.Module, deferred: Deferred) -> None:
-    """Buffers and other tensors that the module holds get their values. Raises ConfigError: they are more than every process should hold."""
+    """Buffers and other tensors that the module holds get their values. Raises ConfigError: more than every process should hold."""
     def lacks(leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and deferred.knows(leaf)
 
@@ -177,7 +178,7 @@ def _of_factory(source: ModuleSource, seq_length: int, attention: AttentionKerne
         found = f"({', '.join(type(part).__name__ for part in parts)})" if isinstance(made, tuple) else type(made).__name__
         raise ConfigError(f"module: {source.factory} returned {found}, it must return a torch.nn.Module",
                           hint="return module, (module, batch) or (module, batch, loss)")
-    _check_parameters(module, source, making.made)
+    _check_parameters(module, source, making)
     making.settle(module)
     name = type(module).__name__
     if not others:
@@ -189,9 +190,10 @@ def _of_factory(source: ModuleSource, seq_length: int, attention: AttentionKerne
         name=name, source=source, module=module, batch=_checked(others[0], source), loss_of=loss_of, unit=SAMPLES, seq_length=1)
 
 
-def _check_parameters(module: nn.Module, source: ModuleSource, made: Mapping[int, nn.Parameter]) -> None:
+def _check_parameters(module: nn.Module, source: ModuleSource, making: _Making) -> None:
+    """Copies of small ones are made without a module that gets them."""
     for name, parameter in module.named_parameters():
-        if id(parameter) not in made:
+        if not parameter.is_meta and id(parameter) not in making.made and parameter.nbytes >= making.deferred.at_least_bytes:
             raise ConfigError(f"module: parameter {name} of {source.factory} was made before the call, it must be made in it",
                               hint="make the module inside of the function")
 

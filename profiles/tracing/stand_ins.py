@@ -1,7 +1,7 @@
 """Other tensors in the places of a module's parameters, for one run.
 
-torch.func.functional_call does so by name, and of a submodule that is registered under two names it puts the stand-in back as if it had been
-the parameter. Here every place is visited once, whatever its names, and gets back what it had.
+torch.func.functional_call does so by name, and of a submodule that is registered under two names it puts the stand-in back as if it had
+been the parameter. Here every place is visited once, whatever its names, and gets back what it had.
 """
 
 from __future__ import annotations
