@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
-import signal
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from executor.check.parity import GRADIENT_TOLERANCE, LOSS_TOLERANCE, gradient_errors, loss_errors
 from executor.traced.cut import cut
-from executor.traced.parity import run_module_plans, run_module_reference, with_values
-from executor.traced.values import open_values
+from executor.traced.parity import run_module_plans, run_module_reference
 from planner.partition.plan import plan_module
 from planner.partition.shards import shard
 from planner.request import Constraints
-from profiles.catalog import load_cluster, with_gpus
+from profiles.catalog import load_cluster, load_stack, with_gpus
 from profiles.errors import ConfigError
 from profiles.module import ModuleSource
 from profiles.spec import Precision, TrainingSpec
@@ -28,7 +24,6 @@ from profiles.tracing.source import open_workload
 from profiles.tracing.stand_ins import stand_ins
 from profiles.tracing.trace import trace
 from profiles.units import GIB
-from tests import zoo
 from tests.traced_plans import hand_plan
 
 SEQ_LENGTH = 16
@@ -81,16 +76,16 @@ def test_the_list_of_weights_of_an_lstm_has_the_stand_ins_and_then_its_own_again
 
 
 @pytest.mark.parametrize("name", [
-    "lstm_cell", "gru_cell", "rnn_cell", "unrolled_cells", "multihead_attention_with_all_flags", "transformer", "spectral_norm", "orthogonal",
-    "parameter_collections", "returns_a_dataclass", "custom_function", "fourier", "in_place", "hooked"])
+    "lstm_cell", "gru_cell", "rnn_cell", "unrolled_cells", "multihead_attention_with_all_flags", "transformer", "spectral_norm",
+    "orthogonal", "parameter_collections", "returns_a_dataclass", "custom_function", "fourier", "in_place", "hooked"])
 def test_it_is_traced(name):
     assert traced(name).num_parameters > 0
 
 
 @pytest.mark.parametrize(("name", "message"), [
     ("raises_by_itself", r"a forward pass of Called raises ValueError at tests/zoo\.py:\d+: this module cannot run"),
-    ("raises_when_made", r"raise_when_made|raises_when_made\(\) raises KeyError at tests/zoo\.py:\d+"),
-    ("wrong_shapes", r"raises RuntimeError at tests/zoo\.py:\d+: .*shape"),
+    ("raises_when_made", r"raises_when_made\(\) raises KeyError at tests/zoo\.py:\d+"),
+    ("wrong_shapes", r"raises RuntimeError at tests/zoo\.py:\d+: "),
     ("embedding_with_max_norm", r"tests/zoo\.py:\d+ writes into parameter module\.weight"),
     ("sparse_embedding", r"module\.0 \(Embedding\) has sparse gradients"),
     ("sync_batch_norm", "asks all ranks for their batch"),
@@ -106,7 +101,7 @@ def test_it_is_traced(name):
     ("layer_drop_by_torch", r"tests/zoo\.py:\d+ does depends on the values of a tensor"),
     ("keeps_activations", r"tests/zoo\.py:\d+ uses a tensor \[8\] that no call of torch made"),
     ("batch_norm_momentum_none", "depends on the values of a tensor"),
-    ("large_buffer", "its buffers are 64 GiB"),
+    ("large_buffer", r"its buffers are 64\.0 GiB"),
 ])
 def test_what_cannot_be_trained_is_one_error_with_its_line_and_a_hint(name, message):
     with pytest.raises(ConfigError, match=message) as found:
@@ -116,7 +111,7 @@ def test_what_cannot_be_trained_is_one_error_with_its_line_and_a_hint(name, mess
 
 
 def test_no_stage_ends_where_a_value_without_gradient_would_be_handed_on():
-    training = TrainingSpec(global_batch_size=8, seq_length=SEQ_LENGTH, precision=Precision.FP32, stack="parplan")
+    training = TrainingSpec(global_batch_size=8, seq_length=SEQ_LENGTH, precision=Precision.FP32, stack=load_stack("parplan"))
     plan = plan_module(
         source("frozen_parameters"), with_gpus(load_cluster("cpu"), 2), training, constraints=Constraints(pp=(2,)), cross_skips=True)
 
@@ -128,10 +123,10 @@ def test_no_stage_ends_where_a_value_without_gradient_would_be_handed_on():
 
 
 def test_what_reads_and_what_writes_a_buffer_stay_together():
-    model = traced("updated_buffer")
-    places = [place for place, operator in enumerate(model.operators) if "mean" in operator.counts]
+    model = traced("same_norm_twice")
+    places = [place for place, operator in enumerate(model.operators) if "module.1.running_mean" in operator.counts]
 
-    assert len(places) >= 3
+    assert len(places) == 2
     assert not any(min(places) < found.first <= max(places) for found in shard(model, cross_skips=True).shards)
 
 

@@ -54,17 +54,17 @@ def _recorded(
     for key, value in batch.items():
         recorder.enter(value, recorder.graph.placeholder(key))
     buffers = [(part, key, value) for part in workload.module.modules() for key, value in part._buffers.items() if value is not None]
-    state = _fake_parameters(workload.module, fake, precision)
+    state: dict[str, Tensor] = _fake_parameters(workload.module, fake, precision)
     recorder.attributes |= {id(value): (name, PARAMETER) for name, value in state.items()}
     recorder.attributes |= {id(value): (name, BUFFER) for name, value in workload.module.named_buffers()}
-    drawn = random.getstate(), np.random.get_state()[1:3]
+    drawn = _generators()
     with ExitStack() as stack:
         for context in (users_code(f"a forward pass of {workload.name}"), _quiet(), stand_ins(workload.module, state), recorder.paths,
                         _functions_as_calls(recorder), recorder):
             stack.enter_context(context)
         loss = workload.loss_of(workload.module, batch)
         keep_assigned(recorder, buffers)
-    if random.getstate() != drawn[0] or repr(np.random.get_state()[1:3]) != repr(drawn[1]):
+    if _generators() != drawn:
         raise ConfigError(f"module: a forward pass of {workload.name} draws random numbers of Python or numpy, so it could differ between "
                           "micro-batches", hint="draw with torch, and use what is drawn in tensors alone")
     return _finished(workload, micro_batch_size, recorder, loss), frozenset(recorder.read & recorder.written)
@@ -97,6 +97,11 @@ def _drop_unused(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and node.op in ("call_function", "get_attr") and not node.meta.get("written") and not node.meta.get("random"):
             graph.erase_node(node)
+
+
+def _generators() -> tuple[object, ...]:
+    """The states of the generators that are not torch's; of numpy's its place and what is printed of its keys change with every draw."""
+    return random.getstate(), repr(np.random.get_state())
 
 
 @contextmanager

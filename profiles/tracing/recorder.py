@@ -31,7 +31,7 @@ _RANDOM = {
     "feature_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax"}
 _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 _COMPOSED = {functional.multi_head_attention_forward}  # whole layers: what they are made of is recorded
-_GROUPED = {functional.grouped_mm, torch._grouped_mm}
+_GROUPED: tuple[Any, ...] = (functional.grouped_mm, torch._grouped_mm)
 _BELOW = {torch.lt, Tensor.lt, Tensor.__lt__}
 
 

@@ -143,7 +143,7 @@ def registered() -> Iterator[dict[int, nn.Parameter]]:
             found[id(parameter)] = parameter
         register(module, name, parameter)
 
-    nn.Module.register_parameter = noted  # type: ignore[method-assign]
+    nn.Module.register_parameter = noted  # type: ignore[method-assign,assignment]
     try:
         yield found
     finally:
