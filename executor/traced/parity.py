@@ -120,7 +120,8 @@ class _Buffers:
         self.held = [self._copies() for _ in range(count)]
 
     def _copies(self) -> list[dict[str, Tensor | None]]:
-        return [{name: value if value is None else value.clone() for name, value in part._buffers.items()} for part in self.module.modules()]
+        held = (part._buffers for part in self.module.modules())
+        return [{name: value if value is None else value.clone() for name, value in buffers.items()} for buffers in held]
 
     def shares(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """The part of the batch of one rank after the other, with the module's buffers as that rank has them."""
