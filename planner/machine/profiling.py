@@ -87,6 +87,8 @@ def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profile
         missing = lacking(here, found.records) if found.records else "anything"
         if missing is not None and found.interrupted:
             raise KeyboardInterrupt  # no profile can be made yet; the journal keeps what there is
+        if not found.records:
+            raise ConfigError("nothing was measured before it ended", hint="give it more time with --minutes")
         if missing is not None and found.missed:
             raise ConfigError(f"the time was over before {missing} was measured, so nothing says how fast {here.device} is",
                               hint="give it more time with --minutes: the same command goes on")

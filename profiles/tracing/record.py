@@ -50,11 +50,11 @@ def _recorded(
     recorder = Recorder(fake, Paths(workload.module), on_cpu=on_cpu)
     recorder.changed |= {memory_of(value): value for name, value in workload.module.named_buffers() if name in counted}
     with torch.random.fork_rng(devices=[]):
-        batch = {key: fake.from_tensor(_cast(value, precision)) for key, value in workload.batch(micro_batch_size).items()}
+        batch: dict[str, Tensor] = {key: fake.from_tensor(_cast(value, precision)) for key, value in workload.batch(micro_batch_size).items()}
     for key, value in batch.items():
         recorder.enter(value, recorder.graph.placeholder(key))
     buffers = [(part, key, value) for part in workload.module.modules() for key, value in part._buffers.items() if value is not None]
-    state: dict[str, Tensor] = _fake_parameters(workload.module, fake, precision)
+    state = _fake_parameters(workload.module, fake, precision)
     recorder.attributes |= {id(value): (name, PARAMETER) for name, value in state.items()}
     recorder.attributes |= {id(value): (name, BUFFER) for name, value in workload.module.named_buffers()}
     drawn = _generators()
