@@ -23,10 +23,10 @@ from profiles.module import ModuleSource
 from profiles.stack import AttentionKernel
 from profiles.traced import TracedModel
 from profiles.tracing import source as source_module
+from profiles.tracing.deferred import AT_LEAST_BYTES
 from profiles.tracing.describe import describe
 from profiles.tracing.program import BUFFER, Program
 from profiles.tracing.record import record
-from profiles.tracing.deferred import AT_LEAST_BYTES
 from profiles.tracing.source import Workload, open_workload
 from tests.traced_modules import HUGGING_FACE
 

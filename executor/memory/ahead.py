@@ -21,10 +21,14 @@ Rerun = Callable[[], object]
 Each = Callable[[nn.Module], Callable[..., Any]]
 
 
+def _as_it_is(layer: nn.Module) -> Callable[..., Any]:
+    return layer
+
+
 class Ahead:
     """What one layer can run again of a forward pass; its module has it as `ahead`."""
 
-    def __init__(self, each: Each) -> None:
+    def __init__(self, each: Each = _as_it_is) -> None:
         self._each = each
         self._found: list[Rerun] | None = None
 
@@ -53,10 +57,6 @@ class Ahead:
         mark = torch.ones((), requires_grad=True).square().grad_fn
         self.add(lambda: mark._saved_self)
         return layer(*inputs, **named)
-
-
-def _as_it_is(layer: nn.Module) -> Callable[..., Any]:
-    return layer
 
 
 def checkpointed(layer: nn.Module, each: Each = _as_it_is) -> nn.Module:

@@ -50,21 +50,22 @@ def _recorded(
     recorder = Recorder(fake, Paths(workload.module), on_cpu=on_cpu)
     recorder.changed |= {memory_of(value): value for name, value in workload.module.named_buffers() if name in counted}
     with torch.random.fork_rng(devices=[]):
-        batch: dict[str, Tensor] = {key: fake.from_tensor(_cast(value, precision)) for key, value in workload.batch(micro_batch_size).items()}
+        drawn = workload.batch(micro_batch_size)
+        batch: dict[str, Tensor] = {key: fake.from_tensor(_cast(value, precision)) for key, value in drawn.items()}
     for key, value in batch.items():
         recorder.enter(value, recorder.graph.placeholder(key))
     buffers = [(part, key, value) for part in workload.module.modules() for key, value in part._buffers.items() if value is not None]
     state = _fake_parameters(workload.module, fake, precision)
     recorder.attributes |= {id(value): (name, PARAMETER) for name, value in state.items()}
     recorder.attributes |= {id(value): (name, BUFFER) for name, value in workload.module.named_buffers()}
-    drawn = _generators()
+    before = _generators()
     with ExitStack() as stack:
         for context in (users_code(f"a forward pass of {workload.name}"), _quiet(), stand_ins(workload.module, state), recorder.paths,
                         _functions_as_calls(recorder), recorder):
             stack.enter_context(context)
         loss = workload.loss_of(workload.module, batch)
         keep_assigned(recorder, buffers)
-    if _generators() != drawn:
+    if _generators() != before:
         raise ConfigError(f"module: a forward pass of {workload.name} draws random numbers of Python or numpy, so it could differ between "
                           "micro-batches", hint="draw with torch, and use what is drawn in tensors alone")
     return _finished(workload, micro_batch_size, recorder, loss), frozenset(recorder.read & recorder.written)
