@@ -360,8 +360,6 @@ def test_samples_that_are_mixed_are_an_error():
     pytest.param({"factory": "tests.nowhere:made"}, "there is no tests.nowhere to import", id="no-package"),
     pytest.param({"factory": "tests.traced_modules:nothing"}, "has no nothing", id="no-function"),
     pytest.param({"factory": "tests.foreign_modules:number"}, "returned int, it must return a torch.nn.Module", id="a-number"),
-    pytest.param({"huggingface": {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}},
-                 "ResNetConfig has no image_size", id="no-size"),
     pytest.param({"huggingface": {"model_type": "no-such"}}, "transformers cannot make the model", id="no-family"),
     pytest.param({"huggingface": {"model_type": "bert", "architectures": ["BertModel"]}}, "takes no labels", id="no-loss"),
     pytest.param({"huggingface": {"model_type": "t5"}}, "no causal language model of t5", id="no-architecture"),
@@ -370,6 +368,13 @@ def test_samples_that_are_mixed_are_an_error():
 def test_what_cannot_be_opened_is_an_error(source, needed):
     with pytest.raises(ConfigError, match=needed):
         open_workload(ModuleSource(**source), seq_length=SEQ_LENGTH)
+
+
+def test_a_config_that_does_not_say_how_large_its_inputs_are_is_an_error():
+    images = {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}
+
+    with pytest.raises(ConfigError, match="ResNetConfig has no image_size"):
+        open_workload(ModuleSource(huggingface=images), seq_length=SEQ_LENGTH, attention=AttentionKernel.UNFUSED)
 
 
 def test_parameters_take_no_memory_and_random_numbers_are_left_alone():
