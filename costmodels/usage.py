@@ -42,6 +42,7 @@ def predicted_use(strategy: Strategy, rank: int, book: PriceBook) -> RankUse:
     saved = sum(
         book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).saved
         for choice in rank_layers(strategy, rank))
+    beyond = round(memory.temporaries - memory.apart)
     return RankUse(
-        states=memory.states, activations=round(memory.activations), temporaries=round(memory.temporaries - memory.apart), saved=saved,
-        sent=rank_traffic(strategy, rank, book))
+        states=memory.states, activations=round(memory.activations), temporaries=max(0, beyond), saved=saved,
+        sent=rank_traffic(strategy, rank, book), apart=max(0, -beyond))

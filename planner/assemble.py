@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from costmodels.book import PriceBook
@@ -143,13 +143,21 @@ def memory_of_stages(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory
 
 
 def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMemory:
-    """The classes at the fullest moment: what is apart from the others are gradients, and of chunks in turn activations."""
-    later = min(memory.apart, memory.states.gradients)
+    """The classes at the fullest moment. What is apart from the others are gradients that are not there yet; what remains of it are
+    activations that are freed by then, and of layers that are gathered and reduced at different times their temporaries."""
+    gradients, activations, temporaries = _without(memory.apart, memory.states.gradients, memory.activations, memory.temporaries)
     return StageMemory(
-        stage=rank, parameters=_gib(memory.states.parameters), gradients=_gib(memory.states.gradients - later),
-        optimizer=_gib(memory.states.optimizer), activations=_gib(memory.activations - (memory.apart - later)),
-        temporaries=_gib(memory.temporaries), reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes),
-        host=_gib(memory.host), kind=Kind.ANALYTIC)
+        stage=rank, parameters=_gib(memory.states.parameters), gradients=_gib(gradients),
+        optimizer=_gib(memory.states.optimizer), activations=_gib(activations), temporaries=_gib(temporaries),
+        reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes), host=_gib(memory.host), kind=Kind.ANALYTIC)
+
+
+def _without(apart: float, *classes: float) -> Iterator[float]:
+    """The classes less `apart` in all: of the first as much as it has, then of the next."""
+    for size in classes:
+        taken = min(apart, size)
+        yield size - taken
+        apart -= taken
 
 
 def _redundancy(strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], book: PriceBook) -> Redundancy:

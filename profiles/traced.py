@@ -30,6 +30,8 @@ class TracedOperator:
     in_place    whether its output is written into the memory of its first input
     view        whether its output is the memory of an input, and nothing is computed
     constant    whether it depends on the batch alone, on no parameter: any stage that needs its output makes it itself
+    detached    the names of its outputs that have no gradient: a stage cannot hand them on
+    counts      of the buffers that it reads or writes the names of those that some call writes: all such calls have one stage
     """
 
     operator: Operator
@@ -38,6 +40,8 @@ class TracedOperator:
     in_place: bool = False
     view: bool = False
     constant: bool = False
+    detached: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
 
     @property
     def signature(self) -> Hashable:

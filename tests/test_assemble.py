@@ -7,12 +7,14 @@ from dataclasses import fields, replace
 import pytest
 
 from costmodels.book import PriceBook
+from costmodels.memory import StateBytes
 from costmodels.mesh import Mesh
+from costmodels.occupancy import RankMemory
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.step import RankTime, price_step
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.assemble import assemble, runner_up
+from planner.assemble import _stage_memory, assemble, runner_up
 from planner.plan.plan import LayerRun, StagePlan
 from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from profiles.catalog import load_cluster, load_model, with_gpus
@@ -167,3 +169,15 @@ def test_a_step_is_only_as_certain_as_its_least_certain_rank():
 
     assert predicted.breakdown.compute_s.kind is Kind.MEASURED
     assert predicted.step_time_s.kind is predicted.breakdown.pp_bubble_s.kind is Kind.ANALYTIC
+
+
+@pytest.mark.parametrize("apart", [0.0, 3.0, 8.0, 12.0])
+def test_no_class_of_memory_is_below_zero_whatever_is_apart(apart):
+    memory = RankMemory(
+        states=StateBytes(parameters=1 * GIB, gradients=5 * GIB, optimizer=2 * GIB), activations=1.0 * GIB, temporaries=10.0 * GIB,
+        allocator_reserve=0.0, communicators=0.0, context=0.0, apart=apart * GIB)
+    stage = _stage_memory(0, memory, 80 * GIB)
+    classes = stage.parameters, stage.gradients, stage.optimizer, stage.activations, stage.temporaries, stage.reserve
+
+    assert min(classes) >= 0
+    assert sum(classes) == pytest.approx(stage.total) == pytest.approx(19.0 - apart)

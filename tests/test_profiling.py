@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -140,3 +141,22 @@ def test_of_two_looks_the_faster_timing_of_every_pass_counts():
 
     assert {name: timing.median_us for name, timing in found.measured.times.items()} == {"forward": 10, "backward": 25}
     assert faster([linear(10, 30)], []) == (linear(10, 30),)
+
+
+def test_ctrl_c_before_anything_says_how_fast_the_machine_is_is_one_and_keeps_the_journal(tmp_path):
+    wanted = Wanted(output=tmp_path / "mine.yaml", device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,))
+    cases = cases_wanted(wanted, environment("cpu"))
+    norms = [case for case in cases if case.work == "layer_norm"]
+    wanted = replace(wanted, cases=(norms[0], *[case for case in cases if case.work == "linear"][:1]))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(progress: object) -> None:
+        if progress.done == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_operators(wanted, interrupt)
+    signal.signal(signal.SIGINT, before)
+
+    assert beside(wanted.output).exists()
+    assert not wanted.output.exists()

@@ -23,6 +23,7 @@ from profiles.module import ModuleSource
 from profiles.stack import AttentionKernel
 from profiles.traced import TracedModel
 from profiles.tracing import source as source_module
+from profiles.tracing.deferred import AT_LEAST_BYTES
 from profiles.tracing.describe import describe
 from profiles.tracing.program import BUFFER, Program
 from profiles.tracing.record import record
@@ -52,7 +53,8 @@ def described(name: str) -> TracedModel:
 
 def opened_with_values(name: str) -> Workload:
     """The same made as any other module."""
-    with patch.object(source_module, "parameters_on_meta", nullcontext), patch.object(source_module, "_check_parameters"):
+    with (patch.object(source_module, "Deferred", nullcontext), patch.object(source_module, "give_values"),
+          patch.object(source_module, "_check_parameters")):
         return open_workload(SOURCES[name], seq_length=SEQ_LENGTH)
 
 
@@ -368,9 +370,16 @@ def test_what_cannot_be_opened_is_an_error(source, needed):
         open_workload(ModuleSource(**source), seq_length=SEQ_LENGTH)
 
 
+def test_a_config_that_does_not_say_how_large_its_inputs_are_is_an_error():
+    images = {"model_type": "resnet", "architectures": ["ResNetForImageClassification"]}
+
+    with pytest.raises(ConfigError, match="ResNetConfig has no image_size"):
+        open_workload(ModuleSource(huggingface=images), seq_length=SEQ_LENGTH, attention=AttentionKernel.UNFUSED)
+
+
 def test_parameters_take_no_memory_and_random_numbers_are_left_alone():
     workload, state = opened("t5"), torch.get_rng_state()
     record(workload, 2)
 
-    assert all(parameter.is_meta for parameter in workload.module.parameters())
+    assert all(parameter.is_meta or parameter.nbytes < AT_LEAST_BYTES for parameter in workload.module.parameters())
     assert torch.equal(torch.get_rng_state(), state)

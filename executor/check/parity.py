@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -32,6 +33,7 @@ from executor.train import Trainer, build_trainer
 from planner.plan.plan import Plan
 from planner.report.parity import relative_error
 from planner.run.runs import Beside, ChunkMoved
+from profiles.errors import PlannerError
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 
@@ -97,6 +99,10 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -
         try:
             while not context.join():
                 pass
+        except (mp.ProcessExitedException, mp.ProcessRaisedException):
+            for found in sorted(Path(folder).glob("error*.pt")):
+                raise torch.load(found, weights_only=False) from None
+            raise
         finally:
             for process in context.processes:
                 process.terminate()
@@ -114,7 +120,11 @@ def _rank(rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], 
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-    torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
+    try:
+        torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
+    except PlannerError as error:
+        torch.save(type(error)(error.message, hint=error.hint), f"{folder}/error{rank}.pt")  # without its traceback
+        sys.exit(1)
     dist.destroy_process_group()
 
 
@@ -125,10 +135,10 @@ def _train(plan: Plan) -> Result:
 def observed(trainer: T, gradients_of: Callable[[T], dict[str, Tensor]]) -> Result:
     """What a rank finds: the collectives and gradients of the first step, then losses and norms of all."""
     with CountCollectives() as counted:
-        trainer.gradients(0)
+        loss = trainer.gradients(0)
     gradients = gradients_of(trainer)
-    trainer.leave_out()
-    steps = [(result.loss, result.gradient_norm) for result in trainer.run()]
+    first = loss.item(), trainer.update(0).item()
+    steps = [first, *((result.loss, result.gradient_norm) for result in trainer.run(first=1))]
     return steps, gradients, trainer.state_bytes(), counted.calls, trainer.pipeline.in_flight, trainer.moved()
 
 

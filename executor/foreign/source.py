@@ -8,7 +8,8 @@ every rank has the whole of it on the host until it keeps its own parts.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from planner.plan.plan import Plan
 from profiles.errors import ConfigError
-from profiles.hub import refusals
 from profiles.spec import Positions
-from profiles.tracing.source import ATTENTION, CANNOT_MAKE, RUN_ONLY, function_of, parameters_on_meta, require_names
+from profiles.tracing.deferred import Deferred
+from profiles.tracing.source import ATTENTION, MAKING, RUN_ONLY, function_of, give_values, require_names
+from profiles.tracing.users import users_code
 
 Fill = Callable[[str, nn.Module], None]
 
@@ -53,15 +55,34 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> Source:
         raise ConfigError(f"module: the plan runs a Hugging Face model, and transformers is not installed ({error})",
                           hint="pip install transformers") from None
     require_names(values)
-    with refusals(*CANNOT_MAKE):
+    with users_code(MAKING[0], hint=MAKING[1]):
         config = AutoConfig.for_model(values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY})
         config.use_cache = False
-        with parameters_on_meta():
+        deferred = Deferred()
+        with deferred, parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION[plan.training.attention])
+        give_values(model, deferred)
     _check_positions(plan, config)
     styles = getattr(config, "base_model_tp_plan", None) or {}
     inside = {name.split(".*.", 1)[1]: style for name, style in styles.items() if ".*." in name}
     return Source(model=model.train(), fill=_Initializer(model, seed), styles=inside)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made inside have no memory for parameters, large or small (as accelerate's init_empty_weights)."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":  # one that is there already is shared, and stays one
+            parameter = nn.Parameter(torch.empty_like(parameter, dtype=torch.float32, device="meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _check_positions(plan: Plan, config: Any) -> None:

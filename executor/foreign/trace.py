@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from executor.foreign.source import logits_of
 from planner.plan.plan import Plan
 from profiles.errors import ConfigError
+from profiles.tracing.stand_ins import stand_ins
 
 BEFORE, AFTER = 0, 1
 _NO_DATA = ("_like.", "new_")  # operators that read the shape of a tensor, not its values
@@ -153,8 +153,8 @@ def trace(model: nn.Module, blocks: tuple[str, ...], others: tuple[str, ...], pl
             watch.owners.setdefault(id(state[names[id(parameter)]]), []).append(owner)
         ids = torch.zeros(shape, dtype=torch.int64)
         try:
-            with watch:
-                logits = logits_of(functional_call(model, state, (ids,)))
+            with stand_ins(model, state), watch:
+                logits = logits_of(model(ids))
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(f"module: what it computes depends on the values of tensors: {error}",
                               hint="a stage must do the same for every micro-batch") from None

@@ -18,12 +18,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 Rerun = Callable[[], object]
+Each = Callable[[nn.Module], Callable[..., Any]]
+
+
+def _as_it_is(layer: nn.Module) -> Callable[..., Any]:
+    return layer
 
 
 class Ahead:
     """What one layer can run again of a forward pass; its module has it as `ahead`."""
 
-    def __init__(self) -> None:
+    def __init__(self, each: Each = _as_it_is) -> None:
+        self._each = each
         self._found: list[Rerun] | None = None
 
     @contextmanager
@@ -42,19 +48,20 @@ class Ahead:
 
     def checkpoint(self, layer: nn.Module, *inputs: Any, **named: Any) -> Any:
         """`layer(*inputs)`, of which nothing is kept but the inputs."""
+        run = self._each(layer)
         if self._found is None:
-            return checkpoint(layer, *inputs, use_reentrant=False, **named)
-        return checkpoint(partial(self._marked, layer), *inputs, use_reentrant=False, **named)
+            return checkpoint(run, *inputs, use_reentrant=False, **named)
+        return checkpoint(partial(self._marked, run), *inputs, use_reentrant=False, **named)
 
-    def _marked(self, layer: nn.Module, *inputs: Any, **named: Any) -> Any:
+    def _marked(self, layer: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         mark = torch.ones((), requires_grad=True).square().grad_fn
         self.add(lambda: mark._saved_self)
         return layer(*inputs, **named)
 
 
-def checkpointed(layer: nn.Module) -> nn.Module:
-    """`layer` run again as a whole in its backward pass, or ahead of it."""
-    ahead = Ahead()
+def checkpointed(layer: nn.Module, each: Each = _as_it_is) -> nn.Module:
+    """`layer` run again as a whole in its backward pass, or ahead of it; `each` gives what is called for one forward pass and its rerun."""
+    ahead = Ahead(each)
     wrapped = checkpoint_wrapper(layer, checkpoint_fn=ahead.checkpoint)
     wrapped.ahead = ahead
     return wrapped

@@ -44,9 +44,6 @@ def _joined(key: str, parts: list[Tensor]) -> Tensor:
     if len(shapes) > 1:
         raise ConfigError(f"module: {key} of batch(1) is of shape {list(shapes[0])} once and {list(shapes[1])} another time",
                           hint="let the function pad to one shape")
-    if parts[0].is_meta:
-        raise ConfigError(f"module: {key} of batch(1) comes from a tensor that was made beside the module and has no values yet",
-                          hint="make what batches are drawn from inside of the batch function")
     return torch.cat(parts)
 
 

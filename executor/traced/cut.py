@@ -57,8 +57,8 @@ def cut(plan: ModulePlan, program: Program) -> tuple[StageCut, ...]:
     """The stages of `plan`. Raises ConfigError for a plan of another program, and for a cut that the program does not allow."""
     _check_same(plan, program)
     places = _Places(plan, program)
-    whole = [_of_stage(places, stage) for stage in range(len(plan.stages))]
-    return tuple(whole)
+    _check_counting(places)
+    return tuple(_of_stage(places, stage) for stage in range(len(plan.stages)))
 
 
 def _check_same(plan: ModulePlan, program: Program) -> None:
@@ -225,6 +225,17 @@ def _check_writes(places: _Places, stage: int) -> None:
     for node in places.calls(stage):
         if any(received & _memory(written) for written in node.meta.get("written", ())):
             raise ConfigError(f"stages: {_where(node)} writes into a value of an earlier stage", hint="make the plan again")
+
+
+def _check_counting(places: _Places) -> None:
+    """Raises ConfigError for a buffer that one stage writes and another reads: each has a copy of its own."""
+    written = {each for node in places.stage for each in node.meta.get("written", ()) if each.op == "get_attr"}
+    held: dict[fx.Node, int] = {}
+    for node, stage in places.stage.items():
+        for each in node.all_input_nodes:
+            if each in written and held.setdefault(each, stage) != stage:
+                raise ConfigError(f"stages: {_where(node)} reads or writes buffer {each.target}, which another stage counts in",
+                                  hint="make the plan again: no stage may end between the two")
 
 
 def check_recompute(shard: ShardCut, plan: ShardPlan) -> None:

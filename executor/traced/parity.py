@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,7 @@ from profiles.errors import ConfigError
 from profiles.spec import Precision
 from profiles.tracing.record import record
 from profiles.tracing.source import Workload
+from profiles.tracing.users import users_code
 
 LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
 MOST_RANKS = 8  # of gloo processes on one machine
@@ -56,8 +57,9 @@ def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
 
 
 def train_module(plan: ModulePlan) -> Result:
-    """What this rank finds."""
-    return observed(build_module_trainer(plan, OPTIONS, torch.device("cpu")), whole_gradients)
+    """What this rank finds. Raises ConfigError, also for what the module's calls raise here."""
+    with users_code("the module, run in stages,"):
+        return observed(build_module_trainer(plan, OPTIONS, torch.device("cpu")), whole_gradients)
 
 
 def whole_gradients(trainer: ModuleTrainer) -> dict[str, Tensor]:
@@ -75,17 +77,20 @@ def run_module_reference(plan: ModulePlan, *, by_micro_batch: bool = False) -> O
     """The user's module in one process, without a mesh, wrappers or a trace, on whole batches.
 
     by_micro_batch: or on the plan's micro-batches one after the other, whose losses are averaged: for what depends on which
-        samples are together, as a batch norm and a loss that weighs samples do
+        samples are together, as a batch norm and a loss that weighs samples do. Each data-parallel rank has buffers of its own
     """
     opened = opened_of(plan, OPTIONS.seed)
     workload, module = opened.workload, with_values(opened)
     optimizer = _optimizer(module)
     size = plan.pipeline.micro_batch_size if by_micro_batch else plan.training.global_batch_size
     one = module_batches(_alone(plan), workload, 0, OPTIONS.seed)
+    ranks = _Buffers(module, plan.mesh.dp if by_micro_batch else 1)
     losses, norms, first = [], [], {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses.append(_backward(workload, module, one(step), size))
+        with users_code(f"{workload.name}, run in one process,"):
+            shares, whole = ranks.shares(one(step)), plan.training.global_batch_size
+            losses.append(sum(_backward(workload, module, part, size, whole) for part in shares))
         if step == 0:
             first = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
         norms.append(nn.utils.clip_grad_norm_(module.parameters(), OPTIONS.clip_gradients).item())
@@ -107,12 +112,33 @@ def with_values(opened: Opened) -> nn.Module:
     return module
 
 
-def _backward(workload: Workload, module: nn.Module, batch: dict[str, Tensor], size: int) -> float:
-    rows = len(next(iter(batch.values())))
+class _Buffers:
+    """The buffers of a module as each of `count` data-parallel ranks has them, who count in them by themselves."""
+
+    def __init__(self, module: nn.Module, count: int) -> None:
+        self.module, self.count = module, count
+        self.held = [self._copies() for _ in range(count)]
+
+    def _copies(self) -> list[dict[str, Tensor | None]]:
+        held = (part._buffers for part in self.module.modules())
+        return [{name: value if value is None else value.clone() for name, value in buffers.items()} for buffers in held]
+
+    def shares(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """The part of the batch of one rank after the other, with the module's buffers as that rank has them."""
+        split = {key: value.chunk(self.count) for key, value in batch.items()}
+        for rank, held in enumerate(self.held):
+            for part, buffers in zip(self.module.modules(), held, strict=True):
+                part._buffers.update(buffers)
+            yield {key: parts[rank] for key, parts in split.items()}
+            self.held[rank] = [dict(part._buffers) for part in self.module.modules()]
+
+
+def _backward(workload: Workload, module: nn.Module, batch: dict[str, Tensor], size: int, whole: int) -> float:
+    """Of the samples of `batch`, which are some of the `whole` number of a step."""
     total = 0.0
-    for start in range(0, rows, size):
+    for start in range(0, len(next(iter(batch.values()))), size):
         part = {key: value[start:start + size] for key, value in batch.items()}
-        loss = workload.loss_of(module, part) * size / rows
+        loss = workload.loss_of(module, part) * size / whole
         loss.backward()
         total += loss.item()
     return total

@@ -5,9 +5,10 @@ The parameters have their full names behind `of.`, as submodules: what FSDP gath
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -90,6 +91,28 @@ class Shard(nn.Module):
         for node in written_buffers(self.cut):
             owner, key = self._places[node]
             yield node.target, getattr(owner, key)
+
+    def once(self, layer: nn.Module) -> Callable[..., Any]:
+        """`layer`, which is this shard, for one forward pass; called again, it starts from the buffers of the first call and counts in
+        copies of them."""
+        if not written_buffers(self.cut):
+            return layer
+        places = [self._places[node] for node in written_buffers(self.cut)]
+        before = [getattr(owner, key).clone() for owner, key in places]
+        calls = count()
+
+        def called(*values: Tensor) -> Any:
+            if next(calls) == 0:
+                return layer(*values)
+            now = [getattr(owner, key) for owner, key in places]
+            try:
+                for (owner, key), value in zip(places, before, strict=True):
+                    owner._buffers[key] = value.clone()
+                return layer(*values)
+            finally:
+                for (owner, key), value in zip(places, now, strict=True):
+                    owner._buffers[key] = value
+        return called
 
     def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
         known: dict[fx.Node, Any] = dict(zip(self.cut.reads, values, strict=True))

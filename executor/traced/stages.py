@@ -101,7 +101,7 @@ def build_stage(plan: ModulePlan, index: int, cut: StageCut, program: Program, o
             modules[place] = shards[place]
             if planned.first + place in planned.recompute:
                 check_recompute(cut.shards[place], plan.shards[planned.first + place])
-                modules[place] = checkpointed(shards[place])
+                modules[place] = checkpointed(shards[place], shards[place].once)
         if own:
             units.append(Unit(layers=tuple(modules[place] for place in group), zero=zero, mesh=ranks.dp_mesh, casts_inputs=False))
             del own

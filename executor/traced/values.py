@@ -7,7 +7,6 @@ from outside is there on every process until it has picked its own: `kept_bytes`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +31,7 @@ class Opened:
     def value(self, name: str) -> nn.Parameter:
         """The parameter of that full name, on the CPU, in memory that no other parameter has. Raises ConfigError."""
         parameter = self.workload.module.get_parameter(name)
-        value = self._value(name, parameter)
-        if value.dtype is not torch.float32:
-            raise ConfigError(f"module: parameter {name} is {value.dtype}, it must be fp32",
-                              hint="let the factory make fp32; the plan's precision decides what it computes in")
-        return nn.Parameter(value, parameter.requires_grad)
+        return nn.Parameter(self._value(name, parameter), parameter.requires_grad)
 
     @property
     def kept_bytes(self) -> int:
@@ -67,16 +62,5 @@ def open_values(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # of what is so small that it is made at once
         workload = open_workload(source, seq_length=seq_length, attention=attention, deferred=deferred)
-    for module in workload.module.modules():
-        for owner, name, tensor in _others(module):
-            if deferred.knows(tensor):
-                owner[name] = deferred.value(tensor, seed)
     return Opened(workload=workload, deferred=deferred, seed=seed)
 
-
-def _others(module: nn.Module) -> Iterator[tuple[dict[str, Tensor], str, Tensor]]:
-    """The buffers of a module, and tensors that it holds as plain attributes."""
-    for owner in (module._buffers, module.__dict__):
-        for name, tensor in list(owner.items()):
-            if isinstance(tensor, Tensor):
-                yield owner, name, tensor  # type: ignore[misc]

@@ -23,7 +23,7 @@ from profiles.measured import analytic_profile, shipped_profile
 from profiles.own import PROFILE_VERSION, Environment, OwnProfile, merged, read, with_memory_facts, write
 from profiles.own_records import rounded_records
 from profiles.profiler.comm_cases import ALL_REDUCE
-from profiles.profiler.environment import ASSUMED_LINK, CPU, cluster_of, environment, fingerprint
+from profiles.profiler.environment import ASSUMED_LINK, CPU, cluster_of, environment, fingerprint, lacking
 from profiles.profiler.fit import fit_profile
 from profiles.profiler.fit_host import host_speed
 from profiles.profiler.fit_links import links_of
@@ -84,8 +84,14 @@ def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profile
         seen = {record.case.key: record for record in known.records} if known else {}
         first.records.update(seen | first.records)
         found = _session(wanted, cases_wanted(wanted, here), here, first, ends_s, on_progress)
+        missing = lacking(here, found.records) if found.records else "anything"
+        if missing is not None and found.interrupted:
+            raise KeyboardInterrupt  # no profile can be made yet; the journal keeps what there is
         if not found.records:
             raise ConfigError("nothing was measured before it ended", hint="give it more time with --minutes")
+        if missing is not None and found.missed:
+            raise ConfigError(f"the time was over before {missing} was measured, so nothing says how fast {here.device} is",
+                              hint="give it more time with --minutes: the same command goes on")
         fresh = [record.case for record in found.records if record.case.key not in seen and record.outcome is Outcome.MEASURED]
         roomy = 2 * (time.monotonic() - begins_s) < ends_s - begins_s or bool(second.records)
         if fresh and roomy and not found.missed and not found.interrupted:

@@ -7,6 +7,8 @@ nothing is alive but one value of the main stream, besides values that are hande
     handed on         a value that several later units read (encoder output, position bias): stages pass it from one to the next
     in place          an operator that writes into a value belongs to the shard that made it, since another stage has a copy
     constant          what depends on the batch alone is made by every stage that needs it, and is never handed on
+    no gradient       a value without one cannot be handed on, since its gradient would have to come back: its readers belong to its shard
+    buffer            operators that read or write a buffer in which the module counts belong together: a stage has a copy of its own
 
 A view has the name, and so the life, of what it views (profiles/traced.py); where that is handed on, each stage makes its own view.
 Merak's auto-sharding rules: arXiv 2206.04959, section 3.1 (EQUATIONS, last paragraph).
@@ -27,12 +29,16 @@ SEVERAL = 2  # units that read a value, besides the one that made it and the one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """What operator `maker` left in memory, and the places of the operators that read it; `writers` write into it again."""
+    """What operator `maker` left in memory, and the places of the operators that read it; `writers` write into it again.
+
+    gradient: whether it has one, perhaps only since a writer gave it one
+    """
 
     tensor: Tensor
     maker: int
     readers: tuple[int, ...] = ()
     writers: tuple[int, ...] = ()
+    gradient: bool = True
 
     @property
     def last(self) -> int:
@@ -95,13 +101,23 @@ class Values:
             if not self.model.operators[place].constant and (cross_skips or held[place] <= 1) and not barred[place])
 
     def _barred(self) -> tuple[bool, ...]:
-        """The places between a value and an operator that writes into it."""
+        """The places inside what belongs together: a value and what writes into it, or reads it where it has no gradient; what counts."""
+        together = [(value.maker, max(value.writers)) for value in self.by_name.values() if value.writers]
+        together += [(value.maker, value.last) for value in self.by_name.values() if not value.gradient]
+        together += [(min(places), max(places)) for places in self._counting().values()]
         changes = [0] * (len(self.model.operators) + 2)
-        for value in self.by_name.values():
-            if value.writers:
-                changes[value.maker + 1] += 1
-                changes[max(value.writers) + 1] -= 1
+        for first, last in together:
+            changes[first + 1] += 1
+            changes[last + 1] -= 1
         return tuple(count > 0 for count in accumulate(changes))
+
+    def _counting(self) -> dict[str, list[int]]:
+        """By buffer that is written, the places of the operators that read or write it."""
+        found: dict[str, list[int]] = {}
+        for place, traced in enumerate(self.model.operators):
+            for name in traced.counts:
+                found.setdefault(name, []).append(place)
+        return found
 
 
 def _values_of(model: TracedModel) -> tuple[dict[str, Value], frozenset[str], dict[str, str]]:
@@ -122,10 +138,12 @@ def _values_of(model: TracedModel) -> tuple[dict[str, Value], frozenset[str], di
             root |= {tensor.name: base for tensor in gives}
             if base in values:
                 if traced.in_place:
-                    values[base] = replace(values[base], writers=(*values[base].writers, place))
+                    written = values[base]
+                    values[base] = replace(
+                        written, writers=(*written.writers, place), gradient=written.gradient or traced.operator.gradient)
                 continue
         for tensor in gives:
             if tensor.name not in values:
                 root.pop(tensor.name, None)
-                values[tensor.name] = Value(tensor=tensor, maker=place)
+                values[tensor.name] = Value(tensor=tensor, maker=place, gradient=tensor.name not in traced.detached)
     return values, frozenset(constants), root

@@ -34,6 +34,7 @@ CATALOGUE = {
     "NVIDIA GH200 480GB": "gh200-96gb", "NVIDIA B200": "b200-180gb", "NVIDIA GB200": "gb200-186gb", "NVIDIA L4": "l4-24gb",
     "NVIDIA GeForce RTX 3090": "rtx3090-24gb", "GeForce RTX 3090": "rtx3090-24gb", "Tesla V100-SXM2-16GB": "v100-16gb",
     "Tesla V100-SXM2-32GB": "v100-32gb", "Tesla V100-SXM3-32GB": "v100-32gb"}
+_PRODUCT, _COPY = "linear", "device_copy"  # works that say how fast a device is
 MEMORY_TOLERANCE = 0.05  # between torch's total and the catalogue's: GPUs of one name exist with other memories
 _IDENTITY = (  # what must agree for points to belong together
     "device", "memory_bytes", "compute_capability", "num_sms", "torch", "cuda", "driver", "nccl", "cudnn", "cpu", "max_sm_clock_mhz",
@@ -130,6 +131,16 @@ def cluster_of(environment: Environment, records: Iterable[Record] = ()) -> Clus
         base, name=device.name, device=device, host_memory_bytes=host_bytes, pcie_bytes_per_s=pcie or base.pcie_bytes_per_s)
 
 
+def lacking(environment: Environment, records: Iterable[Record]) -> str | None:
+    """The work without which `records` do not say how fast this machine is; None where they do, or the catalogue does."""
+    measured = list(records)
+    if _catalogued(environment) is not None:
+        return None
+    if not _peaks(measured):
+        return _PRODUCT
+    return _COPY if _best(measured, _COPY, ("copied_bytes_per_s",)) is None else None
+
+
 def _catalogued(environment: Environment) -> Cluster | None:
     """The packaged cluster of a GPU that is what its name says, by its memory and multiprocessors."""
     name = CATALOGUE.get(environment.device)
@@ -142,11 +153,11 @@ def _catalogued(environment: Environment) -> Cluster | None:
 
 def _device(environment: Environment, records: list[Record], assumed: Device) -> Device:
     """A device whose datasheet is what was measured: the bandwidth of copies, the peak of products, by precision."""
-    peaks, bytes_per_s = _peaks(records), _best(records, "device_copy", ("copied_bytes_per_s",))
+    peaks, bytes_per_s = _peaks(records), _best(records, _COPY, ("copied_bytes_per_s",))
     if not peaks or bytes_per_s is None:
-        missing = "device_copy" if peaks else "linear"
         raise ConfigError(
-            f"{environment.device} is not in the catalogue and {missing} was not measured on it", hint="measure it: plan profile")
+            f"{environment.device} is not in the catalogue and {_COPY if peaks else _PRODUCT} was not measured on it",
+            hint="measure it: plan profile")
     host = environment.device == CPU
     return Device(
         name=CPU if host else re.sub(r"[^a-z0-9]+", "-", environment.device.lower()).strip("-"),
@@ -166,7 +177,7 @@ def _peaks(records: Iterable[Record]) -> dict[str, float]:
     """The FLOP/s of the fastest product of linear layers, by precision."""
     peaks: dict[str, float] = {}
     for record in records:
-        if record.case.work == "linear" and record.outcome is Outcome.MEASURED and record.measured:
+        if record.case.work == _PRODUCT and record.outcome is Outcome.MEASURED and record.measured:
             m, n, k = (record.case.size(name) for name in "mnk")
             for one in record.measured.times.values():
                 precision = str(Precision(record.case.precision))

@@ -59,17 +59,25 @@ def _input(main: str, config: Any, seq_length: int) -> tuple[Callable[[int], Ten
         if positions is not None and seq_length > positions:
             raise ConfigError(
                 f"module: seq_length is {seq_length}, the model has {positions} positions", hint=f"use --seq-length {positions}")
-        vocab = config.get_text_config().vocab_size
+        vocab = _size(config.get_text_config(), "vocab_size")
         return lambda size: torch.randint(vocab, (size, seq_length)), "tokens"
     if main == "pixel_values":
-        side = config.image_size
+        side = _size(config, "image_size")
         height, width = (side, side) if isinstance(side, int) else side
         return lambda size: torch.randn(size, getattr(config, "num_channels", 3), height, width), "samples"
     if main == "input_features":
-        shape = config.num_mel_bins, 2 * config.max_source_positions
+        shape = _size(config, "num_mel_bins"), 2 * _size(config, "max_source_positions")
         return lambda size: torch.randn(size, *shape), "samples"
     raise ConfigError(f"module: nothing says how to make the {main} of {type(config).__name__}",
                       hint="wrap the model in a function that returns (module, batch)")
+
+
+def _size(config: Any, name: str) -> Any:
+    found = getattr(config, name, None)
+    if found is None:
+        raise ConfigError(f"module: {type(config).__name__} has no {name}, so nothing says how large its inputs are",
+                          hint="wrap the model in a function that returns (module, batch)")
+    return found
 
 
 def _labels(name: str, config: Any, taken: Any) -> dict[str, Callable[[int, Tensor], Tensor]]:
@@ -86,7 +94,7 @@ def _labels(name: str, config: Any, taken: Any) -> dict[str, Callable[[int, Tens
     if name.endswith(_NEXT_TOKEN):
         return {"labels": lambda size, main: main.clone()}
     if name.endswith(_OTHER_TOKENS):
-        vocab, length = config.get_text_config().vocab_size, getattr(config, "max_target_positions", None)
+        vocab, length = _size(config.get_text_config(), "vocab_size"), getattr(config, "max_target_positions", None)
         return {"labels": lambda size, main: torch.randint(vocab, (size, length or main.shape[1]))}
     raise ConfigError(f"module: nothing says what the labels of {name} are",
                       hint="wrap the model in a function that returns (module, batch)")

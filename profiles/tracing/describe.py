@@ -46,6 +46,7 @@ class _Describer:
         self.on_cpu = on_cpu
         nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.again = dict(zip(nodes, (node for node in other.graph.nodes if node.op != "output"), strict=True))
+        self.counted = {each for node in program.calls for each in node.meta["written"] if each.op == "get_attr"}
         self.first: dict[int, fx.Node] = {}  # by memory: the node that made it
         for node in nodes:
             if isinstance(node.meta.get("val"), Tensor):
@@ -65,7 +66,9 @@ class _Describer:
         writes_buffer = any(each.op == "get_attr" for each in node.meta["written"])
         return TracedOperator(
             operator=self._operator(node, found, outputs), path=node.meta["path"], line=node.meta["line"], view=view,
-            in_place=bool(node.meta["written"]) and not writes_buffer, constant=not node.meta["depends"] and not writes_buffer)
+            in_place=bool(node.meta["written"]) and not writes_buffer, constant=not node.meta["depends"] and not writes_buffer,
+            detached=tuple(self._tensor(each).name for each in outputs if not each.meta["val"].requires_grad),
+            counts=tuple(str(each.target) for each in node.all_input_nodes if each in self.counted))
 
     def _is_view(self, node: fx.Node, outputs: tuple[fx.Node, ...]) -> bool:
         given = {memory_of(each.meta["val"]) for each in node.meta["aliases"]}

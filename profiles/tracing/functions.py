@@ -38,7 +38,7 @@ class Computation:
 
 _NORMS = ("layernorm", "rmsnorm", "batchnorm", "groupnorm", "instancenorm")
 _LINEAR, _ADDED = {"linear"}, {"addmm", "baddbmm", "addmv"}
-_PRODUCTS = {"matmul", "bmm", "mm", "mv", "__matmul__", "__rmatmul__", "dot"}
+_PRODUCTS = {"matmul", "bmm", "mm", "mv", "__matmul__", "__rmatmul__", "dot", "grouped_mm", "_grouped_mm"}
 _CONVOLUTIONS = {f"{kind}{n}d" for kind in ("conv", "conv_transpose") for n in (1, 2, 3)}
 
 
@@ -72,7 +72,8 @@ def _product(node: fx.Node, function: str, output: Dims, dims_of: DimsOf) -> Com
     first = 1 if function in _ADDED else 0
     if function == "__rmatmul__":
         first = 1
-    left = dims_of(argument(node, first, "mat1" if first else "input"))
+    names = ("mat1", "batch1", "mat") if first else ("input", "mat_a")
+    left = dims_of(next(found for name in names if (found := argument(node, first, name)) is not None))
     contracted = _named(left[-1], "contracted")
     return Computation(kind=OperatorKind.MATMUL, dims=(*_rows(output), contracted), contracted=contracted.name, products=1)
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PROJECT = tuple(os.path.join(os.path.dirname(os.path.dirname(_HERE.rstrip(os.sep))), part) for part in ("profiles", "executor", "cli"))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARY = os.sep + "transformers" + os.sep
 _MODELS = _LIBRARY + "models" + os.sep
@@ -24,6 +25,17 @@ def line_of_caller() -> str:
     while frame is not None and _is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+
+def line_of(trace: TracebackType | None) -> str:
+    """The same of an error: the innermost frame of its traceback that is the user's, '' where none is."""
+    found = ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not _is_machinery(file) and not file.startswith(_PROJECT):
+            found = f"{_short(file)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
 
 
 @functools.cache

@@ -7,20 +7,26 @@ What depends on neither is computed at once, for real: a *constant*. A torch.aut
 
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from profiles.errors import ConfigError
 from profiles.spec import Precision
+from profiles.tracing.assigned import keep_assigned
 from profiles.tracing.lines import Paths
-from profiles.tracing.program import BUFFER, PARAMETER, Program
+from profiles.tracing.program import BUFFER, PARAMETER, Program, memory_of
 from profiles.tracing.recorder import APPLY, Recorder
 from profiles.tracing.source import Workload
+from profiles.tracing.stand_ins import stand_ins
+from profiles.tracing.users import users_code
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 
@@ -36,32 +42,38 @@ def record(
     Raises ConfigError with the line of the user's code: what it does depends on the values of tensors, it uses a tensor that no
     call of torch made, its loss is not a scalar.
     """
+    first, counted = _recorded(workload, micro_batch_size, precision, frozenset(), on_cpu=on_cpu, check=check)
+    return _recorded(workload, micro_batch_size, precision, counted, on_cpu=on_cpu, check=check)[0] if counted else first
+
+
+def _recorded(
+    workload: Workload, micro_batch_size: int, precision: Precision, counted: frozenset[str], *, on_cpu: bool,
+    check: Callable[[], None],
+) -> tuple[Program, frozenset[str]]:
+    """The program, in which the buffers `counted` are no constants, and those that were read as constants and are none."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake, Paths(workload.module), on_cpu=on_cpu, check=check)
+    recorder.changed |= {memory_of(value): value for name, value in workload.module.named_buffers() if name in counted}
     with torch.random.fork_rng(devices=[]):
-        batch = {key: fake.from_tensor(_cast(value, precision)) for key, value in workload.batch(micro_batch_size).items()}
+        drawn = workload.batch(micro_batch_size)
+        batch: dict[str, Tensor] = {key: fake.from_tensor(_cast(value, precision)) for key, value in drawn.items()}
     for key, value in batch.items():
         recorder.enter(value, recorder.graph.placeholder(key))
+    buffers = [(part, key, value) for part in workload.module.modules() for key, value in part._buffers.items() if value is not None]
     state = _fake_parameters(workload.module, fake, precision)
     recorder.attributes |= {id(value): (name, PARAMETER) for name, value in state.items()}
     recorder.attributes |= {id(value): (name, BUFFER) for name, value in workload.module.named_buffers()}
+    before = _generators()
     with ExitStack() as stack:
-        for context in (_refused_sizes(workload), recorder.paths, _functions_as_calls(recorder), recorder):
+        for context in (users_code(f"a forward pass of {workload.name}"), _quiet(), stand_ins(workload.module, state), recorder.paths,
+                        _functions_as_calls(recorder), recorder):
             stack.enter_context(context)
-        loss = torch.func.functional_call(_Run(workload), {f"module.{name}": value for name, value in state.items()}, (batch,))
-    return _finished(workload, micro_batch_size, recorder, loss)
-
-
-@contextmanager
-def _refused_sizes(workload: Workload) -> Iterator[None]:
-    """A ConfigError where torch refuses the sizes of a Hugging Face config; a function's own errors keep their traceback."""
-    try:
-        yield
-    except (RuntimeError, ValueError, IndexError) as error:
-        if workload.source.huggingface is None:
-            raise
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"module: {workload.name} cannot run a batch: {reason}", hint="check the sizes in the config.json") from None
+        loss = workload.loss_of(workload.module, batch)
+        keep_assigned(recorder, buffers)
+    if _generators() != before:
+        raise ConfigError(f"module: a forward pass of {workload.name} draws random numbers of Python or numpy, so it could differ between "
+                          "micro-batches", hint="draw with torch, and use what is drawn in tensors alone")
+    return _finished(workload, micro_batch_size, recorder, loss), frozenset(recorder.read & recorder.written)
 
 
 def _cast(value: Tensor, precision: Precision) -> Tensor:
@@ -78,6 +90,9 @@ def _finished(workload: Workload, micro_batch_size: int, recorder: Recorder, los
         found = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"module: the loss of {workload.name} is {found}, it must be a scalar tensor that depends on the batch",
                           hint="let the function return (module, batch, loss)")
+    if not loss.requires_grad:
+        raise ConfigError(f"module: the loss of {workload.name} depends on no parameter that learns",
+                          hint="leave requires_grad of some parameters as it is")
     recorder.graph.output(recorder.nodes[id(loss)])
     _drop_unused(recorder.graph)
     return Program(workload=workload, micro_batch_size=micro_batch_size, graph=recorder.graph, constants=recorder.constants)
@@ -90,6 +105,23 @@ def _drop_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _generators() -> tuple[object, ...]:
+    """The states of the generators that are not torch's; of numpy's its place and what is printed of its keys change with every draw."""
+    return random.getstate(), repr(np.random.get_state())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log of calls that fail on fake tensors: their error says it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 @contextmanager
 def _functions_as_calls(recorder: Recorder) -> Iterator[None]:
     """torch.autograd.Function.apply goes past __torch_function__: here it is handed to the recorder."""
@@ -100,14 +132,3 @@ def _functions_as_calls(recorder: Recorder) -> Iterator[None]:
     finally:
         torch.autograd.Function.apply = APPLY  # type: ignore[method-assign]
 
-
-class _Run(nn.Module):
-    """The module with its loss, so that both have the recorded parameters."""
-
-    def __init__(self, workload: Workload) -> None:
-        super().__init__()
-        self.module = workload.module
-        self.loss_of = workload.loss_of
-
-    def forward(self, batch: dict[str, Tensor]) -> Any:
-        return self.loss_of(self.module, batch)

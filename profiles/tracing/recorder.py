@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from profiles.errors import ConfigError
 from profiles.tracing.lines import Paths, line_of_caller
-from profiles.tracing.program import CONSTANT, PARAMETER, memory_of, tensors_of
+from profiles.tracing.program import BUFFER, CONSTANT, PARAMETER, memory_of, tensors_of
 
 APPLY = torch.autograd.Function.__dict__["apply"]
 _READS_VALUES = {
@@ -31,6 +31,7 @@ _RANDOM = {
     "feature_dropout", "feature_alpha_dropout", "rrelu", "gumbel_softmax"}
 _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 _COMPOSED = {functional.multi_head_attention_forward}  # whole layers: what they are made of is recorded
+_GROUPED: tuple[Any, ...] = (functional.grouped_mm, torch._grouped_mm)
 _BELOW = {torch.lt, Tensor.lt, Tensor.__lt__}
 
 
@@ -49,6 +50,7 @@ class Recorder(TorchFunctionMode):
     attributes: name and origin of parameters and buffers, which become nodes where they are used first.
     fakes: by id of a real tensor (a buffer or a constant) the one that stands for it; reals: and back.
     changed: by memory, the real tensors that recorded calls write.
+    read, written: the names of the buffers that calls read as constants, and that recorded calls write.
     """
 
     def __init__(self, fake: FakeTensorMode, paths: Paths, *, on_cpu: bool, check: Callable[[], None] = lambda: None) -> None:
@@ -62,6 +64,8 @@ class Recorder(TorchFunctionMode):
         self.fakes: dict[int, Tensor] = {}
         self.reals: dict[int, Tensor] = {}
         self.changed: dict[int, Tensor] = {}
+        self.read: set[str] = set()
+        self.written: set[str] = set()
         self.held: list[Tensor] = []
         self.counts: Counter[str] = Counter()
         self.given: set[int] | None = None  # inside a torch.autograd.Function: ids of its arguments
@@ -76,8 +80,8 @@ class Recorder(TorchFunctionMode):
         if self.given is not None:
             self._check_given(name, found)
             return func(*args, **kwargs)
-        live = any(self._is_live(tensor) for tensor in found)
-        if not live and name not in _RANDOM and not self._writes_buffer(name, found):
+        live = [self._is_live(tensor) for tensor in found]  # of each: one that nobody may read is an error beside others too
+        if not any(live) and name not in _RANDOM and not self._writes_buffer(name, found):
             return self._constant(func, name, args, kwargs, found)
         if name in _READS_VALUES:
             raise self._depends_on_values(name)
@@ -134,6 +138,7 @@ class Recorder(TorchFunctionMode):
 
     def _constant(self, func: Callable[..., Any], name: str, args: Any, kwargs: Any, found: list[Tensor]) -> Any:
         """What depends on no batch is computed; a constant that is read already keeps its values for that."""
+        self.read |= {self.attributes[id(tensor)][0] for tensor in found if id(tensor) in self.attributes}
         if found and id(found[0]) in self.fakes and (name.endswith("_") or "out" in kwargs):
             read = self.fakes.pop(id(found[0]))
             self.constants[self.attributes[id(read)][0]] = found[0].clone()
@@ -176,6 +181,8 @@ class Recorder(TorchFunctionMode):
         """What gives the fake output of `func`."""
         if isinstance(func, MethodType) and func.__func__ is APPLY.__func__:
             return partial(self._apply, func)
+        if func in _GROUPED:
+            return partial(_grouped_product, func)
         return _fused_attention if func is functional.scaled_dot_product_attention and not self.on_cpu else func
 
     def _note(
@@ -204,8 +211,17 @@ class Recorder(TorchFunctionMode):
             "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None}
 
     def _note_written(self, node: fx.Node, written: list[Tensor]) -> None:
-        """Constants and buffers that were written are none from now on; each micro-batch writes into a copy of a constant."""
+        """Constants and buffers that were written are none from now on; each micro-batch writes into a copy of a constant.
+
+        Raises ConfigError for a parameter: a rank may hold a part of it, and a copy only for a moment.
+        """
         for tensor in written:
+            name, origin = self.attributes.get(id(tensor), ("", ""))
+            if origin == PARAMETER:
+                raise ConfigError(f"module: {node.meta['line']} writes into parameter {name} in a forward pass",
+                                  hint="compute with a changed copy of it, as torch.nn.utils.parametrize does; without max_norm")
+            if origin == BUFFER:
+                self.written.add(name)
             real = self.reals.get(id(tensor))
             if real is not None and memory_of(real) not in self.changed:
                 self.changed[memory_of(real)] = real
@@ -277,12 +293,32 @@ def _fused_attention(
     return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=is_causal, **options)
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """A grouped product without arithmetic: it keeps its operands."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, ends)
+        return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+
+def _grouped_product(func: Callable[..., Tensor], rows: Tensor, weights: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
+    """Rows [r, k] times weights [groups, k, n], rows up to each of `offs` by one group. torch's fake kernel knows bf16 alone, its real
+    ones fp32 as well."""
+    if rows.dtype is torch.bfloat16 or offs is None or rows.ndim != 2 or weights.ndim != 3 or any(v is not None for v in options.values()):
+        return func(rows, weights, offs=offs, **options)
+    made: Tensor = APPLY.__func__(_GroupedProduct, rows, weights, offs)
+    return made
+
+
 def _draws(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a call draws random numbers. One that drops nothing out does not."""
     if "dropout" in name:
         probability, training = (*args[1:], kwargs.get("p", 0.5))[0], (*args[2:], kwargs.get("training", kwargs.get("train", True)))[0]
         return bool(probability and training)
-    return name in _RANDOM or (bool((*args[4:], kwargs.get("dropout_p"))[0]) and name == "scaled_dot_product_attention")
+    if name == "scaled_dot_product_attention":
+        return bool((*args[4:], kwargs.get("dropout_p"))[0])
+    return name in _RANDOM
 
 
 def _counted(name: str, args: Any, kwargs: Any) -> list[Tensor]:
