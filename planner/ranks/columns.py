@@ -21,15 +21,15 @@ from costmodels.passes import plain_and_ramp
 from costmodels.strategy import Frame
 from planner.fronts import Array, Ints, front
 from planner.host.homes import NOTHING, Homes
-from planner.layers.mixes import Mixes, Pairs, all_tried, chains, column_of, near_mixes, pure_mixes, widest
+from planner.layers.mixes import Mixes, all_tried, chains, column_of, near_mixes, pure_mixes, widest
 from planner.layers.plans import LayerOption
 from planner.ranks.freed import FreedGradients, FreedMoment
 from planner.ranks.mix_table import MixTable
+from planner.ranks.pairs import RelaxedPairs, corners_of_lines, least_shares
 from planner.ranks.prices import Fixed, PerBlock, end_kinds, fixed_price
 from profiles.model import LayerKind
 
 MOST_MIXED, MOST_LEAN = 8, 32  # mixes of two ZeRO stages with one number of blocks that are columns, evenly along their front
-TOLD_APART = 1e-9  # relative: sums of the same terms in another order
 PICOSECOND = 12  # decimals of seconds
 _TAIL_POWERS = (-2, -1, 0, 1, 2, 3, 4, 6)  # of two: the weights of the tail at which the relaxation is solved, over one micro-batch
 Mix = tuple[tuple[LayerOption, int], ...]
@@ -285,7 +285,7 @@ class RankColumns:
     def _corners(self, num_blocks: int, zero: int, least_s: Array) -> list[tuple[float, float]]:
         if self.frame.mesh.pp == 1:
             return [(float(least_s[0]), 0.0)]
-        return _corners_of_lines(self._weights, least_s, num_blocks * float(self.block.tail_s.min()) + self.fixed[zero].tail_s)
+        return corners_of_lines(self._weights, least_s, num_blocks * float(self.block.tail_s.min()) + self.fixed[zero].tail_s)
 
     def _bound(self, num_blocks: int, zero: int, time_s: float, tail_s: float, shortest_s: float | None) -> Column:
         """A column of a bound; shortest_s: what no mix takes less than, where recompute may be hidden."""
@@ -322,7 +322,7 @@ class RankColumns:
         fixed, pairs = self.fixed[zero], self._pairs
         least_s = np.zeros(len(self._weights))
         for own, room in self._limits(num_blocks, zero, usable):
-            chosen, share = _least_shares(own, room, pairs.alone)
+            chosen, share = least_shares(own, room, pairs.alone)
             if not len(chosen):
                 return None
             time_s, tail_s = pairs.at(chosen, share, plain=plain)
@@ -371,34 +371,6 @@ class RankColumns:
         return min((self.column(p, row) for p, row in rows), key=lambda column: column.memory_bytes)
 
 
-class RelaxedPairs:
-    """What a block costs on the two options of every pair: `[side, pair]`, or the larger or smaller of both by pair."""
-
-    def __init__(self, block: PerBlock, pairs: Pairs) -> None:
-        index = pairs.index
-        self.alone = index[0] == index[1]
-        self._tail_s, self._time_s, self._plain_s = (
-            (values[index[0]], values[index[1]] - values[index[0]])
-            for values in (block.tail_s, block.time_s, block.time_s - block.recompute_s))
-        self.states, self.step_copies, self.whole_saved = block.states[index], block.step_copies[index], block.whole_saved[index]
-        self.saved_bytes, self.workspace_bytes = pairs.saved_bytes, pairs.workspace_bytes
-        self.zero_buffer, self.whole_workspace = (values[index].max(axis=0) for values in (block.zero_buffer, block.whole_workspace))
-        self.waiting, self.gradients = block.waiting[index].min(axis=0), block.gradients[index]
-        gathered, reduced = block.passes_bytes
-        workspaces = column_of(block.options, "workspace_bytes"), block.whole_workspace
-        self._inside: list[Array] = [(gathered + np.maximum(workspace, reduced))[index].min(axis=0) for workspace in workspaces]
-
-    def at(self, chosen: Ints, share: Array, *, plain: bool) -> tuple[Array, Array]:
-        """Seconds of a micro-batch, or without recompute, and of the tail, of a block with `share` of the second option of each pair."""
-        first_s, longer_s = self._plain_s if plain else self._time_s
-        first_tail_s, longer_tail_s = self._tail_s
-        return first_s[chosen] + share * longer_s[chosen], first_tail_s[chosen] + share * longer_tail_s[chosen]
-
-    def inside(self, alone: bool) -> Array:
-        """By pair what any block holds at least in its backward pass, where gradients come and go; alone: without recompute."""
-        return self._inside[alone]
-
-
 def _some(rows: Ints, most: int) -> Ints:
     """At most so many of the rows, evenly, with the first and the last."""
     return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
@@ -408,34 +380,6 @@ def _of_equal_tail(priced: Priced, rows: Ints) -> list[Ints]:
     """`rows` in groups: the tail is that of a layout of the weights, of which there are few."""
     _, group = np.unique(np.round(priced.tail_s[rows], PICOSECOND), return_inverse=True)
     return [rows[group == one] for one in range(group.max(initial=-1) + 1)]
-
-
-def _corners_of_lines(weights: Array, least_s: Array, tail_s: float) -> list[tuple[float, float]]:
-    """(time, tail) at the corners of the region above the lines time + weight tail = least, and above `tail_s`.
-
-    weights: ascending, the first zero. Of two neighbours the one with the lower weight is the upper one where the tail is longer.
-    """
-    found: list[tuple[float, float]] = []
-    for weight, least, next_weight, next_least in zip(weights[:-1], least_s[:-1], weights[1:], least_s[1:], strict=True):
-        meets_s = float((next_least - least) / (next_weight - weight))
-        if meets_s <= tail_s:
-            return [*found, (float(least - weight * tail_s), tail_s)]
-        if not found or found[-1][1] - meets_s > TOLD_APART * found[-1][1]:  # else three lines meet in one corner
-            found.append((float(least - weight * meets_s), meets_s))
-    return [*found, (float(least_s[-1] - weights[-1] * tail_s), tail_s)]
-
-
-def _least_shares(own: Array, room: Array, alone: npt.NDArray[np.bool_]) -> tuple[Ints, Array]:
-    """The pairs that matter where an average block may have `room` bytes, and the least share of the second option of each.
-
-    own: bytes of a block by side and pair; alone: pairs of an option with itself. Of two options that both have room, each alone says as
-    much as the two together.
-    """
-    first, second = own
-    over = first - room
-    chosen = np.flatnonzero(np.where(over > 0, second <= room, alone))
-    over = np.maximum(over[chosen], 0.0)
-    return chosen, over / np.maximum(first[chosen] - second[chosen], over + (over == 0))
 
 
 def unbeaten_rows(values: Array) -> list[int]:
