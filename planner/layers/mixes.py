@@ -132,11 +132,14 @@ def _mixes(options: tuple[LayerOption, ...], chunk: Ints, num_blocks: int, num_c
 
 
 def _summed(options: tuple[LayerOption, ...], counts: Ints, chunk: Ints, num_chunks: int) -> Mixes:
+    names = ("saved_bytes", "ideal_saved_bytes", "host_bytes")
+    saved, ideal_saved, host = (chunk.astype(np.float64) @ np.stack([column_of(options, name) for name in names], axis=1)).T
+    sends = bool(host.any())
     return Mixes(
-        options=options, counts=counts, chunk_counts=chunk, saved_bytes=chunk @ column_of(options, "saved_bytes"),
-        ideal_saved_bytes=chunk @ column_of(options, "ideal_saved_bytes"),
-        workspace_bytes=widest(chunk, column_of(options, "workspace_bytes")), host_bytes=chunk @ column_of(options, "host_bytes"),
-        window_bytes=widest(chunk, column_of(options, "host_bytes")), last_s=num_chunks * _of_the_last(options, chunk))
+        options=options, counts=counts, chunk_counts=chunk, saved_bytes=saved, ideal_saved_bytes=ideal_saved, host_bytes=host,
+        workspace_bytes=widest(chunk, column_of(options, "workspace_bytes")),
+        window_bytes=widest(chunk, column_of(options, "host_bytes")) if sends else np.zeros(len(chunk)),
+        last_s=num_chunks * _of_the_last(options, chunk) if sends else np.zeros(len(chunk)))
 
 
 def _of_the_last(options: Sequence[LayerOption], counts: Ints) -> Array:

@@ -26,7 +26,7 @@ from planner.layers.plans import LayerOption
 from planner.ranks.freed import FreedGradients, FreedMoment
 from planner.ranks.mix_table import MixTable
 from planner.ranks.pairs import RelaxedPairs, corners_of_lines, least_shares
-from planner.ranks.prices import Fixed, PerBlock, end_kinds, fixed_price
+from planner.ranks.prices import Fixed, PerBlock, Sums, end_kinds, fixed_price, sums_of
 from profiles.model import LayerKind
 
 MOST_MIXED, MOST_LEAN = 8, 32  # mixes of two ZeRO stages with one number of blocks that are columns, evenly along their front
@@ -132,7 +132,8 @@ class RankColumns:
         found = [self.priced(self.table.get(self.frame, self.rank, num_blocks, zero), zero) for zero in self.stages]
         if len(self.stages) > 1:
             mixes = self._mixed(num_blocks)
-            found += [self.priced(mixes, zero, mixed=True) for zero in self.end_stages]
+            sums = sums_of(mixes, self.block)
+            found += [self.priced(mixes, zero, mixed=True, sums=sums) for zero in self.end_stages]
         return found
 
     def _mixed(self, num_blocks: int) -> Mixes:
@@ -157,32 +158,29 @@ class RankColumns:
         found: Array = np.asarray(step_copies / (1 + self.table.book.training.stack.allocator_share))
         return found
 
-    def priced(self, mixes: Mixes, zero: int, *, mixed: bool = False) -> Priced:
-        fixed, block = self.fixed[zero], self.block.of(mixes.options)
-        counts = mixes.counts
-        running = self.running(mixes, zero)
-        buffers = np.maximum(widest(counts, block.zero_buffer), fixed.zero_buffer)
-        held = fixed.states + counts @ block.states + self.stashes * mixes.saved_bytes + fixed.held
-        ideal = fixed.ideal_states + counts @ block.ideal_states + self.stashes * mixes.ideal_saved_bytes + fixed.ideal_held
+    def priced(self, mixes: Mixes, zero: int, *, mixed: bool = False, sums: Sums | None = None) -> Priced:
+        """The prices of mixes with embedding and head at stage `zero`; sums: of the mixes' blocks, where they are known."""
+        fixed, own = self.fixed[zero], sums or sums_of(mixes, self.block)
+        running = self.running(mixes, zero, own)
+        buffers = np.maximum(own.zero_buffer, fixed.zero_buffer)
+        held = fixed.states + own.states + self.stashes * mixes.saved_bytes + fixed.held
+        ideal = fixed.ideal_states + own.ideal_states + self.stashes * mixes.ideal_saved_bytes + fixed.ideal_held
         allocated = held + running + buffers
-        time_s = counts @ block.time_s + fixed.time_s + mixes.last_s
-        plain_s, ramp_s = self._plain_and_ramp(time_s, counts @ block.recompute_s, counts @ block.longer_s)
+        time_s = own.time_s + fixed.time_s + mixes.last_s
+        plain_s, ramp_s = plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, time_s, own.recompute_s, own.longer_s)
         apart = self._freed.apart_bytes(mixes, zero, running + buffers) if self._freed else 0.0
         return Priced(
-            mixes=mixes, zero=zero, mixed=mixed, time_s=time_s, tail_s=counts @ block.tail_s + fixed.tail_s, plain_s=plain_s, ramp_s=ramp_s,
-            allocated=allocated - apart + self._spare(fixed.step_copies + counts @ block.step_copies), redundant=allocated - ideal)
+            mixes=mixes, zero=zero, mixed=mixed, time_s=time_s, tail_s=own.tail_s + fixed.tail_s, plain_s=plain_s, ramp_s=ramp_s,
+            allocated=allocated - apart + self._spare(fixed.step_copies + own.step_copies), redundant=allocated - ideal)
 
-    def _plain_and_ramp(self, time_s: Array, recompute_s: Array, longer_s: Array) -> tuple[Array, Array]:
-        return plain_and_ramp(self.frame.schedule, self.rank, self.frame.mesh.pp, time_s, recompute_s, longer_s)
-
-    def running(self, mixes: Mixes, zero: int) -> Array:
+    def running(self, mixes: Mixes, zero: int, own: Sums | None = None) -> Array:
         """What the fullest moment holds beyond states and the most stashes (costmodels/moments.py)."""
-        fixed, block = self.fixed[zero], self.block.of(mixes.options)
-        saved, whole = mixes.saved_bytes, mixes.chunk_counts @ block.whole_saved
-        inside = self._temporaries(mixes.workspace_bytes, saved, mixes.chunk_counts @ block.waiting, fixed) + mixes.window_bytes
+        fixed, own = self.fixed[zero], own or sums_of(mixes, self.block)
+        saved, whole = mixes.saved_bytes, own.whole_saved
+        inside = self._temporaries(mixes.workspace_bytes, saved, own.waiting, fixed) + mixes.window_bytes
         if not self.frame.recomputes_ahead:
             return inside
-        alone = self._temporaries(widest(mixes.counts, block.whole_workspace), whole, np.zeros_like(saved), fixed)
+        alone = self._temporaries(widest(mixes.counts, self.block.of(mixes.options).whole_workspace), whole, np.zeros_like(saved), fixed)
         levels = [
             (one.stashes - self.stashes) * (saved + fixed.saved) + one.remade * (whole - saved) + (alone if one.alone else inside)
             for one in self._moments]

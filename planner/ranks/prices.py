@@ -14,7 +14,7 @@ from costmodels.occupancy import sent_bytes, stashes, zero_passes_bytes
 from costmodels.step import rank_edges, rank_receives
 from costmodels.strategy import Frame
 from planner.fronts import Array
-from planner.layers.mixes import column_of
+from planner.layers.mixes import Mixes, column_of, widest
 from planner.layers.plans import LayerOption
 from profiles.model import LayerKind
 
@@ -172,3 +172,32 @@ def unbeaten_options(block: PerBlock) -> tuple[LayerOption, ...]:
     alike = layout[:, None] == layout[None, :]
     beats = no_worse & alike & (~no_worse.T | (first[:, None] < first[None, :]))
     return tuple(option for option, beaten in zip(block.options, beats.any(axis=0), strict=True) if not beaten)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Costs of the blocks of mixes, by row; `waiting` and `whole_saved` are of the longest chunk, `zero_buffer` is the largest."""
+
+    time_s: Array
+    tail_s: Array
+    recompute_s: Array
+    longer_s: Array
+    states: Array
+    ideal_states: Array
+    step_copies: Array
+    waiting: Array
+    whole_saved: Array
+    zero_buffer: Array
+
+
+_OF_RANK = ("time_s", "tail_s", "recompute_s", "longer_s", "states", "ideal_states", "step_copies")
+
+
+def sums_of(mixes: Mixes, every: PerBlock) -> Sums:
+    """The sums over the blocks of mixes, whose options are among those of `every`."""
+    block = every.of(mixes.options)
+    totals = mixes.counts.astype(np.float64) @ np.stack([getattr(block, name) for name in _OF_RANK], axis=1)
+    chunk = mixes.chunk_counts.astype(np.float64) @ np.stack([block.waiting, block.whole_saved], axis=1)
+    return Sums(
+        **dict(zip(_OF_RANK, totals.T, strict=True)), waiting=chunk[:, 0], whole_saved=chunk[:, 1],
+        zero_buffer=widest(mixes.counts, block.zero_buffer))
