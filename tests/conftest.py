@@ -1,15 +1,19 @@
-"""What all tests share: the option that rewrites goldens, one thread of torch, and a heap that is not walked again."""
+"""What all tests share: the option that rewrites goldens, one thread of torch, Ctrl-C, and a heap that is not walked again."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 gc.disable()  # until all is collected: thousands of tests and torch are a heap that a third of the collection went into walking
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell starts so: tests interrupt, and so do what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
