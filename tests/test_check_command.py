@@ -97,7 +97,7 @@ def test_only_the_ranks_that_were_asked_for_are_run(tmp_path):
 
 @pytest.mark.parametrize(("change", "options", "message"), [
     pytest.param({}, ("--rank", "2"), "--rank 2: the plan has pipeline ranks 0 to 0", id="rank"),
-    pytest.param({"stages": ()}, (), "stages: they hold layers none", id="no-layers"),
+    pytest.param({"stages": ()}, (), "stages: there are 0, pp 1 x virtual_stages 1 are 1", id="no-layers"),
 ])
 def test_what_cannot_be_run_is_an_error_with_exit_code_2(tmp_path, change, options, message):
     result = run(dataclasses.replace(tiny(), **change), tmp_path, *options)

@@ -250,7 +250,7 @@ def test_a_negative_id_is_an_error(tmp_path):
 @pytest.mark.parametrize(("change", "message"), [
     pytest.param({"version": 9}, "version 9, this reads version 1", id="version"),
     pytest.param({"dtype": "uint8"}, "unknown dtype 'uint8'", id="type"),
-    pytest.param({"extra": 1}, "cannot read", id="an-unknown-key"),
+    pytest.param({"extra": 1}, "unknown key extra", id="an-unknown-key"),
 ])
 def test_what_lies_beside_a_file_is_checked(tmp_path, change, message):
     text, path = tmp_path / "text.txt", tmp_path / "tokens.bin"

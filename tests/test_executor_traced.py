@@ -15,7 +15,7 @@ from executor.traced.parity import run_module_plans, run_module_reference
 from executor.traced.rules import validate_module_plan
 from executor.traced.train import opened_of
 from executor.traced.values import open_values
-from planner.plan.module_plan import ModulePlan, from_document
+from planner.plan.module_plan import ModulePlan, ShardStage, from_document
 from planner.plan.plan import to_document
 from profiles.errors import ConfigError
 from profiles.module import ModuleSource
@@ -101,17 +101,36 @@ def test_a_shard_that_writes_into_its_input_is_not_run_again():
 
 
 @pytest.mark.parametrize(("change", "found"), [
-    pytest.param({"mesh": {"pp": 2, "dp": 1, "tp": 2}}, "how the operators of a traced module are divided", id="tp"),
+    pytest.param({"mesh": {"tp": 2}}, "how the operators of a traced module are divided", id="tp"),
     pytest.param({"training": {"global_batch_size": 5}}, "global_batch_size is 5", id="batch"),
-    pytest.param({"pipeline": {"schedule": "zbv", "virtual_stages": 2}}, "splits backward passes", id="split"),
-    pytest.param({"pipeline": {"schedule": "interleaved", "virtual_stages": 2}}, "virtual stages has them on", id="ranks"),
+    pytest.param({"pipeline": {"schedule": "interleaved", "virtual_stages": 2}}, "there are 2, pp 2 x virtual_stages 2 are 4", id="ranks"),
 ])
-def test_what_cannot_run_is_refused(plan, change, found):
+def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, found):
     body = to_document(plan)
     changed = {key: {**body[key], **values} for key, values in change.items()}
 
     with pytest.raises(ConfigError, match=found):
-        validate_module_plan(from_document({**body, **changed}, "plan"))
+        from_document({**body, **changed}, "plan")
+
+
+@pytest.mark.parametrize(("schedule", "actions", "ranks", "found"), [
+    pytest.param(Schedule.ZBV, (), (0, 1, 1, 0), "splits backward passes", id="zbv"),
+    pytest.param(Schedule.CUSTOM, ("0F0,0I0,0W0", "1F0,1I0,1W0"), (0, 1), "splits backward passes", id="split"),
+    pytest.param(Schedule.CUSTOM, ("1F0,1B0", "0F0,0B0"), (1, 0), "2 on ranks 1, 0; .* virtual stages has them on 0, 1", id="ranks"),
+])
+def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, found):
+    size = len(plan.shards) // len(ranks)
+    stages = tuple(ShardStage(rank=rank, first=k * size, end=(k + 1) * size, zero=0) for k, rank in enumerate(ranks))
+    pipeline = replace(plan.pipeline, schedule=schedule, virtual_stages=len(ranks) // 2, actions=tuple(map(_of_all_micro_batches, actions)))
+    whole = from_document(to_document(replace(plan, pipeline=pipeline, stages=stages)), "plan")
+
+    with pytest.raises(ConfigError, match=found):
+        validate_module_plan(whole)
+
+
+def _of_all_micro_batches(first: str) -> str:
+    """The actions of micro-batch 0, and then the same of the others."""
+    return ",".join(first.replace("0,", f"{n},")[:-1] + str(n) for n in range(4))
 
 
 def test_data_of_a_file_is_refused(plan, tmp_path):

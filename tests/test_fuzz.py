@@ -279,7 +279,7 @@ def test_a_command_ends_well_whatever_its_streams_are(server, seeds, surrounding
 
 
 def test_a_plan_is_written_where_standard_error_is_closed(server):
-    given = Input(kind="corpus", number=0, arguments=(*f"{TINY} --time-limit 1 -o p.yaml".split(),), stderr=Stream.CLOSED)
+    given = Input(kind="corpus", number=0, arguments=(*f"{TINY} --time-limit 60 -o p.yaml".split(),), stderr=Stream.CLOSED)
 
     ended = server.run(given, ("p.yaml",))
 

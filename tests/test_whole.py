@@ -95,7 +95,7 @@ def _at(body, path):
 @pytest.mark.parametrize(("name", "path", "value", "message"), [
     ("one-device", ("cluster", "nodes"), 7, "mesh: pp 1 x dp 1 x tp 1 has 1 ranks, the cluster has 7 devices, nodes 7 x 1"),
     ("tensor", ("mesh", "tp"), 1, "the cluster has 2 devices"),
-    ("one-device", ("pipeline", "virtual_stages"), 0, r"pipeline.virtual_stages is 0, it must be from 1 to 100,000"),
+    ("one-device", ("pipeline", "virtual_stages"), 0, r"pipeline.virtual_stages is 0, it must be from 1 to 4,096"),
     ("one-device", ("pipeline", "num_micro_batches"), 3, "3 micro-batches of 2 on dp 1 are 6 sequences, global_batch_size is 8"),
     ("interleaved", ("pipeline", "num_micro_batches"), 3, "interleaved needs micro-batches in multiples of the 2 pipeline ranks"),
     ("interleaved", ("stages", 0, "rank"), 1, "stages.0: rank is 1, schedule interleaved runs it on 0"),
@@ -106,11 +106,15 @@ def _at(body, path):
     ("one-device", ("stages", 0, "layers", 0, "plan"), "head", "the first layer must be the embedding"),
     ("one-device", ("stages", 0, "layers", 2, "blocks"), [0, 0], "embedding and head have no blocks"),
     ("pipeline", ("layer_plans", "A", "zero_ranks"), 3, "layer_plans.A: zero_ranks 3 does not divide dp 2"),
+    ("one-device", ("layer_plans", "A", "recompute"), ["fc9"], "layer_plans.A: recompute: it names fc9, the layer has norm1, qkv"),
+    ("one-device", ("layer_plans", "embedding", "keep_on_host"), ["fc1"], "keep_on_host: it names fc1, the layer has tokens"),
+    ("one-device", ("training", "seq_length"), 10**6, "training: seq_length is 1000000, the model learns 1024 positions"),
     ("one-device", ("predicted", "step_time_s", "value"), "1e999", "finite|predicted.step_time_s.value is inf"),
     ("one-device", ("predicted", "step_time_s", "value"), 1e200, r"predicted.step_time_s.value is 1e\+200, it must be from"),
     ("one-device", ("training", "global_batch_size"), 2**62, "global_batch_size is 4611686018427387904, it must be from 1 to 1,000,"),
     ("module", ("shards", 1, "first"), 4, "shards.1: it is operators 4 to 6, it must begin with 3"),
     ("module", ("mesh", "dp"), 1, "the cluster has 4 devices"),
+    ("module", ("mesh", "tp"), 2, "nothing says how the operators of a traced module are divided"),
 ])
 def test_the_error_names_the_parts_that_differ(name, path, value, message):
     body = to_document(PLANS[name]())

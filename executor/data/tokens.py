@@ -25,6 +25,7 @@ from profiles.schema import parse
 from profiles.units import MIB
 
 SIDECAR_VERSION = 1
+_FORBID = {"extra": "forbid"}
 _AGAIN = "write it again: plan tokenize"
 _OTHER_FILE = "check --output"
 TOKEN_TYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -34,6 +35,8 @@ PIECE = 4 * MIB  # characters or bytes of a document that are held at once; a lo
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
     """What `tokens.bin.json` says: `count` ids of `dtype`, none above `largest_id`, of a tokenizer with `vocab_size` ids."""
+
+    __pydantic_config__ = _FORBID
 
     version: int
     dtype: str

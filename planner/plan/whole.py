@@ -15,7 +15,8 @@ from costmodels.schedules import Schedule, legal, rank_of
 from profiles.errors import ConfigError, unknown_name_error
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
-from profiles.spec import TrainingSpec
+from profiles.spec import Positions, TrainingSpec
+from profiles.transformer import build_graph
 
 if TYPE_CHECKING:
     from planner.plan.module_plan import ModulePlan
@@ -33,8 +34,13 @@ def require_whole(plan: Plan, where: str) -> None:
     reason = illegal_expert_parallel(plan.mesh, plan.model)
     if reason:
         raise _unfit(where, "mesh", reason)
+    if plan.model.positions is Positions.LEARNED and plan.training.seq_length > plan.model.max_seq_length:
+        raise _unfit(
+            where, "training", f"seq_length is {plan.training.seq_length}, the model learns {plan.model.max_seq_length} positions")
+    graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
     for name, layer_plan in plan.layer_plans.items():
-        _require_layer_plan(layer_plan, plan.mesh, f"{where}: layer_plans.{name}")
+        operators = [operator.name for operator in graph.layer_class(layer_plan.layer).operators]
+        _require_layer_plan(layer_plan, plan.mesh, operators, f"{where}: layer_plans.{name}")
     if plan.mesh.tp == 1 and plan.pipeline.tp_overlap:
         raise _unfit(where, "pipeline", f"tp_overlap is {plan.pipeline.tp_overlap}, the mesh has tp 1")
     _require_layers(plan.stages, plan.layer_plans, plan.model.num_layers, where)
@@ -51,9 +57,9 @@ def require_whole_module(plan: ModulePlan, where: str) -> None:
     """The same of a plan for a traced module, whose stages are runs of shards."""
     _require_gapless("shards", [(found.first, found.end) for found in plan.shards], plan.traced.num_operators, "operators", where)
     _require_gapless("stages", [(found.first, found.end) for found in plan.stages], len(plan.shards), "shards", where)
-    _require_frame(plan.cluster, plan.training, plan.mesh, plan.pipeline, [stage.rank for stage in plan.stages], where)
     if plan.mesh.tp > 1 or plan.mesh.ep > 1:
         raise _unfit(where, "mesh", f"it is {plan.mesh}, nothing says how the operators of a traced module are divided")
+    _require_frame(plan.cluster, plan.training, plan.mesh, plan.pipeline, [stage.rank for stage in plan.stages], where)
     for index, stage in enumerate(plan.stages):
         if stage.zero not in range(4):
             raise ConfigError(f"{where}: stages.{index}: zero is {stage.zero}, it must be 0, 1, 2 or 3", hint=_AGAIN)
@@ -111,10 +117,14 @@ def _require_rank(rank: int, pp: int, what: str) -> None:
         raise ConfigError(f"{what} is {rank}, the mesh has pp {pp}", hint=_AGAIN)
 
 
-def _require_layer_plan(layer_plan: LayerPlan, mesh: Mesh, where: str) -> None:
-    """Raises ConfigError unless a layer plan is one of ranks of this mesh."""
+def _require_layer_plan(layer_plan: LayerPlan, mesh: Mesh, operators: list[str], where: str) -> None:
+    """Raises ConfigError unless a layer plan is one of ranks of this mesh, and names operators of its layer alone."""
     if layer_plan.zero and layer_plan.zero_ranks is not None and mesh.dp % layer_plan.zero_ranks:
         raise ConfigError(f"{where}: zero_ranks {layer_plan.zero_ranks} does not divide dp {mesh.dp}", hint=_AGAIN)
+    for key, names in (("recompute", layer_plan.recompute), ("keep_on_host", layer_plan.keep_on_host)):
+        unknown = next((name for name in names if name not in operators), None)
+        if unknown is not None:
+            raise _unfit(where, key, f"it names {unknown}, the layer has {', '.join(operators)}")
 
 
 def _require_layers(stages: Iterable[StagePlan], known: Mapping[str, LayerPlan], num_layers: int, where: str) -> None:
