@@ -24,7 +24,7 @@ from planner.ranks.columns import RankColumns
 from planner.ranks.mix_table import MixTable
 from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions
-from planner.search import WORTH_PROVING, find_plan
+from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.measured import machine_for
