@@ -203,7 +203,7 @@ _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_fi
 @option(BASELINES, "--baseline", type=List(click.STRING), default="megatron", show_default=True, metavar="NAME,..",
         help="Of megatron (with megatron-defaults and megatron-guide), zero-1, zero-2, zero-3, fsdp, all.")
 @asked
-@option(AIM, "--objective", type=click.Choice(("throughput", "memory")), default="throughput", show_default=True,
+@option(AIM, "--objective", type=click.Choice(("throughput", "memory", "peak")), default="throughput", show_default=True,
         help="Of our side, where no plan file is given.")
 @searching
 @as_json

@@ -52,7 +52,7 @@ tracing = together(
 )
 searching = together(
     option(AIM, "--max-slowdown", type=Number(), metavar="SHARE",
-           help="Of the memory objective, over the fastest: without the host, where that fits. [default: 0.1]"),
+           help="Of the objectives memory and peak, over the fastest: without the host, where that fits. [default: 0.1]"),
     option(AIM, "--memory-margin", type=Number(), metavar="SHARE", help="Of each device, kept free. [default: from measured runs]"),
     option(AIM, "--memory-limit", metavar="SIZE", help="What a plan may fill of a device, such as 72GiB; replaces the margin."),
     option(PINS, "--pp", type=List(Whole("pp")), metavar="N,..", help="Pipeline stages allowed."),
@@ -82,9 +82,10 @@ searching = together(
     option(SEARCH, "--solver", type=click.Choice(("cbc", "highs")), default="cbc", show_default=True, help="MILP solver."),
 )
 aim = together(
-    option(AIM, "--objective", type=click.Choice(("throughput", "memory", "pareto")), default="throughput", show_default=True,
-           help="Fastest step, least redundant memory within --max-slowdown, or the front of time and memory. Memory is that of the "
-                "GPUs: the host takes states off them as --offload allows, never to hold more than without it."),
+    option(AIM, "--objective", type=click.Choice(("throughput", "memory", "peak", "pareto")), default="throughput", show_default=True,
+           help="Fastest step; within --max-slowdown of it the least redundant memory, or the least peak of the fullest GPU; or the "
+                "front of time and memory. Memory is that of the GPUs: the host takes states off them as --offload allows, "
+                "never to hold more than without it."),
     option(AIM, "--points", type=Whole("num_points"), metavar="N", help="Of the pareto objective, about how many plans. [default: 16]"),
 )
 explaining = option(SEARCH, "--explain", is_flag=True, help="Also say which candidates were not searched, and why.")

@@ -48,6 +48,11 @@ class Deadline:
         if self.has_ended:
             raise OutOfTimeError("the time limit was over before there was an answer", hint="give it a longer --time-limit, or pin more")
 
+    def require_left(self) -> None:
+        """Raises OutOfTimeError where whatever has an answer stops with it: for steps that only make an answer better."""
+        if self.is_over:
+            raise OutOfTimeError("the time limit was over before there was a better answer", hint="give it a longer --time-limit")
+
     def solver_limit_s(self, least_s: float, most_s: float) -> float:
         """What one solve may take: the time left, at least `least_s` as long as that is before the end, and at most `most_s`."""
         now_s = self.clock()

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from planner.descent import halve_in
 from planner.infeasible.shortfall import infeasible_error, least_peak_bytes, limit_bytes
 from planner.plan.plan import Plan, host_gib
 from planner.plan.prediction import FrontPoint, Objective
@@ -312,17 +313,19 @@ def _tighten(walk: _Walk, peak_bytes: int, least_bytes: int, num_limits: int) ->
 
 def _least_peak(walk: _Walk, guess_bytes: int, high_bytes: int) -> None:
     """Keep the fastest plan at the least peak that a search reaches, to 1 MiB: at the guess, else by bisection."""
-    low_bytes, guesses, best = walk.nothing_within_bytes or 0, [guess_bytes + MIB // 2, guess_bytes - MIB // 2], None
+    best: Plan | None = None
+
+    def probe(within_bytes: float) -> int | None:
+        nonlocal best
+        found = walk.fastest(int(within_bytes), keep=False)
+        if found is None:
+            return None
+        best = found.plan
+        return _peak_bytes(found.plan)
+
+    guesses = guess_bytes + MIB // 2, guess_bytes - MIB // 2
     try:
-        while high_bytes - low_bytes > MIB:
-            within_bytes = guesses.pop(0) if guesses else (low_bytes + high_bytes) // 2
-            if not low_bytes < within_bytes < high_bytes:
-                continue
-            found = walk.fastest(within_bytes, keep=False)
-            if found is None:
-                low_bytes = within_bytes
-            else:
-                best, high_bytes = found.plan, _peak_bytes(found.plan)
+        halve_in(walk.nothing_within_bytes or 0, high_bytes, probe, guesses, enough=lambda high: high - MIB)
     finally:
         if best is not None:
             walk.found.append(best)

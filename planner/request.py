@@ -94,7 +94,7 @@ DEFAULT_MAX_SLOWDOWN = 0.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """How to search. `max_slowdown` bounds the memory objective; `memory_limit_bytes` replaces capacity minus margin.
+    """How to search. `max_slowdown` bounds the objectives memory and peak; `memory_limit_bytes` replaces capacity minus margin.
 
     memory_margin: share of the device kept free; None for what the measured runs of the stack ask for (planner/band.py)
     deadline: of all that is done with these options together
@@ -117,7 +117,7 @@ class SearchOptions:
 class Progress:
     """Where a pass of the search stands: candidates finished of all, the best value so far and the proven bound.
 
-    Seconds while `objective` is throughput, bytes of redundancy while it is memory.
+    Seconds while `objective` is throughput, bytes of redundancy while it is memory, of the fullest device while it is peak.
     """
 
     objective: Objective

@@ -14,26 +14,24 @@ from typing import Any
 
 from costmodels.memory import ideal_states
 from costmodels.schedules import Schedule
-from costmodels.step import StepPrice, bubble_share, price_step
+from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble, runner_up
-from planner.frames.bounds import ahead_bound_s, in_reach, redundancy_bound_bytes
+from planner.frames.bounds import ahead_bound_s, in_reach
 from planner.frames.branch import REPLAYED, Answer, Outcome, best_of, branch, worth_replaying
-from planner.frames.faults import can_place, failure_text
+from planner.frames.faults import failure_text
 from planner.frames.space import Space
 from planner.host_leanest import Lean, search_leanest_on_host
 from planner.infeasible.shortfall import infeasible_error
+from planner.leanest import then_leanest
+from planner.one_frame import certify, fastest_choice, relaxed_bound_s
+from planner.peak import LeastPeak, least_peak
 from planner.plan.plan import Plan
 from planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from planner.ranks.blocks import to_strategy
-from planner.ranks.columns import Column
-from planner.ranks.master import Master, lower_bound_s
-from planner.ranks.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
-from planner.ranks.prices import tied_ends
 from planner.replay import replay
 from planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from planner.session import INFINITY, ROUNDING, Prices, Session, Solved
-from planner.solver import Unsolved
 from profiles.errors import InfeasibleError, OutOfTimeError, SolverError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
@@ -41,7 +39,6 @@ from profiles.units import GIB
 
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program
 SLACK = 0.02  # of the memory limit
-SOLVED_TO = 1e-7  # relative: the solver's own tolerance on an optimum
 Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions], InfeasibleError]
 
 
@@ -68,7 +65,7 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> tuple[Outcome[
     A schedule that only moves recompute has no plan below what 1F1B takes with the same layers and none of it: where 1F1B
     already does, it need not be solved, and where it is not faster it need not be replayed.
     """
-    num_layers, limit, prices = session.book.model.num_layers, session.limit_bytes, session.prices
+    limit, prices = session.limit_bytes, session.prices
     values_s: dict[Frame, float] = {}
     relaxed_values_s: dict[Frame, float] = {}
     open_: list[Frame] = []  # whose relaxation is below the cut
@@ -81,22 +78,15 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> tuple[Outcome[
             if prices.least_s(frame, limit) >= cut_s:
                 return None
         relaxed = session.relaxed(frame, cut_s)
-        share = bubble_share(frame, prices.book)
-        relaxed_s = lower_bound_s(frame, relaxed, num_layers, share) if relaxed else None
-        relaxed_values_s[frame] = min(relaxed_s or 0.0, cut_s)  # what takes longer than the cut is not among the columns
-        prices.raise_bound(frame, limit, cut_s if relaxed_s is None else min(relaxed_s, cut_s))
-        if relaxed is None or relaxed_s is None or relaxed_s >= cut_s:
+        relaxed_s = relaxed_bound_s(frame, relaxed, session)
+        # What takes longer than the cut is not among the columns.
+        relaxed_values_s[frame] = 0.0 if relaxed_s == INFINITY else min(relaxed_s, cut_s)
+        prices.raise_bound(frame, limit, min(relaxed_s, cut_s))
+        if relaxed is None or relaxed_s >= cut_s:
             return None
         open_.append(frame)
-        counts = [{column.num_blocks for column in columns} for columns in relaxed]
-        options = session.columns(frame, lambda rank, count: rank.fastest(count, limit), cut_s, counts)
-        least_s = lower_bound_s(frame, options, num_layers, share) if options else None
-        if options is None or least_s is None or least_s >= cut_s:
-            return None
-        master = Master(frame, options, num_layers, tied=session.book.tied, share=share)
-        choice = master.fastest(session.options.solver, session.solver_limit_s())
+        choice = fastest_choice(frame, relaxed, cut_s, session)
         if choice is None:
-            _require_infeasible(frame, options, session)
             return None
         found = Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
         if frame.recomputes_ahead and found.value >= values_s.get(usual, INFINITY):
@@ -127,75 +117,8 @@ def _proven_s(frames: Sequence[Frame], open_: Sequence[Frame], best_s: float, sh
     with suppress(OutOfTimeError):  # what is not certified keeps its bound
         for frame in open_:
             if simulated_s(frame) < min(others_s, best_s * (1 - WORTH_PROVING)):
-                _certify(frame, best_s / (share if frame.mesh.pp > 1 else 1.0), session)
+                certify(frame, best_s / (share if frame.mesh.pp > 1 else 1.0), session)
     return min(best_s, others_s, *(simulated_s(frame) for frame in possible))
-
-
-def _certify(frame: Frame, best_s: float, session: Session) -> None:
-    """Raise the bound of a frame, up to `best_s`: to the master over relaxed columns.
-
-    Its optimum is below every way to choose an option and a ZeRO stage for each layer by itself that is below `best_s`.
-    """
-    if session.left_s() <= 0:
-        return
-    try:
-        least_s = max(_averages_s(frame, best_s, session, plain=plain) for plain in (False, True)[: 1 + frame.recomputes_ahead])
-    except (Unsolved, SolverError):  # the bound stays as it is
-        return
-    session.prices.raise_bound(frame, session.limit_bytes, min(best_s, least_s * (1 - SOLVED_TO)))
-
-
-def _averages_s(frame: Frame, best: float, session: Session, *, plain: bool) -> float:
-    """The least seconds of `frame` over averages of its relaxed columns, `best` where none is below it, zero where nothing is proven."""
-    relaxed, share, num_layers = session.relaxed(frame, best, plain=plain), bubble_share(frame, session.book), session.book.model.num_layers
-    if relaxed is None or lower_bound_s(frame, relaxed, num_layers, share) is None:
-        return best
-    master = Master(frame, relaxed, num_layers, tied=session.book.tied, share=share)
-    return master.bound_s(session.options.solver, session.solver_limit_s()) or 0.0
-
-
-def _require_infeasible(frame: Frame, options: Sequence[Sequence[Column]], session: Session) -> None:
-    """Raises SolverError when what the solver calls infeasible has a solution: the frame must not pass for one that does not fit."""
-    if can_place(options, session.book.model.num_layers, tied=session.book.tied and bool(tied_ends(frame))):
-        raise SolverError(f"{session.options.solver} calls a problem infeasible that is not", hint="use the other --solver")
-
-
-def _search_leanest(frames: Sequence[Frame], fastest: Solved, session: Session) -> Outcome[Solved]:
-    num_layers, slowest_s = session.book.model.num_layers, fastest.value * (1 + session.options.max_slowdown) * (1 + ROUNDING)
-
-    def solve(frame: Frame, bound: float, cut: float, _: float) -> Solved | None:
-        options = session.columns(frame, lambda rank, count: session.prices.lean_columns(rank, count, session.limit_bytes), slowest_s)
-        if options is None:
-            return None
-        share = bubble_share(frame, session.book)
-        least_s, least = lower_bound_s(frame, options, num_layers, share), columns_redundancy_bound_bytes(frame, options, num_layers)
-        if least_s is None or least is None or least_s > slowest_s or least >= cut:
-            return None
-        master = Master(frame, options, num_layers, tied=session.book.tied, share=share)
-        choice = master.leanest(slowest_s, session.options.solver, session.solver_limit_s())
-        if choice is None:
-            return None
-        return Solved(frame, choice, choice.redundant_bytes, choice.redundant_bytes if choice.proven else max(bound, least))
-
-    bounded = (
-        (redundancy_bound_bytes(frame, session.table), frame)
-        for frame in frames
-        if session.prices.may_fit(frame, session.limit_bytes) and session.prices.least_s(frame, session.limit_bytes) <= slowest_s)
-    return branch(
-        Objective.MEMORY, bounded, solve, best_of, left_s=session.left_s, on_progress=session.on_progress, known=_as_memory(fastest))
-
-
-def _then_leanest(first: Outcome[Solved], frames: Sequence[Frame], session: Session) -> Outcome[Solved]:
-    """The second pass of the memory objective: it is proven only if the first is, which the slowdown is measured by."""
-    if first.interrupted:
-        return Outcome((_as_memory(first.solved[0]),), 0.0, finished=False, interrupted=True, failures=first.failures)
-    second = _search_leanest(frames, first.solved[0], session)
-    return replace(second, finished=first.finished and second.finished, failures=first.failures + second.failures)
-
-
-def _as_memory(fastest: Solved) -> Solved:
-    """The fastest plan as an answer to the memory objective, with nothing proven about it."""
-    return Solved(fastest.frame, fastest.choice, fastest.choice.redundant_bytes, 0.0)
 
 
 def search(
@@ -221,8 +144,10 @@ def search(
     if not outcome.solved:
         return None
     fastest = outcome.solved[0]
+    if objective is Objective.PEAK:
+        return _search_least_peak(outcome, session)
     if objective is Objective.MEMORY:
-        outcome = _then_leanest(outcome, space.frames, session)
+        outcome = then_leanest(outcome, space.frames, session)
     replayed = replay(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
         return search(prices, objective, options, on_progress, slack=slack + SLACK)
@@ -233,6 +158,37 @@ def search(
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
     plan = assemble(strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice))
     return Found(plan, fastest, outcome.interrupted, best, strategy, price)
+
+
+def _search_least_peak(first: Outcome[Solved], session: Session) -> Found:
+    """The plan whose fullest device holds least within the slowdown of the fastest, and then the fastest that holds no more."""
+    frames, fastest = session.prices.space.frames, first.solved[0]
+    least = least_peak(frames, first, session)
+    inner, outcome = session.within(least.peak_bytes), Outcome((least.best,), 0.0, finished=least.finished, interrupted=least.interrupted)
+    if not (least.interrupted or session.deadline.is_over):
+        with suppress(OutOfTimeError, SolverError):  # what was found stands
+            outcome = _fastest_within(least, frames, fastest.value * session.slowdown, inner)
+    while not (replayed := replay(outcome, Objective.THROUGHPUT, inner)):  # the exact schedules of the chunks need more
+        inner = session.within(inner.limit_bytes * (1 + SLACK))
+    (best, strategy, price), *others = replayed
+    peak_bytes = max(memory.total for memory in price.memory)
+    outcome = replace(outcome, finished=first.finished and outcome.finished, failures=(*first.failures, *least.failures, *outcome.failures))
+    bound_bytes = min(least.bound_bytes, peak_bytes)
+    record = replace(
+        _record(Objective.PEAK, best, fastest, outcome, session.prices.space), value=round(peak_bytes / GIB, 6),
+        bound=round(bound_bytes / GIB, 6), gap=round(1 - bound_bytes / peak_bytes, 6),
+        runners_up=tuple(runner_up(strategy, price) for _, strategy, price in others))
+    plan = assemble(strategy, price, record, inner.book_of(best.choice))
+    return Found(plan, fastest, outcome.interrupted, best, strategy, price)
+
+
+def _fastest_within(least: LeastPeak, frames: Sequence[Frame], slowest_s: float, inner: Session) -> Outcome[Solved]:
+    """The fastest choices within the least peak, as far as the slowdown allows them: the one that was found among them."""
+    outcome, _ = _search_fastest(frames, inner)
+    solved = [one for one in outcome.solved if one.value <= slowest_s]
+    if all(one.frame != least.best.frame for one in solved):
+        solved = sorted([*solved, least.best], key=lambda one: one.value)
+    return replace(outcome, solved=tuple(solved), finished=outcome.finished and least.finished)
 
 
 def search_leaner(prices: Prices, found: Found, options: SearchOptions, on_progress: OnProgress | None = None) -> Found:
@@ -274,7 +230,7 @@ def find_plan(
     constraints: Constraints | None = None, options: SearchOptions | None = None, on_progress: OnProgress | None = None,
     explain: Explain = infeasible_error,
 ) -> Plan:
-    """The best plan to train `model` on `cluster`: the fastest, or the one with least redundant memory within a slowdown.
+    """The best plan to train `model` on `cluster`: the fastest, or within a slowdown the least redundant, or the one with the least peak.
 
     Raises ConfigError when no mesh is legal, the error that `explain` makes when nothing fits (an InfeasibleError that
     says what is missing; `planner.report.relaxations.explained_error` also says what would fit), SolverError, and OutOfTimeError where

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from costmodels.book import PriceBook
 from costmodels.chunks.price import Chunking
@@ -112,6 +113,16 @@ class Session:
         limit = limit_bytes(prices.book.machine.cluster, prices.book.training.stack, options)
         self.book, self.limit_bytes = prices.book.within(Chunking(limit_bytes=limit)), limit * (1 - slack)
         self.deadline = options.deadline
+
+    @property
+    def slowdown(self) -> float:
+        """How many times the fastest step a plan of another objective may take."""
+        return (1 + self.options.max_slowdown) * (1 + ROUNDING)
+
+    def within(self, limit_bytes: float) -> Session:
+        """The same search where a plan may fill so many bytes of a device."""
+        options = replace(self.options, memory_limit_bytes=ceil(limit_bytes / (1 - self.slack)))
+        return Session(self.prices, options, self.on_progress, self.slack)
 
     def left_s(self) -> float:
         """Seconds until the time limit, negative after it, infinite without one."""

@@ -235,7 +235,7 @@ def all_assumed(question: Assuming, options: Options, how: SearchOptions) -> tup
     if options["memory_margin"] is None and options["memory_limit"] is None:
         stack = question.training.stack
         assumed += (f"--memory-margin {memory_margin(stack, how):g} ({margin_text(stack)})",)
-    if options["objective"] == Objective.MEMORY and options["max_slowdown"] is None:
+    if options["objective"] in (Objective.MEMORY, Objective.PEAK) and options["max_slowdown"] is None:
         assumed += (f"--max-slowdown {how.max_slowdown}",)
     return assumed
 
@@ -340,7 +340,7 @@ def require_front(options: Options) -> None:
     if output == Path("-"):
         raise ConfigError("--output - is one plan, a front is several", hint="leave out --output for plan-01.yaml, ..., or use --json")
     if options["max_slowdown"] is not None:
-        raise ConfigError("--max-slowdown is for --objective memory, a front goes through many", hint="leave it out")
+        raise ConfigError("--max-slowdown is for --objective memory or peak, a front goes through many", hint="leave it out")
     for path in (output, *plan_paths(output, 1)):  # a point's name is longer
         require_writable(path, hint="choose another file with --output")
     if options["plot"] is not None:

@@ -20,6 +20,7 @@ _FORBID = {"extra": "forbid"}
 class Objective(StrEnum):
     THROUGHPUT = "throughput"
     MEMORY = "memory"
+    PEAK = "peak"
 
 
 class Status(StrEnum):
@@ -215,7 +216,7 @@ class FrontPoint:
 class SearchRecord:
     """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower `bound`, their `gap`.
 
-    `fastest_step_time_s` is the closed form of the fastest plan, which the memory objective's slowdown is measured by.
+    `fastest_step_time_s` is the closed form of the fastest plan, which the slowdown of the objectives memory and peak is measured by.
     front: where the plan is on a front (planner/pareto.py), None for the plan of a single search
     solver_failure: on how many candidates the solver failed, and how; None when it did not
     """

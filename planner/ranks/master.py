@@ -130,19 +130,24 @@ class Master:
         least = self._solve(solver, time_limit_s)
         if least is None:
             return None
-        self.problem.require(self.redundant_mib <= _slackened(least.redundant_bytes / MIB), "C6_redundancy")  # type: ignore[operator]
-        self.problem.minimize(self.time_us)
         try:
-            best = self._solve(solver, time_limit_s)
+            best = self.fastest_of_redundancy(least.redundant_bytes, solver, time_limit_s)
         except Unsolved:
             best = None
         if best is None:  # out of time, or the solver's own tolerance on (C5) and (C6): the first answer stands
             return replace(least, proven=False)
         return Choice(best.columns, best.step_s, best.redundant_bytes, proven=least.proven and best.proven)
 
+    def fastest_of_redundancy(self, redundant_bytes: float, solver: SolverName, time_limit_s: float | None = None) -> Choice | None:
+        """The fastest of the choices with so many redundant bytes at most, or None where there is none."""
+        self.problem.require(self.redundant_mib <= slackened(redundant_bytes) / MIB, "C6_redundancy")  # type: ignore[operator]
+        self.problem.minimize(self.time_us)
+        return self._solve(solver, time_limit_s)
 
-def _slackened(value: float) -> float:
-    return value + TOLERANCE * max(1.0, abs(value))
+
+def slackened(redundant_bytes: float) -> float:
+    """Redundant bytes that count as equal to `redundant_bytes` (C6)."""
+    return redundant_bytes + TOLERANCE * max(MIB, abs(redundant_bytes))
 
 
 def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, share: float | None = None) -> float | None:

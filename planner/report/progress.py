@@ -17,13 +17,14 @@ from planner.request import OnProgress, Progress
 from profiles.profiler import progress as profiling
 from profiles.units import format_bytes, format_seconds
 
+_PASSES = {Objective.THROUGHPUT: "fastest", Objective.MEMORY: "leanest", Objective.PEAK: "least peak"}
 
 class _Search:
-    """One bar for each pass of a search: the memory objective looks for the fastest plan first."""
+    """One bar for each pass of a search: every objective looks for the fastest plan first."""
 
     def __init__(self, bar: Bar) -> None:
         self._bar = bar
-        self._tasks = {Objective.THROUGHPUT: self._start("fastest")}
+        self._tasks = {Objective.THROUGHPUT: self._start(_PASSES[Objective.THROUGHPUT])}
 
     def _start(self, name: str) -> TaskID:
         return self._bar.add_task(name, total=None, found="bounding the candidates")
@@ -31,7 +32,7 @@ class _Search:
     def update(self, progress: Progress) -> None:
         """Take the news of the search."""
         if progress.objective not in self._tasks:
-            self._tasks[progress.objective] = self._start("leanest")
+            self._tasks[progress.objective] = self._start(_PASSES[progress.objective])
         self._bar.update(self._tasks[progress.objective], completed=progress.done, total=progress.total, found=_found(progress))
 
 
@@ -54,7 +55,7 @@ class _Front:
 
 
 def _found(progress: Progress) -> str:
-    text = format_bytes if progress.objective is Objective.MEMORY else format_seconds
+    text = format_seconds if progress.objective is Objective.THROUGHPUT else format_bytes
     best = "no plan yet" if progress.incumbent is None else f"best {text(progress.incumbent)}"
     return best if progress.bound is None else f"{best}, at least {text(progress.bound)}"
 

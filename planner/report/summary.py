@@ -211,9 +211,10 @@ def proof(plan: AnyPlan, context: Context) -> tuple[str, str, str]:
     took = "" if context.elapsed_s is None else f", {context.elapsed_s:.1f} s"
     counts = f"{search.candidates.considered:,} candidates: {search.candidates.pruned:,} pruned, {search.candidates.solved:,} solved{took}"
     gap = f"gap {percent(search.gap)}"
-    if search.objective is Objective.MEMORY:
+    if search.objective is not Objective.THROUGHPUT:
         slower = plan.predicted.step_time_s.value / search.fastest_step_time_s - 1
         of_what = "one copy and redundancy" if max(memory.host for memory in plan.predicted.memory_gib) else "the redundancy"
+        of_what = "the fullest GPU's peak" if search.objective is Objective.PEAK else of_what
         gap, counts = f"{gap} of {of_what}", f"{percent(slower)} slower than the fastest; {counts}"
     if search.status is Status.OPTIMAL:
         return "proven", gap, counts
