@@ -123,6 +123,13 @@ def run_command(main: Callable[..., Any], args: Sequence[str] | None = None, *, 
 
     What it prints may be lost, but not what it does: a stdout that cannot be written is said after everything else.
     """
+    try:
+        return _run(main, args, speaks=speaks, **kwargs)
+    except KeyboardInterrupt:  # before the command began, or after it ended
+        return INTERRUPTED
+
+
+def _run(main: Callable[..., Any], args: Sequence[str] | None, *, speaks: bool, **kwargs: Any) -> int:
     stay_offline()
     with sturdy_streams() as streams:
         try:
@@ -160,10 +167,16 @@ def _printed(streams: Streams, code: int) -> int:
 
 
 def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:
-    """Say what went wrong and what to do, and give the exit code."""
+    """Say what went wrong and what to do, and give the exit code. What a message quotes of a file stays on its line."""
     if speaks:
-        click.echo(f"error: {message}\nhint: {hint}", err=True)
+        lines = (escaped(line) for line in hint.splitlines() or [""])
+        click.echo(f"error: {escaped(message)}\nhint: " + "\n".join(lines), err=True)
     return code
+
+
+def escaped(text: str) -> str:
+    """The text with its control characters as escapes, which a terminal would obey."""
+    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode("ascii") for character in text)
 
 
 def _usage(error: click.ClickException) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import click
 import pytest
 
 import cli
-from cli_style import run_command
+from cli_style import fail, run_command
 
 ROOT = Path(__file__).resolve().parent.parent
 ESTIMATE = ("estimate", "--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "1", "-o", "plan.yaml")
@@ -147,3 +147,18 @@ def test_a_share_that_is_no_number_is_one_error(option, capsys):
     assert run_command(cli.main, ["--model", "gpt-tiny", "--gpus", "1", option, "nan"], prog_name="plan") == 2
 
     assert f"'{option}': nan is not a finite number" in capsys.readouterr().err
+
+
+def test_what_a_message_quotes_of_a_file_stays_on_its_line_and_reaches_no_terminal(capsys):
+    assert fail("unknown key a\nb\x1b[2J", "known keys: c\n  d", 2) == 2
+
+    assert capsys.readouterr().err == "error: unknown key a\\nb\\x1b[2J\nhint: known keys: c\n  d\n"
+
+
+def test_ctrl_c_before_a_command_begins_is_130(monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cli_style.stay_offline", interrupted)
+
+    assert run_command(lambda *args, **kwargs: 0, []) == 130

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.fuzzing.inputs import Ended, Input, Program, Stream
 
-FINE = (0, 2, 3, 4, 130)
+FINE = (0, 2, 3, 4, 5, 130)
 WITH_ERROR = (2, 3, 4)
 READER_LEFT = (120, 141)  # what a pipe without a reader may end in
 _FRAME = re.compile(r'^  File "([^"]+)", line (\d+),? in (\S+)', re.MULTILINE)
