@@ -34,7 +34,7 @@ from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.baselines.optimum import fastest, leanest
 from planner.baselines.space import data_parallel_frames, megatron_frames, megatron_meshes, strategies
-from planner.frames.space import divisors, illegal_tensor_parallel
+from planner.frames.space import illegal_tensor_parallel
 from planner.infeasible.shortfall import limit_bytes
 from planner.options.options import Asked, question
 from planner.plan.plan import frame_of
@@ -43,6 +43,7 @@ from planner.report.text import print_table, say
 from planner.reprice import reprice
 from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
+from profiles.divisors import divisors
 from profiles.errors import InfeasibleError
 from profiles.measured import machine_for
 from profiles.units import GIB, gib

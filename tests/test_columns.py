@@ -167,6 +167,21 @@ def test_the_smallest_column_has_the_least_memory_of_all(seed):
         assert RankColumns(0, frame, MixTable(book, PINS)).smallest(layers).memory_bytes == pytest.approx(least, rel=1e-12)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_whole_end_of_a_tied_embedding_does_not_stand_in_for_a_sharded_one(rank):
+    """The other rank's must be alike, and there the sharded one may be the faster."""
+    book = random_instance(0).book()
+    assert book.tied
+    frame = next(one for one in frames_of(random_instance(0)) if one.mesh == Mesh(pp=2, dp=2, tp=1) and one.num_micro_batches == 2)
+    columns = RankColumns(rank, frame, MixTable(book, PINS))
+    for sharded in (False, True):
+        every = [priced for priced in columns.candidates(1) if (priced.zero > 0) == sharded]
+        least_s = min((frame.num_micro_batches * priced.time_s + priced.tail_s).min() for priced in every)
+        found = [column for column in columns.fastest(1, UNLIMITED) if (column.zero > 0) == sharded]
+
+        assert min(frame.num_micro_batches * c.time_s + c.tail_s for c in found) == pytest.approx(least_s, rel=1e-12)
+
+
 def same_zero_of_ends(strategy):
     return strategy.stages[0][0].zero == strategy.stages[-1][-1].zero
 

@@ -10,7 +10,6 @@ import pytest
 from costmodels.recompute import Recompute
 from planner.compare import compare
 from planner.deadline import GRACE_S, NEVER, Deadline, deadline_after
-from planner.frames.space import divisors
 from planner.infeasible import shortfall
 from planner.infeasible.shortfall import least_peak_bytes, smallest_cluster
 from planner.largest import Asking, find_largest, members
@@ -20,6 +19,7 @@ from planner.report.relaxations import explained_error
 from planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
+from profiles.divisors import divisors
 from profiles.errors import ConfigError, InfeasibleError, OutOfTimeError
 from profiles.spec import TrainingSpec
 from profiles.units import GIB, MIB

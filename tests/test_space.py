@@ -14,9 +14,10 @@ from costmodels.mesh import Mesh
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame
 from planner.deadline import deadline_after
-from planner.frames.space import MAX_MICRO_BATCH_SIZE, describe, divisors, enumerate_space, illegal_frame, illegal_tensor_parallel
+from planner.frames.space import MAX_MICRO_BATCH_SIZE, describe, enumerate_space, illegal_frame, illegal_tensor_parallel
 from planner.request import Constraints, SearchOptions
 from profiles.catalog import load_cluster, load_model, with_gpus
+from profiles.divisors import divisors
 from profiles.errors import ConfigError
 from profiles.spec import TrainingSpec
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from costmodels.mesh import Mesh, illegal_expert_parallel
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame, Strategy
-from planner.frames.space import MAX_MICRO_BATCH_SIZE, divisors, expert_degrees, illegal_frame, illegal_tensor_parallel
+from planner.frames.space import MAX_MICRO_BATCH_SIZE, expert_degrees, illegal_frame, illegal_tensor_parallel
 from planner.options.options import Question
 from planner.request import Constraints
+from profiles.divisors import divisors
 from profiles.model import LayerKind
 
 

@@ -3,7 +3,8 @@
     with Server(torch=False) as server:
         ended = server.run(given)
 
-The server is `python -m benchmarks.fuzzing.server`; requests and answers are pickles on its standard input and output.
+The server is `python -m benchmarks.fuzzing.server`; requests and answers go over its standard input and output, as Python's multiprocessing
+sends objects.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import pickle
 import select
 import shutil
 import signal
@@ -21,8 +21,9 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Self
 
 from benchmarks.fuzzing import child, contained
 from benchmarks.fuzzing.inputs import Ended, Input
@@ -49,25 +50,23 @@ class Server:
 
     def __init__(self, *, torch: bool) -> None:
         flags = ["--torch"] if torch else []
+        (asked, self._requests), (self._answers, answered) = Pipe(duplex=False), Pipe(duplex=False)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.fuzzing.server", *flags], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "benchmarks.fuzzing.server", *flags], cwd=ROOT, stdin=asked.fileno(), stdout=answered.fileno(),
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, start_new_session=True)
+        asked.close()
+        answered.close()
 
     def run(self, given: Input, wanted: tuple[str, ...] = ()) -> Ended:
         """How the input ended, with the files in `wanted` that it left."""
-        assert self._process.stdin
-        assert self._process.stdout
-        pickle.dump(Request(given=given, wanted=wanted), self._process.stdin)
-        self._process.stdin.flush()
-        ended: Ended = pickle.load(self._process.stdout)
+        self._requests.send(Request(given=given, wanted=wanted))
+        ended: Ended = self._answers.recv()
         return ended
 
     def close(self) -> None:
         """End the server, and whatever it left."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream:
-                with suppress(OSError):
-                    stream.close()
+        self._requests.close()
+        self._answers.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         with suppress(ProcessLookupError):
@@ -194,7 +193,7 @@ def _warm_caches() -> None:
             CliRunner().invoke(cli.main, line.split())
 
 
-def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+def serve(requests: Connection, answers: Connection) -> None:
     """Answer requests until there are no more."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as base:
         number = 0
@@ -204,13 +203,12 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             folder.mkdir()
             ended = run_one(request, folder)
             shutil.rmtree(folder, ignore_errors=True)
-            pickle.dump(ended, answers)
-            answers.flush()
+            answers.send(ended)
 
 
-def _next(requests: IO[bytes]) -> Request | None:
+def _next(requests: Connection) -> Request | None:
     try:
-        found: Any = pickle.load(requests)
+        found = requests.recv()
     except EOFError:
         return None
     assert isinstance(found, Request)
@@ -219,9 +217,7 @@ def _next(requests: IO[bytes]) -> Request | None:
 
 def main() -> None:
     """Standard input and output belong to the protocol, under other descriptors, so that a fork cannot write into it."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    for stream in (requests, answers):
-        os.set_inheritable(stream.fileno(), False)
+    requests, answers = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)  # no program inherits them
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)

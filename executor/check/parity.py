@@ -9,7 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -101,7 +101,8 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -
                 pass
         except (mp.ProcessExitedException, mp.ProcessRaisedException):
             for found in sorted(Path(folder).glob("error*.pt")):
-                raise torch.load(found, weights_only=False) from None
+                with torch.serialization.safe_globals([*_errors(PlannerError)]):
+                    raise torch.load(found, weights_only=True) from None
             raise
         finally:
             for process in context.processes:
@@ -110,6 +111,13 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -
         with torch.serialization.safe_globals([StateBytes, ChunkMoved, Beside, *types]):
             results = [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(world)]
     return [[result[i] for result in results] for i in range(len(plans))]
+
+
+def _errors(error: type[PlannerError]) -> Iterator[type[PlannerError]]:
+    """An error and all that are one."""
+    yield error
+    for each in error.__subclasses__():
+        yield from _errors(each)
 
 
 def _rank(rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], folder: str) -> None:

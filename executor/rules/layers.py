@@ -14,8 +14,8 @@ from executor.layout import zero_ranks as held_by
 from executor.rules.divisions import misplaced, nearest_placement, undivided
 from executor.rules.experts import mixture_problems
 from executor.rules.rule import Refusal, rule, with_layer_plan
-from planner.frames.space import divisors
 from planner.plan.plan import LayerPlan, Plan
+from profiles.divisors import divisors
 from profiles.model import LayerKind
 
 

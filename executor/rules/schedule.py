@@ -12,9 +12,9 @@ from costmodels.merak import SHIFTED_FEWEST
 from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from executor.layout import action_rows, layer_operators, stage_layers
 from executor.rules.rule import Refusal, rule, with_layer_plan
-from planner.frames.space import divisors
 from planner.plan.pipeline import Pipeline
 from planner.plan.plan import LayerRun, Plan, StagePlan, frame_of
+from profiles.divisors import divisors
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 

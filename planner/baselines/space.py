@@ -21,7 +21,8 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame, LayerChoice, Strategy
-from planner.frames.space import divisors, expert_degrees, illegal_tensor_parallel
+from planner.frames.space import expert_degrees, illegal_tensor_parallel
+from profiles.divisors import divisors
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from math import gcd, isqrt
+from math import gcd
 
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
@@ -16,6 +16,7 @@ from planner.host.homes import has_chunks, illegal_chunks
 from planner.layers.levels import illegal_full_recompute, illegal_overlap, illegal_zero
 from planner.ranks.blocks import shorter_ends
 from planner.request import Constraints
+from profiles.divisors import divisors
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
@@ -37,12 +38,6 @@ class Space:
 
     frames: tuple[Frame, ...]
     pruned: tuple[Pruned, ...]
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of `number`, ascending, by trial up to its root."""
-    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
-    return (*small, *(number // d for d in reversed(small) if d * d != number))
 
 
 def describe(frame: Frame) -> str:

@@ -28,12 +28,13 @@ from costmodels.book import PriceBook
 from costmodels.compute import kernel_time
 from costmodels.memory import owned_parameters
 from costmodels.sharding import Sharding
-from planner.frames.space import MAX_MICRO_BATCH_SIZE, divisors, illegal_tensor_parallel
+from planner.frames.space import MAX_MICRO_BATCH_SIZE, illegal_tensor_parallel
 from planner.machine.in_step import BLOCK, LAYOUTS
 from planner.machine.operator_cases import kernels_by_case, operator_cases, update_cases
 from profiles.cases import Case, Pass
 from profiles.catalog import load_model
 from profiles.curves import memory_bound_s
+from profiles.divisors import divisors
 from profiles.hardware import Cluster
 from profiles.measured import Machine, analytic_profile
 from profiles.model import LayerKind

@@ -9,8 +9,9 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from costmodels.strategy import Frame
-from planner.frames.space import MAX_MICRO_BATCH_SIZE, Pruned, Space, describe, divisors
+from planner.frames.space import MAX_MICRO_BATCH_SIZE, Pruned, Space, describe
 from planner.request import Constraints
+from profiles.divisors import divisors
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.spec import TrainingSpec

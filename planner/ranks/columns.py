@@ -26,7 +26,7 @@ from planner.layers.plans import LayerOption
 from planner.ranks.freed import FreedGradients, FreedMoment
 from planner.ranks.mix_table import MixTable
 from planner.ranks.pairs import RelaxedPairs, corners_of_lines, least_shares
-from planner.ranks.prices import Fixed, PerBlock, Sums, end_kinds, fixed_price, sums_of
+from planner.ranks.prices import Fixed, PerBlock, Sums, end_kinds, fixed_price, sums_of, tied_ends
 from profiles.model import LayerKind
 
 MOST_MIXED, MOST_LEAN = 8, 32  # mixes of two ZeRO stages with one number of blocks that are columns, evenly along their front
@@ -253,11 +253,21 @@ class RankColumns:
             yield priced, np.flatnonzero((priced.allocated <= usable) & self.host_fits(priced.mixes))
 
     def _unbeaten(self, found: Sequence[tuple[Priced, int]], names: Sequence[str]) -> list[Column]:
-        """The rows that no other beats or equals in the values of `names`; of equals the one with least memory."""
+        """The rows that no other beats or equals in the values of `names`; of equals the one with least memory.
+
+        Where the ends of two ranks are tied, a whole one does not stand in for a sharded one, nor that for it: the other rank's is alike.
+        """
         if not found:
             return []
-        values = np.array([[*(getattr(priced, name)[row] for name in names), priced.allocated[row]] for priced, row in found])
+        values = np.array([
+            [*(getattr(priced, name)[row] for name in names), *self._like_the_other_end(priced.zero), priced.allocated[row]]
+            for priced, row in found])
         return [self.column(*found[index]) for index in unbeaten_rows(values)]
+
+    def _like_the_other_end(self, zero: int) -> tuple[float, ...]:
+        """Values in which an end that is whole and one that is sharded beat each other, where that of another rank must be as it is."""
+        tied = self.table.book.tied and self.rank in tied_ends(self.frame)
+        return (float(zero > 0), float(zero == 0)) if tied else ()
 
     def relaxed(self, num_blocks: int, limit_bytes: float, *, plain: bool = False) -> list[Column]:
         """Columns of which one, or an average of corners of one group, is as good as any choice of an option and a ZeRO stage for every

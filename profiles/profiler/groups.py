@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from profiles.divisors import divisors
 from profiles.errors import ConfigError
 
 Members = tuple[tuple[int, ...], ...]
@@ -44,11 +45,6 @@ class Shape:
     @property
     def num_ranks(self) -> int:
         return self.nodes * self.ranks_per_node
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, rising."""
-    return tuple(d for d in range(1, number + 1) if number % d == 0)
 
 
 def group_shapes(world: World) -> tuple[tuple[Shape, ...], ...]:
