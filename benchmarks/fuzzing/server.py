@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import pickle
 import select
 import shutil
 import signal
@@ -21,8 +20,9 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Self
 
 from benchmarks.fuzzing import child, contained
 from benchmarks.fuzzing.inputs import Ended, Input
@@ -52,19 +52,19 @@ class Server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.fuzzing.server", *flags], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}, start_new_session=True)
+        assert self._process.stdin
+        assert self._process.stdout
+        self._requests, self._answers = _sender(self._process.stdin.fileno()), _receiver(self._process.stdout.fileno())
 
     def run(self, given: Input, wanted: tuple[str, ...] = ()) -> Ended:
         """How the input ended, with the files in `wanted` that it left."""
-        assert self._process.stdin
-        assert self._process.stdout
-        pickle.dump(Request(given=given, wanted=wanted), self._process.stdin)
-        self._process.stdin.flush()
-        ended: Ended = pickle.load(self._process.stdout)
+        self._requests.send(Request(given=given, wanted=wanted))
+        ended: Ended = self._answers.recv()
         return ended
 
     def close(self) -> None:
         """End the server, and whatever it left."""
-        for stream in (self._process.stdin, self._process.stdout):
+        for stream in (self._requests, self._answers, self._process.stdin, self._process.stdout):
             if stream:
                 with suppress(OSError):
                     stream.close()
@@ -194,7 +194,22 @@ def _warm_caches() -> None:
             CliRunner().invoke(cli.main, line.split())
 
 
-def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+def _sender(descriptor: int) -> Connection:
+    return Connection(_own(descriptor), readable=False)
+
+
+def _receiver(descriptor: int) -> Connection:
+    return Connection(_own(descriptor), writable=False)
+
+
+def _own(descriptor: int) -> int:
+    """The same stream under another number, which no fork's program inherits."""
+    found = os.dup(descriptor)
+    os.set_inheritable(found, False)
+    return found
+
+
+def serve(requests: Connection, answers: Connection) -> None:
     """Answer requests until there are no more."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as base:
         number = 0
@@ -204,13 +219,12 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             folder.mkdir()
             ended = run_one(request, folder)
             shutil.rmtree(folder, ignore_errors=True)
-            pickle.dump(ended, answers)
-            answers.flush()
+            answers.send(ended)
 
 
-def _next(requests: IO[bytes]) -> Request | None:
+def _next(requests: Connection) -> Request | None:
     try:
-        found: Any = pickle.load(requests)
+        found = requests.recv()
     except EOFError:
         return None
     assert isinstance(found, Request)
@@ -219,9 +233,7 @@ def _next(requests: IO[bytes]) -> Request | None:
 
 def main() -> None:
     """Standard input and output belong to the protocol, under other descriptors, so that a fork cannot write into it."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    for stream in (requests, answers):
-        os.set_inheritable(stream.fileno(), False)
+    requests, answers = _receiver(0), _sender(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import signal
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,15 +95,19 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -
     """By plan, what `train` gives on every rank: tensors, plain values, and objects of `types`."""
     world = plans[0].mesh.num_ranks
     forget_meshes()  # torch does so in every fork, where groups that only it remembers would wait for threads that no fork has
+    errors: SimpleQueue[tuple[int, PlannerError]] = multiprocessing.get_context("fork").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _rank, args=(world, list(plans), train, folder), nprocs=world, start_method="fork", join=False, daemon=True)
+            _rank, args=(world, list(plans), train, folder, errors), nprocs=world, start_method="fork", join=False, daemon=True)
         try:
             while not context.join():
                 pass
         except (mp.ProcessExitedException, mp.ProcessRaisedException):
-            for found in sorted(Path(folder).glob("error*.pt")):
-                raise torch.load(found, weights_only=False) from None
+            met = []
+            while not errors.empty():
+                met.append(errors.get())
+            if met:
+                raise min(met, key=lambda found: found[0])[1] from None
             raise
         finally:
             for process in context.processes:
@@ -112,7 +118,9 @@ def run_ranks(plans: Sequence[Any], train: Callable[[Any], Any], *types: type) -
     return [[result[i] for result in results] for i in range(len(plans))]
 
 
-def _rank(rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], folder: str) -> None:
+def _rank(
+    rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], folder: str, errors: SimpleQueue[tuple[int, PlannerError]],
+) -> None:
     begin_fork()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
     torch.set_num_threads(1)
@@ -123,7 +131,7 @@ def _rank(rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], 
     try:
         torch.save([train(plan) for plan in plans], f"{folder}/rank{rank}.pt")
     except PlannerError as error:
-        torch.save(type(error)(error.message, hint=error.hint), f"{folder}/error{rank}.pt")  # without its traceback
+        errors.put((rank, error))
         sys.exit(1)
     dist.destroy_process_group()
 
