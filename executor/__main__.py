@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cli_style import LONGEST_S, Command, Number, fail, option, run_command
-from executor import layout
+from executor import launch, layout
 from executor.check.meter import table
 from executor.checkpoint.checkpoints import Checkpoints
 from executor.checkpoint.resume import CheckpointOptions
@@ -104,10 +104,10 @@ def main(
     if trained.compile and isinstance(plan, Plan):
         validate_compiled(plan, chosen)
     files = RunFiles(run_json or plan_file.with_name("run.json"), trace)
-    if _is_rank_0():
+    if launch.is_rank_0():
         files.require_writable(record=trained.record)
     imported = trusted_note(plan.module, str(plan_file), trust=trust_module)
-    if imported is not None and _is_rank_0():
+    if imported is not None and launch.is_rank_0():
         _note(imported)
     checkpoints = CheckpointOptions(directory=checkpoint_dir, every=checkpoint_every, resume=resume, keep=keep)
     return _watched(plan, trained, checkpoints, chosen, timeout, files)
@@ -118,7 +118,7 @@ def _watched(
 ) -> int:
     """Train; every way in which that can end gives one error on one rank, and an exit code."""
     limit = timedelta(seconds=timeout_s + 2 * SLACK_S)  # the watch says more than a collective's own timeout
-    rank, store = int(os.environ.get("RANK", "0")), _store(plan.mesh.num_ranks, limit)
+    rank, store = launch.rank(), launch.open_store(limit)
     progress = Progress()
     watch = Watch(own_connection(store), rank, plan.mesh, progress, timeout_s)
     watch.start()
@@ -144,7 +144,7 @@ def _watched(
 
 
 def _check_world(plan: Plan | ModulePlan, plan_file: Path) -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = launch.world()
     if world != plan.mesh.num_ranks:
         mesh = plan.mesh
         raise ConfigError(
@@ -159,7 +159,7 @@ def _device(name: str) -> torch.device:
         raise ConfigError("--device cuda: torch sees no GPU", hint="use --device cpu")
     if name == "cpu" or not has_gpu:
         return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_rank = launch.local_rank()
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(f"--device {name}: local rank {local_rank} has no GPU, torch sees {torch.cuda.device_count()}")
     return torch.device("cuda", local_rank)
@@ -171,16 +171,6 @@ def _join(device: torch.device, store: dist.Store, rank: int, world: int, timeou
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-
-
-def _store(world: int, timeout: timedelta) -> dist.Store:
-    """torchrun's store, under a prefix per restart: a restarted rank must not meet the keys of the last try."""
-    if "MASTER_ADDR" not in os.environ:
-        return dist.HashStore()
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world, timeout=timeout,
-        is_master=os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True")
-    return dist.PrefixStore(f"try{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _train(
@@ -245,17 +235,13 @@ def _fail(error: PlannerError, *, speaks: bool) -> int:
     return fail(error.message, error.hint or f"{PROGRAM} --help lists the options", error.exit_code, speaks=speaks)
 
 
-def _is_rank_0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def run() -> int:
     """The command with its exit code: 0, or that of the error."""
     # the modules never write in place to what a layer returned
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for part in ("pipelining.schedules", "checkpoint.state_dict_loader"):  # they print pages about what they raise as well
         logging.getLogger(f"torch.distributed.{part}").setLevel(logging.CRITICAL)
-    return run_command(main, speaks=_is_rank_0(), prog_name=PROGRAM)
+    return run_command(main, speaks=launch.is_rank_0(), prog_name=PROGRAM)
 
 
 if __name__ == "__main__":

@@ -319,7 +319,7 @@ def test_an_unknown_cluster_is_an_error_that_suggests_a_name():
     pytest.param("num_layers: 2", "num_layer: 2", "unknown key model.num_layer", id="misspelt-key"),
     pytest.param("  num_layers: 2\n", "", "model.num_layers is missing", id="missing-key"),
     pytest.param("num_layers: 2", "num_layers: two", "model.num_layers: input should be a valid integer", id="wrong-type"),
-    pytest.param("num_layers: 2", "num_layers: 0", "model mine: num_layers is 0, it must be from 1 to 100,000", id="refused-value"),
+    pytest.param("num_layers: 2", "num_layers: 0", "model mine: num_layers is 0, it must be from 1 to 4,096", id="refused-value"),
     pytest.param("seq_length: 128}", "seq_length: 0}", "training.seq_length: input should be greater than or equal to 1", id="no-tokens"),
     pytest.param("source: made up\n", "", "source is missing", id="no-source"),
     pytest.param("num_heads: 4", "num_heads: [4", ":6: not YAML: ", id="broken-yaml-with-its-line"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 
 from executor.__main__ import run
+from executor.launch import local_rank
 from executor.scale import LossScale
 from planner.plan.plan import read, write
 from planner.run.runs import read as read_run
+from profiles.errors import ConfigError
 from profiles.spec import Precision
 from tests.executor_plans import LLAMA, SEQ_LENGTH, make_plan
 
@@ -210,8 +213,48 @@ def test_a_wrong_number_of_ranks_says_which_command_to_use(tmp_path, monkeypatch
     assert f"hint: start it with: torchrun --nproc-per-node 8 -m executor {plan}" in err
 
 
+@pytest.mark.parametrize(("environment", "message"), [
+    pytest.param({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', it must be a whole number from 0 to 65535",
+                 id="port"),
+    pytest.param({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, "MASTER_PORT is '99999'", id="port-out-of-range"),
+    pytest.param({"MASTER_ADDR": "127.0.0.1"}, "MASTER_ADDR is set and MASTER_PORT is not", id="no-port"),
+    pytest.param({"RANK": "abc"}, "RANK is 'abc', it must be a whole number from 0 to 0", id="rank"),
+    pytest.param({"RANK": "5"}, "RANK is '5'", id="rank-out-of-range"),
+    pytest.param({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc'", id="world"),
+    pytest.param({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'", id="nobody"),
+])
+def test_what_torchrun_says_has_to_make_sense(tmp_path, monkeypatch, capsys, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    assert _run(monkeypatch, _write(make_plan(), tmp_path), "--steps", 1, "--no-record") == 2
+
+    error, hint = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {message}")
+    assert hint.startswith("hint: start it with torchrun")
+
+
+def test_a_store_that_cannot_be_opened_is_an_error(tmp_path, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+
+        assert _run(monkeypatch, _write(make_plan(), tmp_path), "--steps", 1, "--no-record") == 2
+
+    assert re.search(r"^error: no store at MASTER_ADDR 127.0.0.1, MASTER_PORT \d+: ", capsys.readouterr().err, re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", ["abc", "-1"])
+def test_a_local_rank_that_is_none_is_an_error(monkeypatch, number):
+    monkeypatch.setenv("LOCAL_RANK", number)
+
+    with pytest.raises(ConfigError, match=f"LOCAL_RANK is '{number}'"):
+        local_rank()
+
+
 def test_only_rank_0_says_what_is_wrong_with_a_plan(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
 
     assert _run(monkeypatch, tmp_path / "none.yaml") == 2
 

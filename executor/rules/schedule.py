@@ -78,10 +78,13 @@ def stage_ranks(plan: Plan) -> Iterator[Refusal]:
             found=f"stages: their ranks are {found}", action=f"set the ranks to {expected}", nearest=replace(plan, stages=stages))
 
 
-@rule(why="the schedule has one stage per pipeline rank, zbv two", action="use another schedule, or its number of virtual stages")
+@rule(
+    why="the schedule has one stage per pipeline rank, zbv two, interleaved two or more",
+    action="use another schedule, or its number of virtual stages")
 def virtual_stages(plan: Plan) -> Iterator[Refusal]:
     pipeline = plan.pipeline
     known = {Schedule.GPIPE: 1, Schedule.ONE_F_ONE_B: 1, Schedule.ZBV: 2, **dict.fromkeys(AHEAD, 1)}
+    known |= {Schedule.INTERLEAVED: max(2, pipeline.virtual_stages)}
     wanted = known.get(pipeline.schedule, pipeline.virtual_stages)
     if plan.mesh.pp == 1 or pipeline.virtual_stages == wanted:
         return
@@ -130,8 +133,10 @@ def _micro_batch_refusal(plan: Plan, found: str) -> Refusal:
         best = min(legal, key=lambda shape: abs(shape.micro_batch_size - pipeline.micro_batch_size))
         action = f"set micro_batch_size to {best.micro_batch_size} and num_micro_batches to {best.num_micro_batches}"
         return Refusal(found=found, action=action, nearest=replace(plan, pipeline=best))
-    number = next(n for n in range(pipeline.num_micro_batches, pipeline.num_micro_batches + max(mesh.pp, SHIFTED_FEWEST) + 1)
-                  if not _schedule_problem(replace(pipeline, num_micro_batches=n), mesh.pp))
+    numbers = range(pipeline.num_micro_batches, pipeline.num_micro_batches + max(mesh.pp, SHIFTED_FEWEST) + 1)
+    number = next((n for n in numbers if not _schedule_problem(replace(pipeline, num_micro_batches=n), mesh.pp)), None)
+    if number is None:
+        return Refusal(found=found, action="make the plan again")
     batch = number * pipeline.micro_batch_size * mesh.dp
     return Refusal(
         found=found, action=f"set num_micro_batches to {number} and global_batch_size to {batch}",

@@ -1,0 +1,62 @@
+"""What torchrun tells each process that it starts, in environment variables, and the store through which they meet."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from profiles.errors import ConfigError
+
+_START = "start it with torchrun, or take that variable away"
+
+
+def rank() -> int:
+    """This process's number among all. Raises ConfigError."""
+    return _number("RANK", 0, world() - 1, default=0)
+
+
+def world() -> int:
+    """How many processes were started. Raises ConfigError."""
+    return _number("WORLD_SIZE", 1, 2**31 - 1, default=1)
+
+
+def local_rank() -> int:
+    """This process's number on its node. Raises ConfigError."""
+    return _number("LOCAL_RANK", 0, 2**31 - 1, default=0)
+
+
+def is_rank_0() -> bool:
+    """Whether this process speaks for all; each one does where what it was told is wrong."""
+    try:
+        return rank() == 0
+    except ConfigError:
+        return True
+
+
+def open_store(timeout: timedelta) -> dist.Store:
+    """torchrun's store, under a prefix per restart: a restarted rank must not meet the keys of the last try. Raises ConfigError."""
+    host = os.environ.get("MASTER_ADDR")
+    if host is None:
+        return dist.HashStore()
+    port, is_agents = _number("MASTER_PORT", 0, 2**16 - 1), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(host, port, world(), timeout=timeout, is_master=rank() == 0 and not is_agents)
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"no store at MASTER_ADDR {host}, MASTER_PORT {port}: {reason}", hint=_START) from None
+    return dist.PrefixStore(f"try{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _number(name: str, smallest: int, largest: int, default: int | None = None) -> int:
+    """The whole number in an environment variable."""
+    text = os.environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None:
+        raise ConfigError(f"MASTER_ADDR is set and {name} is not", hint=_START)
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+    if not smallest <= number <= largest:
+        raise ConfigError(f"{name} is {text[:80]!r}, it must be a whole number from {smallest} to {largest}", hint=_START)
+    return number
