@@ -136,6 +136,7 @@ def test_where_memory_binds_the_shifted_critical_path_is_faster_than_1f1b_and_th
     assert max(stage.total for stage in free.predicted.memory_gib) * GIB <= limit
 
 
+@pytest.mark.slow
 def test_where_nothing_is_recomputed_no_schedule_that_moves_recompute_is_replayed():
     entry, cluster = load_model("gpt-1.5b"), with_gpus(load_cluster("a100-80gb"), 8)
     pins = Constraints(pp=(4,), schedule=(Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE, Schedule.SCP))

@@ -428,6 +428,7 @@ def test_an_output_that_cannot_be_written_is_found_before_the_search(output, mes
     assert re.match(f"error: cannot write .*{message}\nhint: .*--output", fail(2, *TINY, "--output", output))
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_says_how_much_is_missing_of_what_and_what_would_fit():
     result = run("--model", "gpt-175b", "--gpus", "8", "--tp", "8", "--offload", "none", "--json")
 

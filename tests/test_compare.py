@@ -216,6 +216,7 @@ def test_neither_a_plan_nor_a_model_is_refused():
     assert "--model is missing" in fail(2, "compare")
 
 
+@pytest.mark.slow
 def test_a_request_that_nothing_fits_ends_as_the_search_ends():
     assert "does not fit" in fail(3, "compare", "--model", "gpt-175b", "--gpus", "8", "--offload", "none")
 

@@ -140,6 +140,7 @@ def test_strided_shards_of_data_and_tensor_parallelism_are_read_back_by_another_
     assert [loss for part in parts for loss in part] == pytest.approx(undisturbed(both, 4), rel=2 * LOSS_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_bf16_runs_keep_their_fp32_masters_and_may_change_their_zero_stage(tmp_path):
     plans = [make_plan(GPT, dp=2, zero=(zero,), precision=BF16) for zero in (0, 3)]

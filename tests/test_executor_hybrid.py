@@ -203,6 +203,7 @@ def crossing(plan: Plan) -> set[str]:
         if offset // layout.chunk_elements != (offset + tensor.elements - 1) // layout.chunk_elements}
 
 
+@pytest.mark.slow
 def test_a_parameter_of_two_ranks_trains_and_is_saved_and_loaded_with_chunks_and_without(tmp_path):
     shared = tight(HOST, LLAMA, dp=2)
 
@@ -286,6 +287,7 @@ def test_ranks_train_like_one_process_and_move_and_hold_what_is_predicted(name):
     assert all(predicted == measured for predicted, measured in found.states.values())
 
 
+@pytest.mark.slow
 def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_budget(tmp_path, monkeypatch, capsys):
     plan = tight(MIXED, num_micro_batches=2)
     write(plan, tmp_path / "plan.yaml")

@@ -66,6 +66,7 @@ def outcomes(world: int) -> dict[str, Outcome]:
     return dict(zip(plans, run_plans(list(plans.values())), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_it_trains_like_one_process(name):
     plan = PLANS[name]

@@ -209,6 +209,7 @@ def test_a_fault_in_the_second_pass_of_the_memory_objective_keeps_a_plan(fake_cb
     assert plan.search.bound <= plan.search.value
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_first_pass_leaves_the_memory_objective_unproven(fake_cbc):
     fake_cbc("exit 3", after=1, times=1)
 

@@ -60,6 +60,7 @@ def test_the_only_experiment_of_a_stack_falls_back_to_neutral_when_no_other_stac
     assert without == {"one": 1.0}
 
 
+@pytest.mark.slow
 def test_the_allocators_share_is_fitted_to_what_whole_devices_hold():
     truth = {**TRUTH, ALLOCATOR: 0.15}
 

@@ -95,6 +95,7 @@ def test_forbidding_is_pinning_all_the_others(forbidden, pinned):
     assert (banned.layer_plans, banned.stages, banned.predicted) == (others.layer_plans, others.stages, others.predicted)
 
 
+@pytest.mark.slow
 def test_a_ban_on_what_the_fastest_plan_uses_changes_it():
     options = SearchOptions(memory_limit_bytes=30 * GIB)
     stage = {layer.zero for layer in find_plan(*ASKED, options=options).layer_plans.values()}.pop()

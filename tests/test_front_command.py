@@ -27,6 +27,7 @@ def written() -> list[str]:
     return sorted(path.name for path in Path().iterdir())
 
 
+@pytest.mark.slow
 def test_a_front_is_a_table_and_a_file_for_every_point_that_show_prints():
     result = succeed(*FRONT)
 

@@ -26,6 +26,7 @@ def question(name, num_gpus, batch, seq_length=2048):
     return load_model(name).spec, with_gpus(A100, num_gpus), TrainingSpec(global_batch_size=batch, seq_length=seq_length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "batch", "limit_gib", "pins"), [
     pytest.param("llama3-8b", 32, 10, Constraints(), id="the-next-node"),
     pytest.param("llama3-8b", 32, 6, Constraints(), id="free"),

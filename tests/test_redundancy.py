@@ -83,6 +83,7 @@ def test_an_operator_that_is_not_divided_holds_its_weights_twice():
     assert whole.optimizer == 12 * book.graph(1).block.operator("fc1").num_parameters / 2
 
 
+@pytest.mark.slow
 def test_the_plan_holds_every_level_and_they_agree():
     training = TrainingSpec(global_batch_size=16, seq_length=128)
     plan = find_plan(TINY, A100_16, training)

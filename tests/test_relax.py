@@ -94,6 +94,7 @@ def pinned(request):
     return name, pins, asked, relaxed(asked)
 
 
+@pytest.mark.slow
 def test_a_pin_that_stands_in_the_way_is_named_with_a_value_that_fits(pinned):
     name, pins, asked, found = pinned
 
@@ -157,6 +158,7 @@ def test_the_cheapest_comes_first_and_more_gpus_last():
     assert [one.flags[0].startswith("--gpus") for one in found] == [False] * len(here) + [True] * (len(found) - len(here))
 
 
+@pytest.mark.slow
 def test_pins_that_only_together_stand_in_the_way_are_dropped_together_and_no_more_of_them():
     pins = Constraints(tp=(1,), recompute=(Recompute.NONE,), zero=(0,), micro_batch_size=(1, 2, 4, 8))
     singly = [replace(pins, **{name: None}) for name in ("tp", "recompute", "zero", "micro_batch_size")]
@@ -216,6 +218,7 @@ def test_a_memory_limit_is_raised_by_no_more_than_a_tenth_of_a_gib():
     assert search(one.request).predicted.step_time_s.value == one.step_s
 
 
+@pytest.mark.slow
 def test_with_nothing_pinned_more_memory_and_more_gpus_are_left():
     asked = request(Constraints(), 8 * GIB)
 

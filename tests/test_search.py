@@ -105,6 +105,7 @@ def test_the_same_request_gives_the_same_bytes_twice(whole):
     assert to_yaml(find_plan(*gpt_2_5b_on_16())) == to_yaml(whole)
 
 
+@pytest.mark.slow
 def test_cbc_and_highs_find_the_same_optimum(in_14_gib):
     highs = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, solver=SolverName.HIGHS))
 
@@ -160,6 +161,7 @@ def test_runners_up_inside_the_error_band_are_marked_and_no_others(whole):
         assert other.inside_error_band is (abs(other.step_time_s.value / best_s - 1) <= share)
 
 
+@pytest.mark.slow
 def test_the_margin_of_the_stack_is_what_a_search_keeps_free(monkeypatch):
     residuals = Residuals(time_rows=50, time_band=0.001, memory_rows=50, memory_band=0.05, memory_margin=0.6)
     every = replace(residuals, memory_margin=0.0)
@@ -182,6 +184,7 @@ def test_pins_are_respected():
     assert {layer.zero for layer in plan.layer_plans.values()} == {1}
 
 
+@pytest.mark.slow
 def test_a_model_too_large_says_how_much_where_and_how_many_gpus_would_do():
     entry = load_model("gpt-175b")
     training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)

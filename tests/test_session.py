@@ -221,6 +221,7 @@ class Killed:
         self.process.communicate()
 
 
+@pytest.mark.slow
 def test_a_session_killed_five_times_ends_as_one_that_was_not(tmp_path):
     draw, killed, journaled = random.Random(6), Killed(tmp_path), set()
     for round_ in range(6):
