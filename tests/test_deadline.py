@@ -21,6 +21,7 @@ from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.divisors import divisors
 from profiles.errors import ConfigError, InfeasibleError, OutOfTimeError
+from profiles.ranges import range_of
 from profiles.spec import TrainingSpec
 from profiles.units import GIB, MIB
 
@@ -135,7 +136,11 @@ def test_the_search_for_enough_gpus_ends():
 
 def test_the_least_peak_is_found_in_few_steps_however_large_a_model_is():
     """A float has no half way between neighbours: halving down to 1 MiB would not end."""
-    vast = replace(MODEL, num_layers=2, hidden_size=2**36, ffn_hidden_size=2**38, num_heads=4, num_kv_heads=4, head_dim=2**34)
+    names = "hidden_size", "expert_ffn_hidden_size", "num_experts"
+    hidden, inner, experts = (int(range_of(name, whole=True).high) for name in names)
+    vast = replace(
+        MODEL, num_layers=2, hidden_size=hidden, num_heads=4, num_kv_heads=4, head_dim=hidden // 4, ffn_hidden_size=0,
+        expert_ffn_hidden_size=inner, num_experts=experts, experts_per_token=1, linear_bias=False)
     deadline = within(20_000).deadline
 
     assert least_peak_bytes(vast, CLUSTER, TRAINING, Constraints(pp=(1,), tp=(1,), micro_batch_size=(1,)), deadline) > 2.0**70
