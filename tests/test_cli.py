@@ -347,7 +347,7 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
     assert set(Precision) == set(cli_options.PRECISIONS)
     assert set(AttentionKernel) == set(cli_options.ATTENTION)
     assert set(SolverName) == {"cbc", "highs"}
-    assert set(Objective) == {"throughput", "memory"}
+    assert set(Objective) == {"throughput", "memory", "peak"}
 
 
 # Bad input: one error, one hint, the exit code
