@@ -131,6 +131,11 @@ def same_sharding(strategy: Strategy) -> bool:
     return (strategy.stages[0][0].zero == 0) == (strategy.stages[-1][-1].zero == 0)
 
 
+def same_zero_of_ends(strategy: Strategy) -> bool:
+    """Embedding and head have one ZeRO stage, as a search gives them on one rank."""
+    return strategy.stages[0][0].zero == strategy.stages[-1][-1].zero
+
+
 def redundant_bytes(strategy: Strategy, price: StepPrice) -> float:
     """Redundant bytes of the cluster."""
     return strategy.frame.mesh.dp * strategy.frame.mesh.tp * sum(rank.total for rank in price.redundant)

@@ -23,7 +23,16 @@ from planner.request import Constraints
 from profiles.catalog import load_stack
 from profiles.model import LayerKind
 from profiles.spec import Precision
-from tests.instances import PINS, every_strategy, mixed_strategies, peak_bytes, random_instance, redundant_bytes, with_other_ends
+from tests.instances import (
+    PINS,
+    every_strategy,
+    mixed_strategies,
+    peak_bytes,
+    random_instance,
+    redundant_bytes,
+    same_zero_of_ends,
+    with_other_ends,
+)
 
 SEEDS = range(8)
 DEPTHS = [pytest.param(None, id="shallow"), pytest.param(4, id="with-virtual-stages")]  # 2 ranks x 2 chunks need 4 blocks
@@ -180,10 +189,6 @@ def test_a_whole_end_of_a_tied_embedding_does_not_stand_in_for_a_sharded_one(ran
         found = [column for column in columns.fastest(1, UNLIMITED) if (column.zero > 0) == sharded]
 
         assert min(frame.num_micro_batches * c.time_s + c.tail_s for c in found) == pytest.approx(least_s, rel=1e-12)
-
-
-def same_zero_of_ends(strategy):
-    return strategy.stages[0][0].zero == strategy.stages[-1][-1].zero
 
 
 @pytest.mark.parametrize(("pp", "v", "num_layers", "longest", "expected"), [

@@ -8,21 +8,36 @@ from pathlib import Path
 
 import pytest
 
+from costmodels.step import price_step
+from costmodels.strategy import Strategy
 from planner.deadline import NEVER
+from planner.frames.space import enumerate_space
 from planner.pareto import SLOWDOWNS, Front, Point, find_front, plan_paths, undominated
 from planner.plan.plan import Plan, read, to_yaml, write
 from planner.plan.prediction import Objective, Status
+from planner.plan.reread import strategy_of
 from planner.ranks.master import Master
 from planner.request import SearchOptions
 from planner.search import find_plan, search
 from planner.session import Prices
 from profiles.errors import ConfigError, InfeasibleError, SolverError
+from profiles.model import LayerKind
 from profiles.units import GIB, MIB
-from tests.instances import PINS, every_price, peak_bytes, random_instance, redundant_bytes
+from tests.instances import (
+    PINS,
+    every_price,
+    every_strategy,
+    peak_bytes,
+    random_instance,
+    redundant_bytes,
+    same_sharding,
+    same_zero_of_ends,
+)
 
 SEEDS = range(8)
 ROUNDED = 2e-5  # relative: six digits of seconds, four of GiB
 DIGIT_GIB = 1e-4
+MIXED = 50  # strategies of each frame whose layers have ZeRO stages of their own, besides all with one for each rank
 
 
 @cache
@@ -33,18 +48,36 @@ def front_of(seed: int, num_points: int = 16) -> Front:
 
 @cache
 def every_value(seed: int) -> tuple[tuple[float, float, float, float], ...]:
-    """Closed form and simulated seconds, GiB of peak and of redundancy of every strategy that fits."""
-    found = ((p.closed_form_s, p.step_s, peak_bytes(p) / GIB, redundant_bytes(s, p) / GIB) for s, p in every_price(random_instance(seed)))
+    """Closed form and simulated seconds, GiB of peak and of redundancy of every strategy that fits; ends on one rank are alike."""
+    found = (
+        (p.closed_form_s, p.step_s, peak_bytes(p) / GIB, redundant_bytes(s, p) / GIB)
+        for s, p in every_price(random_instance(seed), mixed=MIXED) if s.frame.mesh.pp > 1 or same_zero_of_ends(s))
     return tuple(values for values in found if values[2] <= front_of(seed).usable_gib)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_point_is_a_strategy_of_the_enumeration(seed):
+def test_every_point_is_a_strategy_of_the_enumeration_with_levels_and_zero_stages_of_its_own(seed):
+    """Frame and blocks of each stage are enumerated; each layer has a level and a ZeRO stage that the enumeration gives some layer."""
+    instance = random_instance(seed)
+    book, usable_gib = instance.book(), front_of(seed).usable_gib
+    levels = {(kind, book.recompute_operators(kind, level)) for kind in LayerKind for level in PINS.recompute}
+    frames = enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames
     for point in front_of(seed).points:
-        assert any(
-            point.step_time_s == pytest.approx(step_s, rel=ROUNDED) and point.peak_memory_gib == pytest.approx(peak, abs=DIGIT_GIB)
-            and point.redundancy_gib == pytest.approx(redundant, abs=DIGIT_GIB)
-            for _, step_s, peak, redundant in every_value(seed))
+        strategy = strategy_of(point.plan, book)
+        price, zeros = price_step(strategy, book), range(4) if strategy.frame.mesh.dp > 1 else (0,)
+
+        assert strategy.frame in frames
+        assert shape(strategy) in map(shape, every_strategy(strategy.frame, instance.model.num_layers))
+        assert not book.tied or same_sharding(strategy)
+        assert all((choice.kind, choice.recompute) in levels and choice.zero in zeros for stage in strategy.stages for choice in stage)
+        assert point.step_time_s == pytest.approx(price.step_s, rel=ROUNDED)
+        assert point.peak_memory_gib == pytest.approx(peak_bytes(price) / GIB, abs=DIGIT_GIB)
+        assert point.peak_memory_gib <= usable_gib + DIGIT_GIB
+        assert point.redundancy_gib == pytest.approx(redundant_bytes(strategy, price) / GIB, abs=DIGIT_GIB)
+
+
+def shape(strategy: Strategy) -> tuple[tuple[LayerKind, ...], ...]:
+    return tuple(tuple(choice.kind for choice in stage) for stage in strategy.stages)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
