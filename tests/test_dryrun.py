@@ -102,10 +102,13 @@ def test_the_collectives_are_those_of_the_same_rank_on_gloo(name):
 
 @pytest.mark.parametrize("plan", [
     pytest.param(make_plan(SHORT, dp=2, zero=(2,), num_micro_batches=8, global_batch_size=16), id="one-stage"),
-    pytest.param(make_plan(LLAMA, pp=2, num_micro_batches=12, global_batch_size=12, **INTERLEAVED), id="interleaved"),
+    pytest.param(
+        make_plan(LLAMA, pp=2, num_micro_batches=12, global_batch_size=12, **INTERLEAVED), id="interleaved",
+        marks=pytest.mark.slow),
     pytest.param(make_plan(SHORT, pp=2, num_micro_batches=12, global_batch_size=12, schedule=Schedule.GPIPE), id="gpipe"),
     pytest.param(make_plan(
-        GPT, pp=2, dp=2, zero=(3,), recompute="full", schedule=Schedule.SCP, num_micro_batches=16, global_batch_size=32), id="scp"),
+        GPT, pp=2, dp=2, zero=(3,), recompute="full", schedule=Schedule.SCP, num_micro_batches=16, global_batch_size=32), id="scp",
+        marks=pytest.mark.slow),
 ])
 def test_two_short_steps_say_what_the_whole_step_holds_and_sends(plan, monkeypatch):
     short = dry_run(plan, 0)
