@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from collections import Counter
 from functools import cache
 
@@ -25,7 +27,7 @@ from planner.check import check_ranks, priced
 from planner.estimate import estimate_plan
 from planner.plan.plan import Plan
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
-from profiles.errors import ConfigError
+from profiles.errors import ConfigError, RunError
 from profiles.hardware import CPU
 from profiles.spec import Precision, TrainingSpec
 from tests.executor_plans import GPT, LLAMA, make_plan
@@ -100,10 +102,13 @@ def test_the_collectives_are_those_of_the_same_rank_on_gloo(name):
 
 @pytest.mark.parametrize("plan", [
     pytest.param(make_plan(SHORT, dp=2, zero=(2,), num_micro_batches=8, global_batch_size=16), id="one-stage"),
-    pytest.param(make_plan(LLAMA, pp=2, num_micro_batches=12, global_batch_size=12, **INTERLEAVED), id="interleaved"),
+    pytest.param(
+        make_plan(LLAMA, pp=2, num_micro_batches=12, global_batch_size=12, **INTERLEAVED), id="interleaved",
+        marks=pytest.mark.slow),
     pytest.param(make_plan(SHORT, pp=2, num_micro_batches=12, global_batch_size=12, schedule=Schedule.GPIPE), id="gpipe"),
     pytest.param(make_plan(
-        GPT, pp=2, dp=2, zero=(3,), recompute="full", schedule=Schedule.SCP, num_micro_batches=16, global_batch_size=32), id="scp"),
+        GPT, pp=2, dp=2, zero=(3,), recompute="full", schedule=Schedule.SCP, num_micro_batches=16, global_batch_size=32), id="scp",
+        marks=pytest.mark.slow),
 ])
 def test_two_short_steps_say_what_the_whole_step_holds_and_sends(plan, monkeypatch):
     short = dry_run(plan, 0)
@@ -191,6 +196,15 @@ def test_an_error_of_a_child_is_the_error_of_the_command(monkeypatch):
 
     with pytest.raises(ConfigError, match="the stage cannot be built"):
         dry_runs(PLANS["zero0"], (0,))
+
+
+def test_a_child_that_is_killed_is_one_error(monkeypatch):
+    monkeypatch.setattr(crew, "dry_run", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+    with pytest.raises(RunError, match="the dry run of pipeline rank 0 was ended by signal 9, without a result") as caught:
+        dry_runs(PLANS["zero0"], (0,))
+
+    assert caught.value.hint
 
 
 def test_a_short_step_is_past_the_warm_up_and_a_step_of_few_micro_batches_is_run_whole():

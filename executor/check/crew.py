@@ -16,7 +16,7 @@ import torch
 from executor.check.dryrun import DryRun, counted_micro_batches, dry_run
 from executor.tensors import begin_fork
 from planner.plan.plan import Plan
-from profiles.errors import PlannerError
+from profiles.errors import PlannerError, RunError
 
 
 def num_actions(plan: Plan, pipeline_ranks: Sequence[int]) -> int:
@@ -27,7 +27,7 @@ def num_actions(plan: Plan, pipeline_ranks: Sequence[int]) -> int:
 def dry_runs(plan: Plan, pipeline_ranks: Sequence[int], on_done: Callable[[int], None] | None = None) -> list[DryRun]:
     """One dry run for each pipeline rank; `on_done` is told how many of `num_actions` are done.
 
-    Raises the ConfigError of a child; however it ends, no child is left.
+    Raises the ConfigError of a child, and RunError for one that was killed; however it ends, no child is left.
     """
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     count = min(len(pipeline_ranks), os.cpu_count() or 1)
@@ -41,13 +41,18 @@ def dry_runs(plan: Plan, pipeline_ranks: Sequence[int], on_done: Callable[[int],
             children.append(child)
             ends.append(end)
         found = _results(_messages(ends), on_done)
+        for child in children:
+            child.join()
     finally:
         for child in children:
             child.terminate()
             child.join()
     missing = set(pipeline_ranks) - {run.pipeline_rank for run in found}
     if missing:
-        raise RuntimeError(f"the dry run of pipeline rank {min(missing)} ended without a result")
+        code = children[pipeline_ranks.index(min(missing)) % count].exitcode or 0
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise RunError(
+            f"the dry run of pipeline rank {min(missing)} {how}, without a result", hint="run it alone: --rank, with more memory free")
     return sorted(found, key=lambda run: run.pipeline_rank)
 
 
