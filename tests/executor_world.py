@@ -95,9 +95,7 @@ def attempt(plan: Plan, limit_s: float = 20.0) -> Outcome | str:
     """Run `plan` in a world of its own, whatever comes of it: what it gives, or the traceback of an error, or "hangs"."""
     world = plan.mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:
-        errors = mp.get_context("fork").SimpleQueue()
-        ranks = mp.start_processes(
-            _silent_rank, args=(world, [plan], parity._train, folder, errors), nprocs=world, start_method="fork", join=False)
+        ranks = mp.start_processes(_silent_rank, args=(world, [plan], parity._train, folder), nprocs=world, start_method="fork", join=False)
         deadline = time.monotonic() + limit_s
         try:
             while not ranks.join(max(0.0, deadline - time.monotonic())):
