@@ -211,7 +211,7 @@ def _assembled(strategy: Strategy, book: PriceBook) -> Plan:
     price = price_step(strategy, book)
     _require_host(price, book.machine.cluster, chunked=strategy.frame.chunked)
     record = SearchRecord(
-        objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.closed_form_s, 6), bound=0.0, gap=1.0,
+        objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.step_s, 6), bound=0.0, gap=1.0,
         fastest_step_time_s=round(price.closed_form_s, 6),
         candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
     return assemble(strategy, price, record, book)

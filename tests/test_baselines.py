@@ -119,6 +119,7 @@ def test_the_megatron_optimum_equals_an_independent_enumeration(request_):
     assert found.fitted == sum(peak_bytes(price) <= limit for frame, zero, _, price in everything if zero == 0 or frame.mesh.dp > 1)
 
 
+@pytest.mark.slow
 def test_memory_binds_in_the_request_that_says_so():
     unlimited = replace(BINDING, limit_gib=None).baseline("megatron").optimum
     limited = BINDING.baseline("megatron").optimum

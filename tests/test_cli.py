@@ -155,6 +155,7 @@ def test_a_stack_file_is_taken_whole():
         name="mine", attention="unfused", kernel_slowdown=1.5, partitioned_transfers=True)
 
 
+@pytest.mark.slow
 def test_a_memory_limit_is_kept():
     succeed(*MIDDLE, "--memory-limit", "14GiB")
 

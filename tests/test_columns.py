@@ -34,7 +34,7 @@ from tests.instances import (
     with_other_ends,
 )
 
-SEEDS = range(8)
+SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed % 2 else ()) for seed in range(8)]
 DEPTHS = [pytest.param(None, id="shallow"), pytest.param(4, id="with-virtual-stages")]  # 2 ranks x 2 chunks need 4 blocks
 UNLIMITED = math.inf
 

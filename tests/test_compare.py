@@ -57,6 +57,7 @@ def part_table(output: str, title: str, names: tuple[str, ...]) -> tuple[dict[st
 # The comparison itself
 
 
+@pytest.mark.slow
 def test_the_differences_of_the_parts_add_up_to_the_difference_of_the_step_and_of_the_memory():
     found = compared("megatron", "megatron-defaults", "zero-3", pins=Constraints(pp=(2,), tp=(2,)))
 
@@ -78,6 +79,7 @@ def test_a_tie_is_a_step_inside_the_band_of_ours():
         assert found.is_tie(replace(side, step_s=side.step_s * (1 + share * band.time.share))) is tie
 
 
+@pytest.mark.slow
 def test_ours_free_of_pins_is_never_behind_megatron_in_the_price_that_the_search_minimises():
     plan = small_plan()
     other = compare(plan, ["megatron"], SearchOptions()).rows[0].baseline.optimum
@@ -99,6 +101,7 @@ def test_a_plan_file_of_other_prices_is_priced_again():
 # What it prints
 
 
+@pytest.mark.slow
 def test_the_printed_parts_add_up_and_leave_out_what_is_nothing():
     output = printed(*SMALL, "--baseline", "megatron,zero-3,fsdp", "--pp", "2")
 
@@ -125,6 +128,7 @@ def test_the_same_plan_on_both_sides_takes_as_long_and_loses_nothing():
     assert "zero-1 takes as long; as much at the peak, as much redundant over all GPUs the pins hold" in output
 
 
+@pytest.mark.slow
 def test_a_baseline_that_does_not_fit_says_by_how_much_and_the_others_stay():
     output = " ".join(printed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1,zero-3").split())
 
@@ -157,6 +161,7 @@ def test_the_json_has_every_number_and_nothing_else_is_printed():
         assert row["peak_memory_gib"] <= document["memory_limit_gib"]
 
 
+@pytest.mark.slow
 def test_the_json_of_a_baseline_that_does_not_fit_has_its_shortfall():
     (row,) = json.loads(printed(*SMALL, "--memory-limit", "40GiB", "--baseline", "zero-1", "--recompute", "none", "--json"))["baselines"]
     (none,) = json.loads(printed("--model", "gpt-20b", "--gpus", "16", "--baseline", "zero-1", "--json"))["baselines"]
@@ -166,6 +171,7 @@ def test_the_json_of_a_baseline_that_does_not_fit_has_its_shortfall():
     assert none["short_gib"] > 0
 
 
+@pytest.mark.slow
 def test_the_memory_limit_holds_for_the_baselines_too():
     free, tight = (json.loads(printed(*SMALL, *more, "--baseline", "zero-3", "--json")) for more in ((), ("--memory-limit", "10GiB")))
 

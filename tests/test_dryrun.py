@@ -72,6 +72,7 @@ def dry(name: str) -> list[DryRun]:
     return [dry_run(PLANS[name], rank) for rank in range(PLANS[name].mesh.pp)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_the_states_are_those_of_the_same_ranks_on_gloo(name):
     states = executed()[name].states

@@ -28,6 +28,7 @@ def _measured():
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES, ids=" ".join)
 def test_every_rank_keeps_of_a_block_what_the_placements_and_the_recompute_list_say(name):
     row = _measured()[name]

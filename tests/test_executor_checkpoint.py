@@ -130,6 +130,7 @@ def test_a_run_goes_on_with_the_same_losses_on_other_meshes_and_plans(name, tmp_
     assert [loss for part in parts for loss in part] == pytest.approx(undisturbed(chain[0], steps + 2), rel=2 * LOSS_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_strided_shards_of_data_and_tensor_parallelism_are_read_back_by_another_mesh(tmp_path):
     options = {"directory": tmp_path}

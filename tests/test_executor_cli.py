@@ -38,6 +38,7 @@ def _write(plan, tmp_path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_torchrun_trains_a_plan_on_a_token_file_and_reports_equal_bytes(tmp_path):
     tokens = tmp_path / "tokens.bin"

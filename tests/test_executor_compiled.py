@@ -45,6 +45,7 @@ def train(plan: Plan) -> list[float]:
     return [step.loss for step in build_trainer(plan, COMPILED, CPU).run()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [
     pytest.param(make_plan(GPT), id="gpt"),
     pytest.param(make_plan(LLAMA, recompute="full"), id="llama-full-recompute"),

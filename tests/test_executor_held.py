@@ -84,6 +84,7 @@ SLOW = (
 WORLDS = Worlds(PLANS, SLOW)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS.params())
 def test_a_plan_trains_like_one_process_wherever_its_states_are(name):
     plan = PLANS[name]
@@ -146,6 +147,7 @@ def _all_of(value: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+@pytest.mark.slow
 def test_the_first_loss_in_bf16_is_the_same_on_any_number_of_ranks_and_at_any_zero_stage():
     plans = [make_plan(GPT, precision=BF16), *(make_plan(GPT, dp=2, zero=(zero,), precision=BF16) for zero in range(4))]
 

@@ -79,6 +79,7 @@ def test_it_trains_like_one_process(name):
     assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_ranks_hold_their_columns_of_the_table_and_its_states(name):
     plan = PLANS[name]

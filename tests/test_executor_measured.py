@@ -47,6 +47,7 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize("layout", [
     pytest.param({}, id="loop"),

@@ -147,6 +147,7 @@ def _worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return max(gradient_error(gradient, expected[name]) for name, gradient in found.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "name"), EVERY)
 def test_the_gradients_are_those_of_1f1b_and_of_one_process(world, name):
     plan = (WORLD_4 | WORLD_8)[name]

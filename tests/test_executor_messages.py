@@ -33,12 +33,14 @@ def growth(monkeypatch) -> int:
     return dry_runs(interleaved(14), (0,))[0].use.activations - dry_runs(interleaved(6), (0,))[0].use.activations
 
 
+@pytest.mark.slow
 def test_more_micro_batches_hold_no_more_messages(monkeypatch):
     ids = 2 * 8 * SEQ_LENGTH * 8  # of eight sequences and their targets, in int64
 
     assert growth(monkeypatch) == ids
 
 
+@pytest.mark.slow
 def test_torchs_own_stage_holds_a_buffer_for_every_message_of_the_step(monkeypatch):
     own = {name: getattr(PipelineStage, name) for name in _OVERRIDDEN}
     stage = type("Stage", (PipelineStep,), own)

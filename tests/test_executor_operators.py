@@ -98,6 +98,7 @@ def reference(plan: Plan) -> Outcome:
     return run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS.params())
 def test_a_plan_whose_operators_are_divided_one_by_one_trains_like_one_process(name):
     plan = PLANS[name]

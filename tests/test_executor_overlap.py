@@ -84,6 +84,7 @@ def alone(plan: Plan) -> Plan:
     return overlapped(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORLDS.params())
 def test_halves_train_like_one_process(name):
     plan = WORLDS.plans[name]
@@ -207,6 +208,7 @@ def test_sharding_leaves_the_order_as_it_is(zero):
     assert found == UNDER[3]
 
 
+@pytest.mark.slow
 def test_ranks_that_drop_out_draw_one_mask_and_draw_it_again():
     plans = [overlapped(make_plan(DROPOUT, tp=2, recompute=again), 2) for again in ("full", ())]
 

@@ -234,6 +234,7 @@ def test_all_rules_are_asked_where_no_number_of_micro_batches_is_legal():
     assert [refusal.nearest for rule, refusal in refusals(plan) if rule.name == "micro batches"] == [None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_refused_plan_does_not_train_what_it_says(name):
     broken = BROKEN[name]

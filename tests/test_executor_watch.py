@@ -98,6 +98,7 @@ def store() -> dist.TCPStore:
     return dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_rank_that_does_not_come_along_is_named_with_its_place(tmp_path, store, capfd):
     codes = _end(make_plan(GPT, dp=2), tmp_path, store, _sleep, timeout_s=TIMEOUT_S)
@@ -110,6 +111,7 @@ def test_a_rank_that_does_not_come_along_is_named_with_its_place(tmp_path, store
     assert hint.startswith("hint: ")
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_rank_that_is_stopped_is_named(tmp_path, store, capfd):
     codes = _end(make_plan(GPT, pp=2), tmp_path, store, _stop, timeout_s=TIMEOUT_S, other_s=0.1)

@@ -195,6 +195,7 @@ def test_a_solver_that_calls_everything_infeasible_is_not_believed(fake_cbc):
         find_plan(*gpt_1_5b_on_8())
 
 
+@pytest.mark.slow
 def test_a_fault_in_the_second_pass_of_the_memory_objective_keeps_a_plan(fake_cbc):
     first = fake_cbc("exit 3", after=1000)
     find_plan(*gpt_1_5b_on_8())

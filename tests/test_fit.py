@@ -45,6 +45,7 @@ def test_a_slowdown_is_found_again_and_terms_that_no_row_shows_stay_neutral():
     assert "allocator_share" not in found
 
 
+@pytest.mark.slow
 def test_a_term_without_an_experiment_is_that_of_the_others():
     slower = {**TRUTH, SLOWDOWN: 1.5}
 

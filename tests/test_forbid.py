@@ -77,8 +77,7 @@ def test_gpipe_is_tried_where_1f1b_is_forbidden():
     others = (Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.SCP, Schedule.ZBV)
     pinned = enumerate_space(*ASKED, Constraints(schedule=others))
 
-    unfilled = {f for f in pinned.frames if f.schedule is Schedule.ZBV and f.num_micro_batches < 2 * f.mesh.pp - 1}  # only if pinned
-    assert set(left.frames) == set(pinned.frames) - unfilled
+    assert set(left.frames) == set(pinned.frames)
     assert any(frame.schedule is Schedule.GPIPE and frame.num_micro_batches >= frame.mesh.pp for frame in left.frames)
 
 

@@ -49,6 +49,7 @@ def test_files_are_named_after_output():
     assert written()[0] == "front-01.yml"
 
 
+@pytest.mark.slow
 def test_the_same_request_writes_the_same_bytes():
     succeed(*FRONT, "--output", "a.yaml")
     succeed(*FRONT, "--output", "b.yaml")
@@ -57,6 +58,7 @@ def test_the_same_request_writes_the_same_bytes():
         assert first.read_bytes() == Path(first.name.replace("a-", "b-")).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_file_of_an_earlier_longer_front_is_kept_and_pointed_out():
     count = len(json.loads(succeed(*FRONT, "--json").stdout)["points"])
     left = Path(f"plan-{count + 1:02}.yaml")

@@ -21,7 +21,7 @@ from benchmarks.fuzzing.seeds import CONFIGS, DESCRIBED, Seeds, shipped
 from benchmarks.fuzzing.server import Server
 from benchmarks.fuzzing.verdicts import judge
 
-INPUTS = 180
+INPUTS = 100
 SLOW = ("family-yaml", "command-line", "surroundings")  # searches: the benchmark runs them
 TINY = "--model gpt-tiny --gpus 2 --gpu cpu"
 

@@ -37,6 +37,7 @@ def _is_worse_error(before: float | None, after: float | None) -> bool:
     return before is not None and (after is None or abs(after) > abs(before) + TOLERANCE)
 
 
+@pytest.mark.slow
 def test_no_source_got_worse(update_golden):
     found = error_table(price_table(read_table()))
     if update_golden:

@@ -147,7 +147,7 @@ def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price
     fastest = min(best, key=best.__getitem__)
     plan, without = (find_plan(*asked, constraints=replace(pins, tp_overlap=levels)) for levels in (None, (0,)))
     assert plan.pipeline.tp_overlap == fastest.tp_overlap == 3
-    assert plan.search.bound == pytest.approx(best[fastest], rel=1e-5, abs=2e-6)
+    assert plan.search.bound <= best[fastest] * (1 + 1e-5) + 2e-6  # of the plans with one ZeRO stage
     assert plan.predicted.step_time_s.value < without.predicted.step_time_s.value
 
 

@@ -18,7 +18,7 @@ from planner.request import Constraints
 from tests.instances import random_instance
 
 ALL, HEADS = frozenset({"heads", "ffn"}), frozenset({"heads"})
-SEEDS = range(10)
+SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed % 2 else ()) for seed in range(10)]
 
 
 def option(time_s, saved, layout=ALL, workspace=0.0):

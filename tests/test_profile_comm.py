@@ -109,6 +109,7 @@ def test_a_resumed_run_measures_nothing_twice_and_tries_the_case_in_flight_again
     assert again == records
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("fault", "outcome", "detail"), [
     pytest.param("hang", Outcome.HUNG, "Timed out", id="hangs"),
@@ -302,6 +303,7 @@ def test_a_run_that_ends_without_a_word_is_started_so_often(tmp_path, monkeypatc
         launch.comm_records(2, output, reruns=2)
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_ends_the_journal(tmp_path):
     output, lines = tmp_path / "comm.yaml", []

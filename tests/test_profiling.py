@@ -38,6 +38,7 @@ def records(found, work):
     return [record for record in found.profile.records if record.case.work == work]
 
 
+@pytest.mark.slow
 def test_what_fails_is_recorded_and_all_else_measured(measured):
     _, found = measured
 

@@ -38,6 +38,7 @@ def test_each_further_flag_of_megatron_lowers_the_least_peak():
     assert distributed < sequence_parallel < plain
 
 
+@pytest.mark.slow
 def test_the_classes_add_up_to_the_peak_and_the_tensors_leave_the_reserve_out(rows_and_savings):
     for row in rows_and_savings[0]:
         assert sum(row.memory_gib[name] for name in CLASSES) == pytest.approx(row.peak_gib, abs=1e-3)

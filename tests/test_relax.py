@@ -105,6 +105,7 @@ def test_a_pin_that_stands_in_the_way_is_named_with_a_value_that_fits(pinned):
     assert replace(one.request.pins, **{name: None}) == replace(pins, **{name: None})
 
 
+@pytest.mark.slow
 def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pinned):
     _, pins, asked, found = pinned
     every = ("recompute", "zero", "micro_batch_size", "tp", "pp", "dp", "sequence_parallel", "schedule", "virtual_stages")
@@ -228,6 +229,7 @@ def test_with_nothing_pinned_more_memory_and_more_gpus_are_left():
     assert [one.flags[0].split()[0] for one in found.found] == ["--memory-limit", "--gpus"]
 
 
+@pytest.mark.slow
 def test_pinned_degrees_that_belong_to_the_old_number_of_gpus_change_with_it():
     asked = request(Constraints(pp=(8,), dp=(1,)), 6 * GIB)
 
@@ -239,6 +241,7 @@ def test_pinned_degrees_that_belong_to_the_old_number_of_gpus_change_with_it():
         search(replace(one.request, pins=asked.pins))
 
 
+@pytest.mark.slow
 def test_nodes_smaller_than_usual_are_asked_for_with_the_gpus():
     asked = replace(request(Constraints(), 30 * GIB, gpus=2))
 

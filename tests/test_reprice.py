@@ -21,6 +21,7 @@ def searched(model: str, gpus: int, pins: Constraints, objective: str = "through
     return find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), gpus), training, objective, constraints=pins)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "pins", "objective"), [
     pytest.param("llama2-7b", Constraints(), "throughput", id="layers-that-differ"),
     pytest.param("gpt-2.5b", Constraints(pp=(2,), virtual_stages=(3,)), "throughput", id="interleaved"),

@@ -101,6 +101,7 @@ def in_14_gib():
     return find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB))
 
 
+@pytest.mark.slow
 def test_the_same_request_gives_the_same_bytes_twice(whole):
     assert to_yaml(find_plan(*gpt_2_5b_on_16())) == to_yaml(whole)
 
@@ -121,6 +122,7 @@ def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_14_gib):
     assert plan.search.candidates.considered == plan.search.candidates.pruned + plan.search.candidates.solved
 
 
+@pytest.mark.slow
 def test_the_memory_objective_is_leaner_and_within_the_slowdown(whole):
     fast = whole
     lean = find_plan(*gpt_2_5b_on_16(), Objective.MEMORY, options=SearchOptions(max_slowdown=0.1))

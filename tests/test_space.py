@@ -125,6 +125,7 @@ def test_the_frames_of_one_small_cluster_by_hand():
         "pp 2 x dp 1 x tp 1, interleaved x 2 virtual stages, micro-batch 1 x 2",
         "pp 2 x dp 1 x tp 1, interleaved x 3 virtual stages, micro-batch 1 x 2",  # 4 blocks, embedding and head over 6 stages
         "pp 2 x dp 1 x tp 1, gpipe, micro-batch 2 x 1",
+        *(f"pp 2 x dp 1 x tp 1, zbv x 2 virtual stages, micro-batch {bm}" for bm in ("1 x 2", "2 x 1")),
         *(f"pp 1 x dp 1 x tp 2, 1f1b, micro-batch {bm}{sp}" for bm in ("1 x 2", "2 x 1") for sp in ("", ", sequence parallel")),
     ])
     assert [pruned.candidate for pruned in found.pruned] == [
