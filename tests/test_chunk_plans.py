@@ -196,7 +196,7 @@ def edited(**changes):
     pytest.param({"layers": {"head": {"offload": ["states"]}}}, "states for one of embedding and head", id="states-of-the-head"),
     pytest.param({"group": {"num_chunks": 4}}, "stage 0, home optimizer has 4 chunks of .* its blocks fill 2", id="chunks"),
     pytest.param({"rank": {"device_bytes": 7}}, "pipeline rank . need at least .* the device budget is 7 ", id="budget"),
-    pytest.param({"chunks": None}, r"layer_plans\.A: offload has optimizer, which is of blocks of a plan with chunks", id="no-chunks"),
+    pytest.param({"chunks": None}, r"layer_plans\.A: offload is optimizer, and the plan has no chunks", id="no-chunks"),
 ])
 def test_a_file_that_was_changed_into_what_no_plan_is_says_where(changes, message):
     with pytest.raises((ConfigError, InfeasibleError), match=message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -214,6 +215,23 @@ def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
         read(tmp_path / "comm.yaml")
     with pytest.raises(ConfigError, match="cannot read"):
         read(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    pytest.param({"sizes": (("bytes", 8), ("nodes", 1), ("groups", 1))}, "has no size ranks_per_node", id="size"),
+    pytest.param({"times": {"other": timing([1e-6])}}, "was measured and has no time", id="time"),
+])
+def test_a_record_without_what_its_curve_needs_is_refused_when_it_is_read(tmp_path, changes, message):
+    case = next(case for case in cases_of(PAIR) if case.work == "all_reduce")
+    record = Record(
+        case=replace(case, sizes=changes.get("sizes", case.sizes)), outcome=Outcome.MEASURED,
+        measured=Measured(times=changes.get("times", {"time": timing([1e-6])})))
+    write(tmp_path / "comm.yaml", CommFile(
+        comm_version=COMM_VERSION, date="2026-01-31", device="cpu", backend="gloo", torch="2.13.0", nodes=1, ranks_per_node=2,
+        records=(record,)))
+
+    with pytest.raises(ConfigError, match=rf"comm.yaml: records.0: \w+ {message}"):
+        read(tmp_path / "comm.yaml")
 
 
 def test_without_torchrun_the_error_says_how_to_start_it(monkeypatch):

@@ -96,6 +96,8 @@ def _at(body, path):
     ("one-device", ("cluster", "nodes"), 7, "mesh: pp 1 x dp 1 x tp 1 has 1 ranks, the cluster has 7 devices, nodes 7 x 1"),
     ("tensor", ("mesh", "tp"), 1, "the cluster has 2 devices"),
     ("one-device", ("pipeline", "virtual_stages"), 0, r"pipeline.virtual_stages is 0, it must be from 1 to 4,096"),
+    ("one-device", ("layer_plans", "A", "offload"), ["optimizer"], "layer_plans.A: offload is optimizer, and the plan has no chunks"),
+    ("interleaved", ("stages", 1, "layers"), [], "stages.1: it has no layers"),
     ("one-device", ("pipeline", "num_micro_batches"), 3, "3 micro-batches of 2 on dp 1 are 6 sequences, global_batch_size is 8"),
     ("interleaved", ("pipeline", "num_micro_batches"), 3, "interleaved needs micro-batches in multiples of the 2 pipeline ranks"),
     ("interleaved", ("stages", 0, "rank"), 1, "stages.0: rank is 1, schedule interleaved runs it on 0"),

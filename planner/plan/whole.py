@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from costmodels.actions import check
+from costmodels.chunks.home import OFFLOAD_OF, Home
 from costmodels.mesh import Mesh, illegal_expert_parallel
 from costmodels.schedules import Schedule, legal, rank_of
 from profiles.errors import ConfigError, unknown_name_error
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from planner.plan.prediction import Prediction
 
 _AGAIN = "make the plan again"
+IN_CHUNKS = OFFLOAD_OF[Home.HOST]  # what only blocks in chunks offload
 
 
 def require_whole(plan: Plan, where: str) -> None:
@@ -41,6 +43,8 @@ def require_whole(plan: Plan, where: str) -> None:
     for name, layer_plan in plan.layer_plans.items():
         operators = [operator.name for operator in graph.layer_class(layer_plan.layer).operators]
         _require_layer_plan(layer_plan, plan.mesh, operators, f"{where}: layer_plans.{name}")
+        if plan.chunks is None and any(what in IN_CHUNKS for what in layer_plan.offload):
+            raise _unfit(where, f"layer_plans.{name}", f"offload is {', '.join(layer_plan.offload)}, and the plan has no chunks")
     if plan.mesh.tp == 1 and plan.pipeline.tp_overlap:
         raise _unfit(where, "pipeline", f"tp_overlap is {plan.pipeline.tp_overlap}, the mesh has tp 1")
     _require_layers(plan.stages, plan.layer_plans, plan.model.num_layers, where)
@@ -131,6 +135,8 @@ def _require_layers(stages: Iterable[StagePlan], known: Mapping[str, LayerPlan],
     """Raises ConfigError unless the stages run the embedding, every block once in order, and the head."""
     runs = []
     for index, stage in enumerate(stages):
+        if not stage.layers:
+            raise _unfit(where, f"stages.{index}", "it has no layers")
         for run in stage.layers:
             if run.plan not in known:
                 raise unknown_name_error("layer plan", run.plan, known, where=f"{where}: stages.{index}")

@@ -13,6 +13,7 @@ ALL_REDUCE, POINT_TO_POINT, OVERLAP, COMMUNICATOR = "all_reduce", "point_to_poin
 PARTED = ("all_gather", "reduce_scatter", "all_to_all")  # whose tensor is cut into a part for each rank
 COLLECTIVES = (ALL_REDUCE, *PARTED)
 TIMED = (*COLLECTIVES, POINT_TO_POINT)
+SIZES = ("bytes", "nodes", "ranks_per_node", "groups")  # of what is timed
 _LEVEL = {ALL_REDUCE: 0, POINT_TO_POINT: 1, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 2}
 _OVERLAP_LEVEL = 1
 SMALLEST_BYTES = KIB
@@ -70,7 +71,7 @@ def timed_case(work: str, n_bytes: int, shape: Shape, precision: str) -> Case:
     step = ELEMENT_BYTES.get(precision, 1) * (shape.num_ranks if work in PARTED else 1)
     rounded = -(-n_bytes // step) * step
     sizes = (rounded, shape.nodes, shape.ranks_per_node, shape.groups)
-    named = tuple(zip(("bytes", "nodes", "ranks_per_node", "groups"), sizes, strict=True))
+    named = tuple(zip(SIZES, sizes, strict=True))
     return Case(work=work, sizes=named, precision=precision, passes=(Pass(name="time", curve=work, sizes=sizes),))
 
 

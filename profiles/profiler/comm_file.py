@@ -10,6 +10,7 @@ import yaml
 from profiles.cases import Record
 from profiles.errors import ConfigError
 from profiles.files import write_text
+from profiles.profiler.comm_cases import SIZES, TIMED
 from profiles.reader import Hints, read_yaml
 from profiles.schema import document, parse
 
@@ -44,7 +45,21 @@ def read(path: Path) -> CommFile:
     version = body.get("comm_version") if isinstance(body, dict) else None
     if version != COMM_VERSION:
         raise ConfigError(f"{path}: comm_version is {version}, this parplan reads {COMM_VERSION}", hint=_HINT)
-    return parse(CommFile, body, str(path))
+    found = parse(CommFile, body, str(path))
+    for index, record in enumerate(found.records):
+        _require_timed(record, f"{path}: records.{index}")
+    return found
+
+
+def _require_timed(record: Record, where: str) -> None:
+    """Raises ConfigError for a timed collective without the sizes of its group, or without its time."""
+    if record.case.work not in TIMED:
+        return
+    missing = [name for name in SIZES if name not in dict(record.case.sizes)]
+    if missing:
+        raise ConfigError(f"{where}: {record.case.work} has no size {missing[0]}", hint=_HINT)
+    if record.measured is not None and "time" not in record.measured.times:
+        raise ConfigError(f"{where}: {record.case.work} was measured and has no time", hint=_HINT)
 
 
 def in_flight_of(output: Path) -> Path:
