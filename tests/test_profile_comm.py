@@ -220,6 +220,7 @@ def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(("changes", "message"), [
     pytest.param({"sizes": (("bytes", 8), ("nodes", 1), ("groups", 1))}, "has no size ranks_per_node", id="size"),
     pytest.param({"times": {"other": timing([1e-6])}}, "was measured and has no time", id="time"),
+    pytest.param({"times": {"time": replace(timing([1e-6]), median_us=0.0)}}, r"was measured in 0\.0 us", id="no-time-at-all"),
 ])
 def test_a_record_without_what_its_curve_needs_is_refused_when_it_is_read(tmp_path, changes, message):
     case = next(case for case in cases_of(PAIR) if case.work == "all_reduce")

@@ -52,7 +52,7 @@ def read(path: Path) -> CommFile:
 
 
 def _require_timed(record: Record, where: str) -> None:
-    """Raises ConfigError for a timed collective without the sizes of its group, or without its time."""
+    """Raises ConfigError for a timed collective without the sizes of its group, or without a time above zero."""
     if record.case.work not in TIMED:
         return
     missing = [name for name in SIZES if name not in dict(record.case.sizes)]
@@ -60,6 +60,8 @@ def _require_timed(record: Record, where: str) -> None:
         raise ConfigError(f"{where}: {record.case.work} has no size {missing[0]}", hint=_HINT)
     if record.measured is not None and "time" not in record.measured.times:
         raise ConfigError(f"{where}: {record.case.work} was measured and has no time", hint=_HINT)
+    if record.measured is not None and record.measured.times["time"].median_us <= 0:
+        raise ConfigError(f"{where}: {record.case.work} was measured in {record.measured.times['time'].median_us} us", hint=_HINT)
 
 
 def in_flight_of(output: Path) -> Path:
