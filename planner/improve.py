@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from costmodels.book import PriceBook
 from costmodels.occupancy import rank_memory
 from costmodels.step import StepPrice, price_step, simulated_step, step_costs
 from costmodels.strategy import LayerChoice, Strategy
+from planner.deadline import in_time
 from planner.ranks.blocks import to_strategy
 from planner.ranks.chunk_columns import rank_columns
-from planner.ranks.prices import end_kinds
+from planner.ranks.columns import Column, same_ends
 from planner.session import Session, Solved
 from profiles.errors import OutOfTimeError
 from profiles.model import LayerKind
@@ -37,7 +39,8 @@ def improved(solved: Solved, strategy: Strategy, price: StepPrice, session: Sess
         return strategy, price
     best, best_s = strategy, price.step_s
     try:
-        for change in (lambda one: _other_columns(one, solved, session), _moved):
+        others = _other_columns(solved, session)
+        for change in (partial(_with_other_columns, others=others, solved=solved), _moved):
             best, best_s = _climbed(best, best_s, change, book, session)
     except (KeyboardInterrupt, OutOfTimeError):
         pass
@@ -64,22 +67,30 @@ def _climbed(strategy: Strategy, step_s: float, changes: Changes, book: PriceBoo
     return best, best_s
 
 
-def _other_columns(strategy: Strategy, solved: Solved, session: Session) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
-    """The strategy with the stages of one rank as another column with as many blocks has them, where its own are those of a column."""
+def _other_columns(solved: Solved, session: Session) -> list[list[Column]]:
+    """By rank the columns with as many blocks that are about as fast as the chosen one. Raises OutOfTimeError."""
+    frame, passes, found = solved.frame, solved.frame.num_micro_batches, []
+    for rank, own in enumerate(in_time(solved.choice.columns, session.deadline)):
+        every = rank_columns(rank, frame, session.table).fastest(own.num_blocks, session.limit_bytes)
+        slowest_s = own.alone_s(passes) * (1 + NEAR)
+        found.append([one for one in every if one != own and same_ends(rank, frame, one, own) and one.alone_s(passes) < slowest_s])
+    return found
+
+
+def _with_other_columns(
+    strategy: Strategy, others: Sequence[Sequence[Column]], solved: Solved,
+) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
+    """The strategy with the stages of one rank as one of `others` has them, where the rank holds as many blocks as its column."""
     frame, columns = strategy.frame, solved.choice.columns
-    for rank, column in enumerate(columns):
-        if sum(len(_blocks(strategy.stages[stage])) for stage in frame.stages_of(rank)) != column.num_blocks:
+    for rank, own in enumerate(columns):
+        if sum(len(_blocks(strategy.stages[stage])) for stage in frame.stages_of(rank)) != own.num_blocks:
             continue
-        own_s = frame.num_micro_batches * column.time_s + column.tail_s
-        for other in rank_columns(rank, frame, session.table).fastest(column.num_blocks, session.limit_bytes):
-            other_s = frame.num_micro_batches * other.time_s + other.tail_s
-            same_ends = not end_kinds(rank, frame) or (other.zero > 0, other.looks_up) == (column.zero > 0, column.looks_up)
-            if other != column and same_ends and other_s < own_s * (1 + NEAR):
-                made = to_strategy(frame, (*columns[:rank], other, *columns[rank + 1 :]))
-                stages = list(strategy.stages)
-                for stage in frame.stages_of(rank):
-                    stages[stage] = made.stages[stage]
-                yield replace(strategy, stages=tuple(stages)), (rank,)
+        for other in others[rank]:
+            made = to_strategy(frame, (*columns[:rank], other, *columns[rank + 1 :]))
+            stages = list(strategy.stages)
+            for stage in frame.stages_of(rank):
+                stages[stage] = made.stages[stage]
+            yield replace(strategy, stages=tuple(stages)), (rank,)
 
 
 def _fits(strategy: Strategy, ranks: Sequence[int], book: PriceBook, session: Session) -> bool:

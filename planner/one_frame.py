@@ -54,16 +54,25 @@ def certify(frame: Frame, best_s: float, session: Session) -> None:
 
     Its optimum is below every way to choose an option and a ZeRO stage for each layer by itself that is below `best_s`.
     """
-    if session.left_s() <= 0:
-        return
+    if session.left_s() > 0:
+        session.prices.raise_bound(frame, session.limit_bytes, min(best_s, proven_s(frame, best_s, session)))
+
+
+def proven_s(frame: Frame, best_s: float, session: Session) -> float:
+    """Seconds that no choice of `frame` is below, about `best_s` where none is below that, zero where the solver gives no proof.
+
+    A schedule that recomputes ahead of the gradient has a second bound: the same without any recompute.
+    """
     try:
-        least_s = max(averages_s(frame, best_s, session, plain=plain) for plain in (False, True)[: 1 + frame.recomputes_ahead])
-    except (Unsolved, SolverError):  # the bound stays as it is
-        return
-    session.prices.raise_bound(frame, session.limit_bytes, min(best_s, least_s * (1 - SOLVED_TO)))
+        least_s = _averages_s(frame, best_s, session, plain=False)
+        if frame.recomputes_ahead:
+            least_s = max(least_s, _averages_s(frame, best_s, session, plain=True))
+    except (Unsolved, SolverError):
+        return 0.0
+    return least_s * (1 - SOLVED_TO)
 
 
-def averages_s(frame: Frame, best: float, session: Session, *, plain: bool) -> float:
+def _averages_s(frame: Frame, best: float, session: Session, *, plain: bool) -> float:
     """The least seconds of `frame` over averages of its relaxed columns, `best` where none is below it, zero where nothing is proven."""
     relaxed, share, num_layers = session.relaxed(frame, best, plain=plain), bubble_share(frame, session.book), session.book.model.num_layers
     if relaxed is None or lower_bound_s(frame, relaxed, num_layers, share) is None:

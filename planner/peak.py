@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from costmodels.strategy import Frame
 from planner.descent import Descent, below, halve_in
 from planner.frames.branch import Outcome
-from planner.one_frame import SOLVED_TO, averages_s, fastest_choice, relaxed_bound_s
+from planner.one_frame import fastest_choice, proven_s, relaxed_bound_s
 from planner.ranks.master import Choice
 from planner.session import Session, Solved
-from planner.solver import Unsolved
 from profiles.errors import OutOfTimeError, SolverError
 
 COARSELY = 0.95  # to which share the bytes that a frame needs at least are found, which only orders the frames
@@ -75,14 +74,7 @@ class _Frames:
         """Whether it is proven that a frame has no plan in time within a limit."""
         self.session.deadline.require_left()
         inner = self.session.within(limit_bytes)
-        if self.is_out(frame, inner):
-            return True
-        try:
-            least_s = max(
-                averages_s(frame, 2 * self.slowest_s, inner, plain=plain) for plain in (False, True)[: 1 + frame.recomputes_ahead])
-        except (Unsolved, SolverError):
-            return False
-        return least_s * (1 - SOLVED_TO) >= self.slowest_s
+        return self.is_out(frame, inner) or proven_s(frame, 2 * self.slowest_s, inner) >= self.slowest_s
 
     def is_out(self, frame: Frame, inner: Session) -> bool:
         """Whether cheap bounds say that a frame has no plan in time within the limit of a session."""

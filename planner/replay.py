@@ -18,7 +18,7 @@ from planner.layers.levels import illegal_full_recompute
 from planner.plan.prediction import Objective
 from planner.ranks.blocks import to_strategy
 from planner.ranks.chunk_columns import rank_columns
-from planner.ranks.prices import end_kinds
+from planner.ranks.columns import same_ends
 from planner.session import ROUNDING, Session, Solved
 from profiles.errors import InfeasibleError, OutOfTimeError
 
@@ -40,12 +40,10 @@ def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
     for ends in counted_ends(num_layers, pp) if pp > 1 and frame.virtual_stages == 1 else ():
         blocks = equal_blocks(frame, num_layers, ends)
         ranks = [
-            [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes)
-             if (c.zero > 0, c.looks_up) == (chosen.zero > 0, chosen.looks_up) or not end_kinds(rank, frame)]
+            [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes) if same_ends(rank, frame, c, chosen)]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
         if all(ranks):
-            passes = frame.num_micro_batches
-            yield to_strategy(frame, tuple(min(columns, key=lambda c: passes * c.time_s + c.tail_s) for columns in ranks))
+            yield to_strategy(frame, tuple(min(columns, key=lambda c: c.alone_s(frame.num_micro_batches)) for columns in ranks))
 
 
 def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
@@ -66,11 +64,11 @@ def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
 
 def _other_homes(solved: Solved, session: Session) -> Iterator[Strategy]:
     """Of a frame in chunks without pipeline the best columns: what waits for copies, the exact schedules know better."""
-    frame, passes = solved.frame, solved.frame.num_micro_batches
+    frame = solved.frame
     if frame.chunked and frame.mesh.pp == 1:
         columns = rank_columns(0, frame, session.table).fastest(session.book.model.num_layers, session.limit_bytes)
         alike = (column for column in columns if column.looks_up == solved.choice.columns[0].looks_up)
-        for column in sorted(alike, key=lambda c: passes * c.time_s + c.tail_s)[:SCHEDULED]:
+        for column in sorted(alike, key=lambda c: c.alone_s(frame.num_micro_batches))[:SCHEDULED]:
             yield to_strategy(frame, (column,))
 
 

@@ -57,8 +57,16 @@ class Found:
     price: StepPrice
 
 
-def _search_fastest(frames: Sequence[Frame], session: Session) -> tuple[Outcome[Solved], tuple[Frame, ...]]:
-    """The best choices of the frames, and the frames whose relaxation was solved.
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The frames of a search that cheap bounds do not rule out within its memory limit, and those whose relaxation was solved."""
+
+    possible: tuple[Frame, ...]
+    relaxed: tuple[Frame, ...]
+
+
+def _search_fastest(frames: Sequence[Frame], session: Session) -> tuple[Outcome[Solved], Looked]:
+    """The best choices of the frames, and what was looked at.
 
     Frames that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved.
 
@@ -98,27 +106,28 @@ def _search_fastest(frames: Sequence[Frame], session: Session) -> tuple[Outcome[
     bounded = ((prices.least_s(frame, limit), frame) for frame in possible)
     outcome = branch(
         Objective.THROUGHPUT, bounded, solve, worth_replaying, left_s=session.left_s, on_progress=session.on_progress)
-    return replace(outcome, bound=min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible)))), tuple(open_)
+    bound = min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible)))
+    return replace(outcome, bound=bound), Looked(tuple(possible), tuple(open_))
 
 
-def _proven_s(frames: Sequence[Frame], open_: Sequence[Frame], best_s: float, share: float, session: Session) -> float:
-    """Seconds that no plan of `frames` is below.
+def _proven_s(looked: Looked, best_s: float, share: float, session: Session) -> float:
+    """Seconds that no plan of the search is below; bounds of frames whose relaxation was solved are raised as far as that helps.
 
-    open_: the frames whose bounds are raised as far as that helps
     share: of the closed form of a pipeline that a simulated step may be, by what was replayed; without a pipeline the two are equal
     """
-    prices, limit = session.prices, session.limit_bytes
+
+    def share_of(frame: Frame) -> float:
+        return share if frame.mesh.pp > 1 else 1.0
 
     def simulated_s(frame: Frame) -> float:
-        return prices.least_s(frame, limit) * (share if frame.mesh.pp > 1 else 1.0)
+        return session.prices.least_s(frame, session.limit_bytes) * share_of(frame)
 
-    possible = [frame for frame in frames if prices.may_fit(frame, limit)]
-    others_s = min((simulated_s(frame) for frame in set(possible).difference(open_)), default=INFINITY)
+    others_s = min((simulated_s(frame) for frame in set(looked.possible).difference(looked.relaxed)), default=INFINITY)
     with suppress(OutOfTimeError):  # what is not certified keeps its bound
-        for frame in open_:
+        for frame in looked.relaxed:
             if simulated_s(frame) < min(others_s, best_s * (1 - WORTH_PROVING)):
-                certify(frame, best_s / (share if frame.mesh.pp > 1 else 1.0), session)
-    return min(best_s, others_s, *(simulated_s(frame) for frame in possible))
+                certify(frame, best_s / share_of(frame), session)
+    return min(best_s, others_s, *(simulated_s(frame) for frame in looked.possible))
 
 
 def search(
@@ -134,9 +143,9 @@ def search(
     space, session = prices.space, Session(prices, options, on_progress, slack)
     if not in_reach(prices.table, session.limit_bytes):
         return None
-    open_: tuple[Frame, ...] = ()
+    looked = Looked((), ())
     if fastest is None:
-        outcome, open_ = _search_fastest(space.frames, session)
+        outcome, looked = _search_fastest(space.frames, session)
     else:
         outcome = Outcome((fastest,), fastest.bound, finished=True)
     if not outcome.solved and not outcome.finished:
@@ -154,7 +163,7 @@ def search(
     (best, strategy, price), *others = replayed
     record = _record(objective, best, fastest, outcome, space)
     if objective is Objective.THROUGHPUT:
-        record = _of_simulated_steps(record, open_, [price for _, _, price in replayed], session, finished=outcome.finished)
+        record = _of_simulated_steps(record, looked, [price for _, _, price in replayed], session, finished=outcome.finished)
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
     plan = assemble(strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice))
     return Found(plan, fastest, outcome.interrupted, best, strategy, price)
@@ -271,7 +280,7 @@ def _find_leanest(
 
 
 def _of_simulated_steps(
-    record: SearchRecord, open_: Sequence[Frame], prices: Sequence[StepPrice], session: Session, *, finished: bool,
+    record: SearchRecord, looked: Looked, prices: Sequence[StepPrice], session: Session, *, finished: bool,
 ) -> SearchRecord:
     """The record with the simulated step that the plan reports as its value, and the gap to what is proven.
 
@@ -279,7 +288,7 @@ def _of_simulated_steps(
     much as that was seen on any strategy that was replayed. This part is measured, not proven.
     """
     value_s, share = prices[0].step_s, min(1.0, *(price.step_s / price.closed_form_s for price in prices))
-    least_s = min(value_s, _proven_s(session.prices.space.frames, open_ if finished else (), value_s, share, session))
+    least_s = _proven_s(looked if finished else replace(looked, relaxed=()), value_s, share, session)
     if not finished:
         least_s = min(least_s, record.bound * share)
     return replace(record, value=round(value_s, 6), bound=round(least_s, 6), gap=round(max(0.0, 1 - least_s / value_s), 6))

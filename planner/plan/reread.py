@@ -14,11 +14,10 @@ from costmodels.offload import Offload
 from costmodels.sharding import Placements, Splits, placed_splits
 from costmodels.strategy import LayerChoice, Strategy
 from planner.plan.plan import LayerPlan, Plan, StagePlan, frame_of
+from planner.plan.whole import IN_CHUNKS
 from profiles.errors import ConfigError
 from profiles.measured import machine_for
 from profiles.model import LayerKind, Operator
-
-_IN_CHUNKS = OFFLOAD_OF[Home.HOST]
 
 
 def book_of(plan: Plan) -> PriceBook:
@@ -26,7 +25,7 @@ def book_of(plan: Plan) -> PriceBook:
     sharded = {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values() if layer_plan.zero}
     blocks = [layer_plan for layer_plan in plan.layer_plans.values() if layer_plan.layer is LayerKind.BLOCK]
     ends = [layer_plan for layer_plan in plan.layer_plans.values() if layer_plan.layer is not LayerKind.BLOCK]
-    offload = {tuple(kept for kept in layer_plan.offload if kept not in _IN_CHUNKS) for layer_plan in blocks}
+    offload = {tuple(kept for kept in layer_plan.offload if kept not in IN_CHUNKS) for layer_plan in blocks}
     if len(sharded) > 1 or len(offload) > 1:
         raise ConfigError(
             f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload {sorted(map(list, offload))} differ between layers, "
@@ -60,7 +59,7 @@ def _chunking(plan: Plan) -> Chunking | None:
 
 def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> Home:
     """Where the states of a layer's blocks lie. Raises ConfigError for what no home is, and for chunks where there are none."""
-    kept = tuple(kept for kept in layer_plan.offload if kept in _IN_CHUNKS)
+    kept = tuple(kept for kept in layer_plan.offload if kept in IN_CHUNKS)
     where = f"layer_plans.{name}: offload"
     if kept and (plan.chunks is None or layer_plan.layer is not LayerKind.BLOCK):
         raise ConfigError(f"{where} has {kept[0]}, which is of blocks of a plan with chunks", hint="use states, or make the plan again")
@@ -68,7 +67,7 @@ def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> Home:
         raise ConfigError(f"{where} has states, blocks in chunks have optimizer, parameters", hint="make the plan again")
     home = next((home for home, offload in OFFLOAD_OF.items() if set(offload) == set(kept)), None)
     if home is None:
-        raise ConfigError(f"{where} has {kept[0]} without {_IN_CHUNKS[0]}", hint=f"add {_IN_CHUNKS[0]}, or take {kept[0]} out")
+        raise ConfigError(f"{where} has {kept[0]} without {IN_CHUNKS[0]}", hint=f"add {IN_CHUNKS[0]}, or take {kept[0]} out")
     return home
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from costmodels.book import PriceBook
 from costmodels.moments import Moment, moments
 from costmodels.occupancy import gradients_come_and_go, occupied_bytes, peaks, stashes, usable_bytes
+from costmodels.once import Once
 from costmodels.passes import plain_and_ramp
 from costmodels.strategy import Frame
 from planner.fronts import Array, Ints, front
@@ -67,6 +68,10 @@ class Column:
     def num_blocks(self) -> int:
         return sum(count for _, count in self.mix)
 
+    def alone_s(self, num_micro_batches: int) -> float:
+        """Seconds of all micro-batches of the rank and of its tail, whatever the other ranks take."""
+        return num_micro_batches * self.time_s + self.tail_s
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -108,7 +113,7 @@ class RankColumns:
         self.fixed = {zero: fixed_price(rank, frame, zero, self.ends) for zero in self.stages}
         self.block = table.per_block(frame, rank)
         self.stashes = stashes(LayerKind.BLOCK, rank, frame)
-        self._of_moments: dict[int, list[Array]] = {}
+        self._of_moments = Once()
         self._peaks = peaks(rank, frame) if frame.splits_backward else ()
         self._moments = moments(rank, frame) if frame.recomputes_ahead else (Moment(self.stashes),)
 
@@ -357,16 +362,10 @@ class RankColumns:
         """Of every moment the bytes of one block by side and pair."""
         pairs, chunks = self._pairs, self.frame.virtual_stages
         always, remade = pairs.states + self._spare(pairs.step_copies), pairs.whole_saved - pairs.saved_bytes
-
-        def make() -> list[Array]:
-            kept: Sequence[FreedMoment | Moment] = self._freed.moments(zero) if self._freed else self._moments
-            return [
-                always - (1 - one.made) * pairs.gradients + one.stashes / chunks * pairs.saved_bytes + one.remade / chunks * remade
-                for one in kept]
-
-        if zero not in self._of_moments:
-            self._of_moments[zero] = make()
-        return self._of_moments[zero]
+        kept: Sequence[FreedMoment | Moment] = self._freed.moments(zero) if self._freed else self._moments
+        return self._of_moments(zero, lambda: [
+            always - (1 - one.made) * pairs.gradients + one.stashes / chunks * pairs.saved_bytes + one.remade / chunks * remade
+            for one in kept])
 
     def smallest(self, num_blocks: int) -> Column:
         """The mix and ZeRO stages with the lowest peak memory, whatever its time.
@@ -377,6 +376,11 @@ class RankColumns:
         fits = self.host_fits(pure)
         rows = [(p, int(np.where(fits, p.allocated, np.inf).argmin())) for p in (self.priced(pure, zero) for zero in self.end_stages)]
         return min((self.column(p, row) for p, row in rows), key=lambda column: column.memory_bytes)
+
+
+def same_ends(rank: int, frame: Frame, one: Column, other: Column) -> bool:
+    """Whether either column may take the other's place beside tied ends and a token table that is where it is."""
+    return not end_kinds(rank, frame) or (one.zero > 0, one.looks_up) == (other.zero > 0, other.looks_up)
 
 
 def _some(rows: Ints, most: int) -> Ints:
