@@ -169,7 +169,7 @@ class PriceBook(LayerBook[LayerKind]):
         return halved_workspace_bytes(half, layer, sharding, again, self.training.stack)
 
     def transfer(self, micro_batch_size: int, sharding: Sharding, *, crosses_nodes: bool, sharing: int) -> Seconds:
-        """One micro-batch's boundary activation from one pipeline rank to another; `sharing` of them leave a node at once.
+        """One micro-batch's boundary activation from one pipeline rank to another; `sharing` of them leave a node at once (EQUATIONS T4).
 
         Without sequence parallelism each tensor-parallel rank sends the whole tensor, or its part, which the receivers
         gather (scatter/gather of Narayanan et al. 2021, section 4.1), where the stack does so.

@@ -1,9 +1,9 @@
-"""Seconds of collectives and messages: textbook forms (EQUATIONS C1-C6) under the node's measured curves (C7).
+"""Seconds of collectives and messages: textbook forms (EQUATIONS C1, C2, C3, C4, C5, C6) under measured curves (EQUATIONS C7).
 
 Inside a node a measured curve is read where the profile has one, else a ring over the link. Across nodes NCCL pipelines
 one ring through the nodes, so the slowest part decides: the part inside the node or the group's share of the NICs, plus
-the latency of the hops between nodes. EQUATIONS C5 (three phases one after another) is too slow for that: on four
-8-GPU nodes at 1 GiB and more it gives 293 GB/s where 362-382 GB/s were measured (stas00/ml-engineering, compared only).
+the latency of the hops between nodes. Three phases one after another would be too slow for that (EQUATIONS C5): on four
+8-GPU nodes at 1 GiB and more they give 293 GB/s where 362-382 GB/s were measured (stas00/ml-engineering, compared only).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _placed(name: str, nodes: int, ranks: int, groups: tuple[int, ...], machine:
 
 
 def _inside_node(collective: Collective, n_bytes: float, ranks: int, machine: Machine) -> Seconds:
-    """The part on the links of one node: the curve of that many ranks, between two curves, or a ring (C7, else C1-C3)."""
+    """The part on the links of one node: the curve of that many ranks, between two curves (EQUATIONS C7), or a textbook form."""
     if ranks == 1:
         return ZERO
     curves = machine.collective_curves.get(collective, ())
@@ -160,7 +160,7 @@ def group_nic_bytes_per_s(placement: Placement, machine: Machine) -> float:
 
 
 def _across_nodes(collective: Collective, n_bytes: float, placement: Placement, inside: Seconds, machine: Machine) -> Seconds:
-    """max(inside the node, bytes through the group's NICs / W) + hops alpha, of the best algorithm (EQUATIONS C5 pipelined, C6)."""
+    """max(inside the node, bytes through the group's NICs / W) + hops alpha, of the best algorithm (EQUATIONS C5, C6)."""
     bytes_per_s = group_nic_bytes_per_s(placement, machine)
     alpha_s = machine.cluster.nic.latency_s
     value_s = min(

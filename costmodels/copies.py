@@ -1,4 +1,4 @@
-"""What operators keep for the backward pass, on the host: copies under compute, and what is left of them to wait for.
+"""What operators keep for the backward pass, on the host: copies under compute, and what is left of them to wait for (EQUATIONS O10).
 
 An operator that is named in `LayerChoice.on_host` sends what it keeps to the host as soon as it is made, on a stream for that
 direction; a block's copies have ended when the block behind it has run forward, so that the device holds what two blocks send

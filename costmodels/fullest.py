@@ -1,6 +1,6 @@
 """The fullest moment of a rank whose gradients come and go: its actions one after the other, each backward pass layer by layer.
 
-`rank_memory` adds up classes, each at its most. Where gradients are freed after every update, the first backward pass makes
+`rank_memory` adds up classes, each at its most (EQUATIONS M6). Where gradients are freed after every update, the first backward pass makes
 them while it frees activations, and with all forward passes before it there is no moment that has both.
 
 The bytes of a layer, and how many layers a run has, may be numbers or arrays of them: a search asks for many mixes at once.

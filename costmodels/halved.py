@@ -1,4 +1,4 @@
-"""The price of a block whose micro-batch runs in two halves, all-reduces of one under the compute of the other.
+"""The price of a block whose micro-batch runs in two halves, all-reduces of one under the compute of the other (EQUATIONS P8).
 
 What dividing costs is in the operators themselves, priced for half a micro-batch twice: smaller products are less efficient.
 Whole collectives enter the recursion (costmodels/sub_pipeline.py), in place of what the stack hides by itself: nothing is hidden

@@ -163,7 +163,7 @@ def _added(elements: int, training: TrainingSpec) -> tuple[Kernel, ...]:
 
 
 def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """Forward y = x w; backward dx = dy w^T and dw = x^T dy, each with its own shape, and the bias gradient (K1).
+    """Forward y = x w; backward dx = dy w^T and dw = x^T dy, each with its own shape, and the bias gradient (EQUATIONS K1).
 
     In fp8 the operands have one byte, and each is cast before its product (read for its largest value, read again and written):
     input and weight forward, the output's gradient backward. The head stays in 16 bits.
@@ -190,7 +190,7 @@ def _matmul(operator: Operator, sharding: Sharding, training: TrainingSpec) -> O
 
 
 def _activations_product(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """A product of two activations, one for every index of the outer dims: as those of un-fused attention (K2)."""
+    """A product of two activations, one for every index of the outer dims: as those of un-fused attention (EQUATIONS K2)."""
     *outer, m, n, k = (sharding.dim_size(operator, dim.name) for dim in operator.dims)
     batch, element = math.prod(outer), training.precision.num_bytes
     forward, inputs, others = (
@@ -213,7 +213,7 @@ def product_kernel(
 
 
 def _experts(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """One grouped product for all experts of a rank, forward and for both gradients (K1).
+    """One grouped product for all experts of a rank, forward and for both gradients (EQUATIONS K1).
 
     Balanced: each of them has an equal part of as many copies of tokens as the rank sent. Grouped products were not measured: the
     curve is that of single ones with the tiles of all experts in the same waves. In 16 bits also under fp8.
@@ -238,7 +238,7 @@ def _attention(operator: Operator, sharding: Sharding, training: TrainingSpec) -
 
 
 def _flash(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """Fused attention: half of the FLOPs when causal; the backward does 2.5 times the forward's (K2)."""
+    """Fused attention: half of the FLOPs when causal; the backward does 2.5 times the forward's (EQUATIONS K2)."""
     batch, heads, seq, keys, head_dim = (sharding.dim_size(operator, dim.name) for dim in operator.dims)
     kernels = (
         fused_kernel(way, batch * heads, seq, keys, head_dim, causal=operator.causal, dropped=operator.dropped)
@@ -254,7 +254,7 @@ def fused_kernel(way: str, heads: int, seq: int, keys: int, head_dim: int, *, ca
 
 
 def _unfused(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """q k^T, masked softmax, dropout where its mask is saved, and probabilities times v, each over S x S scores (K2).
+    """q k^T, masked softmax, dropout where its mask is saved, and probabilities times v, each over S x S scores (EQUATIONS K2).
 
     Backward: dP = dO v^T has the shape of q k^T; dV, dQ and dK that of p v. Causal shortens the softmax's reads only.
     """
@@ -274,7 +274,7 @@ def _unfused(operator: Operator, sharding: Sharding, training: TrainingSpec) -> 
 
 
 def _streaming(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
-    """Norms, activations, rotary: the bytes of the tensors (K3).
+    """Norms, activations, rotary: the bytes of the tensors (EQUATIONS K3).
 
     Forward: inputs read, outputs and the dropout mask written. Backward: output gradient and saved tensors read, input
     gradients written. Rotary is priced as a fused kernel; PyTorch's un-fused one takes 2 (forward) to 5 times as long.

@@ -115,7 +115,7 @@ class Inside:
 
 
 def edge_time(edge: Edge, alone: OperatorTime, inside: Inside) -> OperatorTime:
-    """Collectives before a reader reads, and behind it in the backward pass (EQUATIONS T, rows TP and TP + SP).
+    """Collectives before a reader reads, and behind it in the backward pass (EQUATIONS T2).
 
     An input that is gathered is kept as this rank's part and gathered again for the weight gradient, under the product that
     gives the input gradient (Korthikanti et al. 2022, section 4.2.2). Input gradients that are all-reduced are so, in an
@@ -182,7 +182,7 @@ def _communication(layer: LayerClass, sharding: Sharding, compute: Mapping[str, 
 
 
 def _exchange_time(operator: Operator, sharding: Sharding, inside: Inside) -> OperatorTime:
-    """The all-to-all that brings copies of tokens to their experts' ranks, or back, and its reverse in the backward pass (C3).
+    """The all-to-all that brings copies of tokens to their experts' ranks, or back, and its reverse going back (EQUATIONS C3, T3).
 
     Balanced: every rank sends one ep-th of its copies to each rank of its group. Nothing is hidden under it.
     """
@@ -255,7 +255,7 @@ def contention(machine: Machine) -> float:
 
 
 def under(communication: Seconds, window_s: float, machine: Machine) -> Seconds:
-    """What communication adds to the compute that hides it: max(0, c - window) + contention min(c, window)."""
+    """What communication adds to the compute that hides it: max(0, c - window) + contention min(c, window) (EQUATIONS C8)."""
     if not communication.value_s:
         return ZERO
     hidden = min(1.0, window_s / communication.value_s)
@@ -266,13 +266,13 @@ def data_parallel_time(
     layer: LayerClass, time: LayerTime, *, mesh: Mesh, sharding: Sharding, zero: int, machine: Machine, training: TrainingSpec,
     with_tied: bool = True, shards: int | None = None, offloaded: bool = False,
 ) -> DataParallelTime:
-    """Reductions, gathers and the optimizer step of one layer at ZeRO stage `zero` (EQUATIONS M2, T).
+    """Reductions, gathers and the optimizer step of one layer at ZeRO stage `zero` (EQUATIONS M2, T1).
 
     ZeRO 0 reduces gradients once a step by all-reduce, ZeRO 1 by reduce-scatter and gathers the updated parameters;
     ZeRO 2 reduce-scatters after every micro-batch; ZeRO 3 also gathers in every forward and every backward pass. A
     reduction hides under the backward pass of its own layer, a gather under the forward pass (one-layer prefetch). Where
     `shards` ranks, fewer than dp, hold one copy together, the copies' shards are all-reduced once a step, at its end.
-    offloaded: the host keeps the states; a gather then starts with a copy to the device, and a reduction ends with one back.
+    offloaded: the host keeps the states (EQUATIONS O9); a gather then starts with a copy to the device, a reduction ends with one back.
     """
     parameters = owned_parameters(layer, sharding, with_tied=with_tied)
     shards = (shards or mesh.dp) if zero else 1

@@ -1,4 +1,4 @@
-"""The token table on the host (`Offload.LOOKUP`): rows cross PCIe instead of the table, which never comes to a device.
+"""The token table on the host (`Offload.LOOKUP`, EQUATIONS O11): rows cross PCIe instead of the table, which never comes to a device.
 
 Each of D data-parallel ranks has h / D columns of the table, of all V rows, in fp32 with their gradient and Adam's moments: 16 V h / D
 bytes of its host. In a micro-batch of n = b S tokens a rank

@@ -74,7 +74,10 @@ def states_of(elements: int, shard: int, zero: int, training: TrainingSpec) -> S
 
 
 def offloaded_states(elements: int, zero: int, training: TrainingSpec) -> StateBytes:
-    """What stays on the device of `elements` parameters whose states the host keeps: gathered copies, unreduced gradients."""
+    """What stays on the device of `elements` parameters whose states the host keeps (EQUATIONS O9).
+
+    These are gathered copies of the parameters, and gradients that are not reduced.
+    """
     return StateBytes(
         parameters=training.precision.num_bytes * elements if zero < 3 else 0,
         gradients=training.gradient_precision.num_bytes * elements if zero < 2 else 0)
@@ -145,7 +148,7 @@ def owned_parameters(
 
 
 def ideal_states(num_parameters: int, ranks: int, training: TrainingSpec) -> tuple[float, float, float]:
-    """Parameter, gradient and optimizer bytes per rank when nothing is held twice over `ranks` ranks (EQUATIONS R).
+    """Parameter, gradient and optimizer bytes per rank when nothing is held twice over `ranks` ranks (EQUATIONS R2).
 
     In mixed precision the fp32 master is the one copy of the weights, so the ideal has no 16-bit copy besides.
     """

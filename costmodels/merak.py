@@ -1,6 +1,6 @@
 """Merak's schedules: 1F1B that recomputes while a stage waits, ahead of the gradient that it is for (R in the lists).
 
-Lai et al. 2023, Merak, arXiv:2206.04959, section 4; the orders are those of its public code, and EQUATIONS P has what a step of
+Lai et al. 2023, Merak, arXiv:2206.04959, section 4; the orders are those of its public code, and EQUATIONS P4 has what a step of
 them takes. Stage s of P; f' is a forward whose recompute runs ahead of its gradient; what is not said is as in 1F1B:
 
     early recompute     the cool-down, the last P - 1 - s micro-batches, is R b on every stage

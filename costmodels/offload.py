@@ -1,4 +1,4 @@
-"""What it costs to keep a layer's states in the host's memory, as FSDP2 moves them (EQUATIONS O).
+"""What it costs to keep a layer's states in the host's memory, as FSDP2 moves them (EQUATIONS O9).
 
 States (FSDP2's CPUOffloadPolicy, all of a layer or nothing): the fp32 shard, its gradient and Adam's moments, 16 bytes for
 each parameter that the rank owns, lie on the host. The shard goes to the device for every gather (4 bytes a parameter), its
@@ -6,12 +6,9 @@ gradient comes back after every reduction (4), and the host adds it to what it h
 Activations: costmodels/copies.py.
 
 A GPU copies at the bandwidth of its own lane of PCIe, or at its part of what the GPUs of a node share: uplinks of switches. Both ways
-at once are no slower. A process reaches its part of the host's memory, and no more than its NUMA domain gives (EQUATIONS O6). Where
+at once are no slower. A process reaches its part of the host's memory, and no more than its NUMA domain gives (EQUATIONS O8). Where
 the machine's own profile measured copies, and Adam on one process of the host, those rates take the place of the lane's and bound
 the host's. No step with offload was measured.
-A GPU copies at the bandwidth of its own lane of PCIe, or at its part of what all of the node's GPUs share: uplinks of switches
-(EQUATIONS O6). Both ways at once are no slower. Where the machine's own profile measured copies, and Adam on one process of the
-host, those rates take the place of the lane's and bound the host's. No step with offload was measured.
 """
 
 from __future__ import annotations
@@ -83,7 +80,7 @@ def host_adam_time(num_parameters: float, cluster: Cluster) -> Seconds:
 def _host_rate(cluster: Cluster) -> tuple[float, bool]:
     """Bytes a second of the host's memory for one of a node's P processes, and whether they are those of one process as measured.
 
-        min(HOST_SHARE W / P, NUMA_SHARE (W / domains) / min(P, GPUs of a domain))          W of the node (EQUATIONS O6)
+        min(HOST_SHARE W / P, NUMA_SHARE (W / domains) / min(P, GPUs of a domain))          W of the node (EQUATIONS O8)
 
     What one process was measured to reach is taken as it is where there is no other, and bounds each of several.
     Leaves out: states that outgrow their domain and spill into others, memory that is interleaved (`numactl --interleave`).

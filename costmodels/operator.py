@@ -1,4 +1,4 @@
-"""One operator, one strategy, its whole price: how each axis divides it, kept or recomputed, at a ZeRO stage (EQUATIONS S).
+"""One operator, one strategy, its whole price: how each axis divides it, kept or recomputed, at a ZeRO stage (EQUATIONS S1).
 
 What depends on the operators around it is the price of its edges (costmodels/edges.py, `layer.edge_time`).
 """

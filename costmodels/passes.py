@@ -1,4 +1,4 @@
-"""What a rank's pass of one micro-batch adds to the closed form of a step, where recompute may run ahead of the gradient.
+"""What a rank's pass of one micro-batch adds to the closed form of a step, where recompute may run ahead of the gradient (EQUATIONS P5).
 
     T = (M - a - e) max_s t_s + e max_s n_s + a sum_s u_s + max_s tail_s
 
@@ -9,7 +9,7 @@ Without recompute ahead e = 0 and n = u = t. With it (a = 1) a rank recomputes i
     last-no-recompute    e = 1
     SCP                  e = 2    u of rank P - 2 is n + max(0, r - max(0, b - f)), r, b, f its recompute, backward and forward
 
-On equal ranks, the last of the last two without recompute, this is EQUATIONS P's table: e passes of the slowest rank have
+On equal ranks, the last of the last two without recompute, this is the table of EQUATIONS P4: e passes of the slowest rank have
 their recompute hidden. T is never below what the same ranks take without any recompute, (M - 1) max n + sum n. [derived]
 """
 

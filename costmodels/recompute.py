@@ -161,7 +161,7 @@ def _stored(
 
 
 def ideal_saved_bytes(layer: LayerClass, tp: int, recompute: Iterable[str] = (), on_host: Iterable[str] = ()) -> float:
-    """The same without any redundancy: every kept tensor divided over all `tp` ranks (EQUATIONS R)."""
+    """The same without any redundancy: every kept tensor divided over all `tp` ranks (EQUATIONS R2)."""
     return sum(ideal_bytes_by_operator(layer, tp, recompute, on_host).values())
 
 

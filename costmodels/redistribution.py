@@ -1,6 +1,6 @@
 """From one placement of a tensor to another: the collectives that run, their seconds and their temporary bytes.
 
-On each axis of the mesh a tensor is whole, divided along one of its dims, or a partial sum (EQUATIONS S):
+On each axis of the mesh a tensor is whole, divided along one of its dims, or a partial sum (EQUATIONS S2):
 
     whole   -> divided    a slice of what is there, nothing is sent
     partial -> divided    reduce-scatter of the local bytes

@@ -1,4 +1,4 @@
-"""Bytes that a device holds beyond its share of one copy of everything (EQUATIONS R), by class.
+"""Bytes that a device holds beyond its share of one copy of everything (EQUATIONS R1, R2), by class.
 
 For a tensor x that is divided into q parts over the n devices of a stage: bytes_x (1/q - 1/n). Parameters, gradients and
 optimizer states are redundant along the axes that do not shard them, kept activations (times the micro-batches in flight)

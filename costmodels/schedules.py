@@ -1,6 +1,6 @@
 """Pipeline schedules: the list of actions each pipeline rank runs, and what follows from the lists in closed form.
 
-Every schedule here has one shape (EQUATIONS P, M4). A rank knows the order of its forwards and the order of its
+Every schedule here has one shape (EQUATIONS P1, M4). A rank knows the order of its forwards and the order of its
 backwards; it runs `warm-up` forwards, then one forward and one backward in turn until the forwards are used up, then
 the remaining backwards. The schedules differ only in the two orders and in the length of the warm-up:
 
@@ -100,7 +100,7 @@ def legal(schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_st
 
     Interleaved: P >= 2, v >= 2 and M a multiple of P (Narayanan et al. 2021, section 2.2). GPipe and 1F1B: v = 1. ZBV: P >= 2
     and v = 2. Early recompute, last-no-recompute, SCP: v = 1 and P >= 2, since one rank waits for nobody and is 1F1B. SCP also
-    M >= max(4, P), Merak's own rule and that of its closed form (EQUATIONS P): stage P - 2 has three forwards before its first
+    M >= max(4, P), Merak's own rule and that of its closed form (EQUATIONS P4): stage P - 2 has three forwards before its first
     backward, and the pipeline must fill. What a custom schedule needs says `costmodels.actions.check`.
     """
     if min(num_ranks, num_micro_batches, virtual_stages) < 1:
@@ -170,7 +170,7 @@ def uniform_step_s(
 
         t = (M + (P - 1) / v) stage_s          stage_s = F + B + R of one micro-batch on the whole rank (all its chunks)
 
-    The bubble is (P - 1) / (v M) of the useful time. EQUATIONS P; Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Not
+    The bubble is (P - 1) / (v M) of the useful time. EQUATIONS P1; Narayanan et al. 2021, arXiv:2104.04473, section 2.2. Not
     for schedules that split the backward or recompute ahead, whose bubble depends on the parts (`recomputed_step_s`).
     Leaves out: transfers, gradient synchronisation, optimizer. Raises ConfigError when the schedule is not `legal`.
     """
@@ -187,7 +187,7 @@ def recomputed_step_s(
         last-no-recompute    (M + P - 1) (F + B) + (M - 2) R                             for M >= max(3, P)
         scp                  (M + P - 1) (F + B) + (M - 2) R - min(R, B - F)             and at P = 2, min(R, B - R)
 
-    Exact for B >= F >= R (EQUATIONS P, but for the row at P = 2, which is derived: no stage before P - 2 holds its fourth forward
+    Exact for B >= F >= R (EQUATIONS P4, but for the row at P = 2, which is derived: no stage before P - 2 holds its fourth forward
     up, and the formula above is right there where B >= 2 F or R = F). Other schedules that do not split the backward: as `uniform_step_s`.
     Raises ConfigError when the schedule is not `legal`, or a formula does not hold for these values.
     """

@@ -1,4 +1,4 @@
-"""How the mesh axes inside a stage divide the operators of a layer (EQUATIONS S), derived from the operators' dims.
+"""How the mesh axes inside a stage divide the operators of a layer (EQUATIONS S1), derived from the operators' dims.
 
 Each axis splits one of an operator's dims, or none. What follows is mechanical: a tensor that has the dim is divided along
 it, one that lacks it is whole on every rank; splitting the contracted dim leaves partial sums of the output, which an

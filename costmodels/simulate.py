@@ -1,4 +1,4 @@
-"""Event simulation of a pipeline step: the exact length of a schedule's action lists for unequal stages (EQUATIONS P, I6).
+"""Event simulation of a pipeline step: the exact length of a schedule's action lists for unequal stages (EQUATIONS P2, I6).
 
 A rank runs its actions in list order. The forward of virtual stage k and micro-batch i waits for the forward of k - 1,
 the backward for that of k + 1, and the backward of the last virtual stage for its own forward; so a micro-batch walks

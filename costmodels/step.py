@@ -1,6 +1,6 @@
 """The price of a whole step: time with its breakdown, memory by class and pipeline rank, redundancy over the cluster.
 
-Two times are given. The *closed form* is what the integer program minimises (EQUATIONS I4, with virtual stages):
+Two times are given. The *closed form* is what the integer program minimises (EQUATIONS P3, I4):
 
     T = (M - a) max_s t_s + a sum_s t_s + max_s tail_s
 
@@ -103,7 +103,7 @@ class StepCosts:
 def closed_form_s(
     rank_s: Sequence[float], tail_s: Sequence[float], num_micro_batches: int, share: float, ahead: Ahead | None = None,
 ) -> float:
-    """(M - a - e) max t + e max n + a sum u + max tail, a = `share`: exact for equal ranks without transfers (EQUATIONS P, I4).
+    """(M - a - e) max t + e max n + a sum u + max tail, a = `share`: exact for equal ranks without transfers (EQUATIONS P3, P5).
 
     Without recompute ahead e = 0 and u = t.
     """
@@ -123,8 +123,8 @@ def _ahead(frame: Frame, rank_s: Sequence[float], stages: Sequence[Sequence[Stag
 def bubble_share(frame: Frame, book: PriceBook) -> float:
     """What a rank but the first adds to the step of equal ranks, as a share of its seconds for one micro-batch.
 
-        whole backwards   1/v                                                  (EQUATIONS P)
-        split ones        (T - M t) / ((P - 1) t), T the step of the lists     1/6 where forward, input and weight gradient are alike
+        whole backwards   1/v (EQUATIONS P1)
+        split ones        (T - M t) / ((P - 1) t), T the step of the lists: 1/6 where all three parts are alike (EQUATIONS P6)
 
     replayed with equal stages in the proportions of a block of `frame` without recompute. Leaves out: ZeRO, transfers.
     """
@@ -361,7 +361,7 @@ def _less_hidden(time: RankTime, transfer_s: float) -> RankTime:
 
 
 def model_flops_utilization(step_s: float, num_ranks: int, book: PriceBook) -> float:
-    """MFU: model FLOPs of the step (K4, causal attention in full, no recompute) over the peak of all ranks."""
+    """MFU: model FLOPs of the step (EQUATIONS K4, causal attention in full, no recompute) over the peak of all ranks."""
     training: TrainingSpec = book.training
     flops = book.graph(1).model_flops * training.global_batch_size
     return flops / (num_ranks * book.machine.cluster.device.peak(training.precision) * step_s)

@@ -38,8 +38,8 @@ class Frame:
 
     sequence_parallel: between layers, activations are divided by token over the tensor-parallel ranks
     actions: of a custom schedule the lists, one CSV line per pipeline rank (costmodels/actions.py)
-    tp_overlap: level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3 (EQUATIONS P, last paragraph)
-    chunked: whether the states of the blocks are held in chunks (EQUATIONS O), which data-parallel ranks own and gather as ZeRO 3
+    tp_overlap: level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3 (EQUATIONS P8)
+    chunked: whether the states of the blocks are held in chunks (EQUATIONS O3), which data-parallel ranks own and gather as ZeRO 3
     """
 
     mesh: Mesh

@@ -1,4 +1,4 @@
-"""Sub-pipelined tensor parallelism: all-reduces of one half of a micro-batch run under the compute of the other (EQUATIONS P).
+"""Sub-pipelined tensor parallelism: all-reduces of one half of a micro-batch run under the compute of the other (EQUATIONS P8).
 
 A pass through a block is a row of *parts*, each computed for the first half and then for the second, and each but the last
 ended by an all-reduce that its half waits for: attention A, feed-forward M, and what follows (a residual sum). One stream

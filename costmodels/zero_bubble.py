@@ -1,4 +1,4 @@
-"""The zero-bubble schedule ZBV: backwards in two parts, and two chunks a rank that fold the pipeline into a V.
+"""The zero-bubble schedule ZBV: backwards in two parts, and two chunks a rank that fold the pipeline into a V (EQUATIONS P6).
 
 Rank r of P holds virtual stages r and 2 P - 1 - r, so that the first and the last stage are on rank 0 and a micro-batch
 comes back to the rank where it entered (Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv:2405.15362,

@@ -1,4 +1,4 @@
-"""The least redundant plan among those that may keep something on the host: the devices' bytes are what counts (EQUATIONS R).
+"""The least redundant plan among those that may keep something on the host: the devices' bytes are what counts (EQUATIONS R3).
 
 What the host takes off the devices is paid for in time, which the slowdown limits, and in memory of the host, which is one more limit.
 A device fills only the budget that its column was priced with, one a pipeline rank: with more it would keep parameters that it can fetch

@@ -1,4 +1,4 @@
-"""Small changes of a pipeline's best strategy, as long as its simulated step gets shorter.
+"""Small changes of a pipeline's best strategy, as long as its simulated step gets shorter (EQUATIONS I6).
 
 The columns of a search know a step by its closed form, which is exact for equal stages alone; and of two chunks on one rank they hold equal
 numbers of blocks. The simulator knows both. So the ranks of the best strategies are given other columns, one at a time, and blocks are

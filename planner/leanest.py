@@ -1,4 +1,4 @@
-"""The second pass of the memory objective: least redundant bytes within the slowdown, and of equals the least peak of a device."""
+"""The second pass of the memory objective (EQUATIONS R3): least redundant bytes within the slowdown, and of equals the least peak."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The breakdown in a plan file is of the slowest pipeline rank. There, uneven stages show as more compute; in the mean over
 the ranks compute is what the model costs, whoever does it, and unevenness is waiting. That waiting has two parts:
 
-    bubble      (P - 1) a t          what equal stages of the same mean wait (EQUATIONS P), t their micro-batch's seconds
+    bubble      (P - 1) a t          what equal stages of the same mean wait (EQUATIONS P1), t their micro-batch's seconds
     imbalance   the rest             for slower stages, for unequal tails; it can be slightly negative, where the first or
                                      the last stage has less to transfer than t says
 

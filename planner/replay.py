@@ -1,4 +1,4 @@
-"""The best frames of a search, run through the simulator: their own columns, and what may be better than the closed form says."""
+"""The best frames of a search in the simulator (EQUATIONS I6): their own columns, and what may be better than the closed form says."""
 
 from __future__ import annotations
 

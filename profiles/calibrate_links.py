@@ -80,7 +80,7 @@ def intra(
 
 
 def inter(tables: Tables, scores: list[Score]) -> Inter:
-    """GH200 nodes with one 400 Gb/s NIC each: all-reduce as C1 over 2, 4 and 8 nodes, and messages of 16 MiB and more."""
+    """GH200 nodes with one 400 Gb/s NIC each: all-reduce as EQUATIONS C1 over 2, 4 and 8 nodes, and messages of 16 MiB and more."""
     rows = tables.rows("collectives", {"gpu": "GH200-96GB", "collective": "all_reduce"})
     sizes, ranks = (np.array([float(row[column]) for row in rows]) for column in ("bytes", "ranks"))
 

@@ -236,6 +236,7 @@ def _grouped(name: str, x: Tensor, out: Tensor, experts: Dim) -> Operator:
 
 
 def _head_operators(model: ModelSpec, shapes: _Shapes) -> tuple[Operator, ...]:
+    """The last norm, the product with the vocabulary, and the loss, which keeps its probabilities in fp32 (EQUATIONS M5)."""
     x, normed = shapes.tokens("head_input", shapes.hidden), shapes.tokens("head_norm", shapes.hidden)
     logits = shapes.tokens("logits", shapes.vocab)
     probabilities = shapes.tokens("probabilities", shapes.vocab, FP32_BYTES)

@@ -13,7 +13,7 @@ from profiles.errors import ConfigError
 from profiles.families import family_of
 from profiles.spec import Precision
 
-PUBLISHED = {  # EQUATIONS O, last line: hidden size and blocks
+PUBLISHED = {  # PatrickStar's examples (arXiv 2108.05818): hidden size and blocks
     "1b": (2048, 20), "2b": (2048, 40), "4b": (2304, 64), "6b": (3072, 53), "8b": (3072, 72), "10b": (4096, 50), "12b": (4096, 60),
     "15b": (4096, 78), "18b": (4096, 90), "20b-wide": (8192, 25), "40b": (8192, 50), "50b": (8192, 62), "60b": (8192, 75),
     "68b": (9216, 66), "175b-s1024": (12288, 96)}

@@ -31,7 +31,7 @@ LLAMA = build_graph(load_model("llama3-8b").spec, TRAINING, 1)
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))
 WHOLE, TP4, TP4_SP = Sharding(), Sharding(4), Sharding(4, True)
 OPERATORS = [operator.name for operator in GPT.block.operators]
-BOUNDARY = 2 * S * B * H  # EQUATIONS T's 2Sbh
+BOUNDARY = 2 * S * B * H  # 2 S b h of EQUATIONS T2
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def data_parallel(zero, *, dp=4, tp=1, training=TRAINING, layer=GPT.block, machi
 
 
 @pytest.mark.parametrize(("zero", "forward", "backward", "step"), [
-    # EQUATIONS T in units of (D - 1)/D x 2w, w local parameters, with 16-bit gradients
+    # EQUATIONS T1 in units of (D - 1)/D x 2w, w local parameters, with 16-bit gradients
     pytest.param(0, 0, 0, 2, id="dp-all-reduces"),
     pytest.param(1, 0, 0, 1 + 1, id="zero-1-scatters-and-gathers-once-a-step"),
     pytest.param(2, 0, 1, 1, id="zero-2-scatters-every-micro-batch"),

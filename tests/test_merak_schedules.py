@@ -1,4 +1,4 @@
-"""Merak's schedules against EQUATIONS P: the orders, what they hold, and the step of equal stages."""
+"""Merak's schedules against EQUATIONS P4: the orders, what they hold, and the step of equal stages."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def step_s(schedule: Schedule, p: int, m: int, f: float = 1.0, b: float = 2.0, r
 
 @pytest.mark.parametrize(("p", "m", "expected"), [(4, 8, (44, 41, 39, 38)), (8, 16, (92, 85, 83, 82)), (8, 32, (156, 149, 147, 146))])
 def test_the_published_table_comes_out_to_the_digit(p, m, expected):
-    # EQUATIONS P: F, B, R = 1, 2, 1; test_schedules.py has interleaved and no recompute
+    # EQUATIONS P4: F, B, R = 1, 2, 1; test_schedules.py has interleaved and no recompute
     assert tuple(step_s(schedule, p, m) for schedule in (ONE_F_ONE_B, EARLY, LAST, SCP)) == expected
 
 

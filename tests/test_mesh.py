@@ -1,4 +1,4 @@
-"""Where the ranks of an axis sit (EQUATIONS.md C6): checked against the rank formula itself."""
+"""Where the ranks of an axis sit (EQUATIONS C6): checked against the rank formula itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The closed form where recompute runs ahead of the gradient: EQUATIONS P's table, and the simulation, to the digit."""
+"""The closed form where recompute runs ahead of the gradient: the table of EQUATIONS P4, and the simulation, to the digit."""
 
 from __future__ import annotations
 

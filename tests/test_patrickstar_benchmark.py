@@ -12,7 +12,7 @@ from benchmarks.patrickstar_published import MEMBERS, Largest, Rules, largest_pu
 from costmodels.chunks.layout import Sized, pack
 from profiles.catalog import load_model
 
-STATED = {("v100-32gb", 8): "18B", ("a100-40gb", 8): "68B", ("a100-40gb", 32): "175B"}  # EQUATIONS O, last line
+STATED = {("v100-32gb", 8): "18B", ("a100-40gb", 8): "68B", ("a100-40gb", 32): "175B"}  # docs/patrickstar.md
 
 
 def test_the_largest_models_are_those_of_the_published_figures():

@@ -93,7 +93,7 @@ def test_interleaved_stash_of_the_first_rank_exceeds_that_of_1f1b_by_the_publish
 
 
 @pytest.mark.parametrize(("p", "m", "stage_s", "v", "expected_s"), [
-    # EQUATIONS P, the Merak table: F, B, R = 1, 2, 1; the interleaved column is with full recompute
+    # EQUATIONS P1: F, B, R = 1, 2, 1; the interleaved column is with full recompute
     pytest.param(4, 8, 4.0, 1, 44.0, id="1f1b-full-recompute-4x8"),
     pytest.param(8, 16, 4.0, 1, 92.0, id="1f1b-full-recompute-8x16"),
     pytest.param(8, 32, 4.0, 1, 156.0, id="1f1b-full-recompute-8x32"),

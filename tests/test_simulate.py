@@ -43,7 +43,7 @@ def total_s(one: StageCost) -> float:
 
 
 def closed_form_s(m: int, costs: list[list[StageCost]]) -> float:
-    """EQUATIONS P for unequal stages: (M - 1) max + sum."""
+    """EQUATIONS P3 without a tail: (M - 1) max + sum."""
     stages = [total_s(one) for row in costs for one in row]
     return (m - 1) * max(stages) + sum(stages)
 
@@ -79,7 +79,7 @@ def test_equal_stages_take_exactly_the_closed_form(schedule, p, m, v, f, b, r):
 
 
 @pytest.mark.parametrize(("p", "m", "recompute_s", "v", "expected_s"), [
-    # EQUATIONS P, the Merak table (F, B = 1, 2)
+    # EQUATIONS P1 (F, B = 1, 2)
     pytest.param(4, 8, 1.0, 1, 44.0, id="1f1b-full-recompute-4x8"),
     pytest.param(8, 16, 1.0, 1, 92.0, id="1f1b-full-recompute-8x16"),
     pytest.param(8, 32, 1.0, 1, 156.0, id="1f1b-full-recompute-8x32"),

@@ -1,4 +1,4 @@
-"""The operator graph reproduces the published activation memory (EQUATIONS.md M3), FLOPs (K4) and parameter counts."""
+"""The operator graph reproduces the published activation memory (EQUATIONS M3), FLOPs (EQUATIONS K4) and parameter counts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """When transfers and collectives may begin before the moment that needs them, or end after the one that made them.
 
-So they run beside compute: the window of EQUATIONS O6, of as much memory as is free by the moment (O7).
+So they run beside compute: the window of EQUATIONS O6, of as much memory as is free by the moment (EQUATIONS O7).
 
 What is moved, and what is given up when, stays as it is: an op gets a moment more only where the device has room for its bytes during that
 moment and in the gap between. Every op gets one moment before any gets two. Copies to the device keep their order.

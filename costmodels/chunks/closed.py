@@ -48,7 +48,7 @@ def device_bytes(shares: Shares, *, in_parameters: bool = True, width: int = 2, 
 def host_bytes(shares: Shares, *, in_parameters: bool = True, width: int = 2, gradient: int = 2, returned: bool = False) -> float:
     """What the host holds for a device: phi [w' delta + 12 gamma] / u (EQUATIONS O3).
 
-    returned: also the buffer of gradients, and of parameters to send back, that the host needs of gamma - delta; O3 leaves it out.
+    returned: also the buffer of gradients, and of parameters to send back, that the host needs of gamma - delta, no part of EQUATIONS O3.
     """
     low = state_bytes(in_parameters=in_parameters, width=width, gradient=gradient) - OPTIMIZER_BYTES
     buffer = gradient * shares.apart * returned
@@ -68,7 +68,7 @@ def copied_in_bytes(shares: Shares, *, num_micro_batches: int = 1, width: int = 
     """To a device in a step: phi / u [w (delta + (2 M - 1)(delta - staying)) + r max(0, gamma - delta)] (EQUATIONS O4).
 
     2 M sweeps over the blocks, forward and backward in turn, of which all but the first find a share `staying` of the parameters on
-    the device: 0 in O4. r, `returned_width`, of a parameter that the host has updated: 4 where it is sent as fp32 (PatrickStar), else w.
+    the device (PatrickStar: 0). r, `returned_width`, of a parameter that the host has updated: 4 where it is sent as fp32, else w.
     """
     swept = shares.delta + (2 * num_micro_batches - 1) * (shares.delta - staying)
     return shares.parameters * (width * swept + returned_width * shares.apart) / shares.utilisation

@@ -1,6 +1,6 @@
 """What is on a device besides the blocks' chunks, moment by moment: outside layers' states, activations and temporaries (EQUATIONS M6).
 
-Its peak is R of EQUATIONS O3; that chunks may use what it leaves at every moment is O7.
+Its peak is R of EQUATIONS O3; that chunks may use what it leaves at every moment is EQUATIONS O7.
 
 The classes are those of `costmodels.occupancy.rank_memory`, each when it is there:
 

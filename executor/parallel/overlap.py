@@ -1,5 +1,5 @@
 """Sub-pipelined tensor parallelism: a block runs as two halves of its micro-batch, and the all-reduces of one half run under the
-computation of the other (Merak, arXiv 2206.04959, section 4.3; EQUATIONS P, last paragraph).
+computation of the other (Merak, arXiv 2206.04959, section 4.3; EQUATIONS P8).
 
 A is attention with its projections, M the feed-forward network, 1 and 2 the halves; each ends in a sum over the ranks, and so does
 the gradient of what its first product reads. What is computed between the start of a sum and the wait for it:

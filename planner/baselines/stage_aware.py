@@ -1,4 +1,4 @@
-"""Stage-aware recompute, as Merak has it: one knob for all stages of a pipeline, or a share for each (EQUATIONS P, last paragraphs).
+"""Stage-aware recompute, as Merak has it: one knob for all stages of a pipeline, or a share for each (EQUATIONS P7).
 
 The knob is r0, the recomputed share of the first stage's layers. A later stage holds fewer micro-batches and recomputes less:
 
@@ -117,7 +117,7 @@ class Room:
 def kept_share(
     room_bytes: float, *, in_flight: int, num_layers: int, kept_bytes: float, checkpoint_bytes: float,
 ) -> float:
-    """The share of a stage's layers that need not be recomputed, by memory (EQUATIONS P) [derived]:
+    """The share of a stage's layers that need not be recomputed, by memory (EQUATIONS P7) [derived]:
 
         k_s = min(1, (room - I_s n_s A_ck) / (I_s n_s (A_full - A_ck)))     room = cap - static_s - work_s
 

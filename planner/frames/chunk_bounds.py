@@ -3,7 +3,7 @@
 Every block keeps as little as any can, its chunks are not padded, its workspace is nothing. For each count of HOST blocks the
 optimizer states of at least so many others must be on the host that the rest fits the device; more of them leave room for
 parameters of HOST blocks, which need not be fetched again, until copies take no longer than compute or all stay. What both cost is
-linear in between, so that the least is at one of these counts, taken as real numbers.
+linear in between, so that the least is at one of these counts, taken as real numbers (EQUATIONS I5).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What it costs to give the blocks of a rank homes, of every way to do so at once (EQUATIONS O1 to O6).
+"""What it costs to give the blocks of a rank homes, of every way to do so at once (EQUATIONS O1, O2, O3, O6).
 
 Chunks of one home are packed from a beginning of their own, so that their bytes depend on a count of blocks alone:
 `HomeCosts` has arrays over the homes, exact in what is always there, and never too low in what a block needs while it runs.

@@ -1,4 +1,4 @@
-"""Where the states of a rank's blocks may lie, and which candidates may hold them in chunks (EQUATIONS O).
+"""Where the states of a rank's blocks may lie, and which candidates may hold them in chunks (EQUATIONS O3).
 
 The homes of a rank are two counts: its last `host` blocks have all at the host, the `optimizer` blocks before them their
 master weights and moments, the rest nothing. Blocks of one home are next to each other, so that a chunk holds one home.

@@ -1,4 +1,4 @@
-"""For every way to give the blocks of a rank homes the best mix: the one whose compute takes as long as its copies.
+"""For every way to give the blocks of a rank homes the best mix: the one whose compute takes as long as its copies (EQUATIONS O6).
 
     t = max(C + A, I, O) + H       of one micro-batch: compute, collectives, copies to the device and from it, what the host adds up
     I = [h + (2 M - 1) max(0, h - c)] / (h M) i     h HOST blocks with room for c of them, i to fetch all (costmodels/chunks/price.py)

@@ -1,6 +1,6 @@
 """Levels of sub-pipelined tensor parallelism: where one applies, and which of them are worth a search.
 
-With e what two halves take longer than a whole, a level pays where (1 + e) x + exposed < x + 2 c (EQUATIONS P). The times of a
+With e what two halves take longer than a whole, a level pays where (1 + e) x + exposed < x + 2 c (EQUATIONS P8). The times of a
 block decide it, whatever the number of blocks; and temporary bytes, of which halves need less. Of the same candidate at two levels
 the one that is worse in both is not searched. Level 3 takes no longer than 2, as it waits for less, and holds the same; level 0
 always stays: it alone divides operators otherwise than Megatron.

@@ -1,4 +1,4 @@
-"""The master integer program over contiguous ranges of shards (EQUATIONS I4: layers that are not alike), a stage a rank.
+"""The master integer program over contiguous ranges of shards (EQUATIONS I7), a stage a rank.
 
     min  (M - 1) Z + sum_k walk_k + E
 

@@ -212,7 +212,7 @@ def _sent_bytes(strategy: ShardStrategy, stage: int, book: ShardBook) -> float:
 
 
 def _redundant(strategy: ShardStrategy, rank: int, memory: RankMemory, book: ShardBook) -> RedundantBytes:
-    """Beyond the device's share of one copy (EQUATIONS R): activations are divided by batch, of them only what was sent is held twice."""
+    """Beyond the device's share of one copy (EQUATIONS R1): activations are divided by batch, of them only what was sent is held twice."""
     frame, ideal = strategy.frame, [0.0, 0.0, 0.0]
     runs = [strategy.stages[stage] for stage in frame.stages_of(rank)]
     for run in runs:

@@ -8,7 +8,7 @@
     merge    a shard of less than a quarter of the quota goes to the neighbour with which it shares more, so that no cut grows
 
 Legal cuts (planner/partition/values.py) are those that no skip connection crosses: Merak pulls what reads an older value back into the
-shard that made it, which is the same. Source: Merak, arXiv 2206.04959, section 3.1 (EQUATIONS, last paragraph).
+shard that made it, which is the same. Source: Merak, arXiv 2206.04959, section 3.1 (EQUATIONS G2).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ nothing is alive but one value of the main stream, besides values that are hande
     buffer            operators that read or write a buffer in which the module counts belong together: a stage has a copy of its own
 
 A view has the name, and so the life, of what it views (profiles/traced.py); where that is handed on, each stage makes its own view.
-Merak's auto-sharding rules: arXiv 2206.04959, section 3.1 (EQUATIONS, last paragraph).
+Merak's auto-sharding rules: arXiv 2206.04959, section 3.1 (EQUATIONS G1).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The chunks of a plan (EQUATIONS O): what its file says of them, and the schedule that it stands for.
+"""The chunks of a plan (EQUATIONS O1, O3, O4): what its file says of them, and the schedule that it stands for.
 
 The file has homes, groups, budgets and predicted bytes. The schedule is made again from them: the same plan, the same schedule.
 """

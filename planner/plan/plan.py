@@ -133,7 +133,7 @@ class ChunkRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunks:
-    """How the states of the blocks are held in chunks (EQUATIONS O), and what that moves between host and device."""
+    """How the states of the blocks are held in chunks (EQUATIONS O1, O3, O4), and what that moves between host and device."""
 
     __pydantic_config__ = _FORBID
 

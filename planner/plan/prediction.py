@@ -82,7 +82,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundantGib:
-    """GiB of one device beyond its share of one copy (EQUATIONS R); temporaries are a largest moment, the rest adds up."""
+    """GiB of one device beyond its share of one copy (EQUATIONS R1); temporaries are a largest moment, the rest adds up."""
 
     __pydantic_config__ = _FORBID
 
@@ -107,7 +107,7 @@ class LayerRedundancy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redundancy:
-    """GiB held beyond one copy of everything, summed over the cluster (EQUATIONS R).
+    """GiB held beyond one copy of everything, summed over the cluster (EQUATIONS R1).
 
     stages: of one device of every pipeline rank; layers: by layer plan, of one device and its micro-batches in flight
     """

@@ -1,6 +1,6 @@
 """Columns of a rank whose blocks' states are held in chunks: a mix of recompute and homes of its blocks, chosen together.
 
-Which states leave the device first is no rule but a choice: all counts of HOST and of OPTIMIZER blocks are tried (EQUATIONS O6),
+Which states leave the device first is no rule but a choice: all counts of HOST and of OPTIMIZER blocks are tried (EQUATIONS O3, O6),
 within the memory of the device and its share of the host's, each with the best mix (planner/host/mixes.py).
 """
 
@@ -57,7 +57,7 @@ class ChunkColumns:
         """The mixes, homes and budgets within both limits and `pace` that no other beats in time, tail and redundant bytes together.
 
         A budget is what the mix needs at its fullest, or that and the room in which copies run beside compute. Activations that are
-        kept are one copy: redundant is the rest of the budget, less one copy of the states (EQUATIONS R). Bytes are compared in steps
+        kept are one copy: redundant is the rest of the budget, less one copy of the states (EQUATIONS R2). Bytes are compared in steps
         of `lean_step_bytes`.
         """
         usable, found = usable_bytes(limit_bytes, self.frame.mesh, self.table.book), []

@@ -1,4 +1,4 @@
-"""The master integer program: one column per pipeline rank (EQUATIONS I4).
+"""The master integer program: one column per pipeline rank (EQUATIONS I4, R3).
 
     throughput   min  (M - a - e) Z + e N + a sum_s u_s + E        a = 1/v (costmodels/step.py, `bubble_share`)
     memory       min  sum_s D T rho_s,   then the same time with the redundancy fixed at its minimum
