@@ -4,7 +4,7 @@
     python benchmarks/patrickstar.py --part scale --part chunks --json
 
 Nothing here is run: published figures (benchmarks/patrickstar_published.py says from where) stand beside prices, all of them analytic.
-docs/patrickstar.md says what the tables show, and why predictions differ.
+docs/design/patrickstar.md says what the tables show, and why predictions differ.
 """
 
 from __future__ import annotations

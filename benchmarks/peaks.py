@@ -4,7 +4,7 @@
     python benchmarks/peaks.py gpt-100m      # 12 blocks of 768, vocabulary 32,000, sequences of 256: ten minutes, 5 GiB
 
 Every row is a run of its own under torchrun, as a user starts one; measured is `peak_allocated_bytes` of its run.json
-(docs/run-file.md). Interleaved and zero-bubble schedules are priced by bounds, the others action by action.
+(docs/reference/run-file.md). Interleaved and zero-bubble schedules are priced by bounds, the others action by action.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks/token_table.py --json
 
 Blocks of GPT's width 4096, 256k tokens, a head of its own; the same search twice, with and without `lookup` in what the host may keep.
-Nothing here is run: every figure is predicted, all of them analytic. docs/chunks.md has the table.
+Nothing here is run: every figure is predicted, all of them analytic. docs/design/chunks.md has the table.
 """
 
 from __future__ import annotations

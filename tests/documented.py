@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+FILES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PROGRAMS = ("plan", "torchrun", "python", "pip", "pytest")
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?")
 
@@ -39,7 +39,7 @@ def _blocks(path: Path) -> Iterator[list[tuple[str, str]]]:
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.startswith("```"):
             if block is not None:
-                block.append((line, f"{path.name}:{number}"))
+                block.append((line, f"{path.relative_to(ROOT)}:{number}"))
         elif block is None:
             block = []
             skipped = line[3:].strip() not in ("", "sh", "bash", "console")

@@ -1,6 +1,6 @@
 """Traced GPT and Llama beside their built-in description: the same parameters and FLOPs, and what is kept, term by term.
 
-The terms that differ are those of docs/tracing.md. The executor's own modules are what the description describes.
+The terms that differ are those of docs/design/tracing.md. The executor's own modules are what the description describes.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def test_what_a_cpu_keeps_with_dropout_in_fp32_is_described_as_well():
 STATISTICS = 2 * 2 * 4 * TOKENS  # of two layer norms
 FFN, LLAMA_FFN = 256, 160
 ACTIVATION = 2 * TOKENS  # bytes of one feature in bf16
-DIFFERENCES = {  # of a block, in the order of docs/tracing.md
+DIFFERENCES = {  # of a block, in the order of docs/design/tracing.md
     # gelu_new is made of single calls, which keep tanh and two factors besides its input
     "gpt2": {"statistics": STATISTICS, "gelu": 3 * FFN * ACTIVATION},
     # values stay views of qkv, so its queries and keys stay beside the rotated ones; attention's output is copied before the next product

@@ -50,7 +50,7 @@ def _uneven_chunks(strategy: Strategy, pins: Constraints) -> bool:
 
 LEFT_OUT = (
     LeftOut("micro-batches above 64 are searched only if pinned", "--explain", _large_micro_batch),
-    LeftOut("a gather for a recompute ahead of the gradient has no price", "docs/search.md, --explain", _gathers_ahead),
+    LeftOut("a gather for a recompute ahead of the gradient has no price", "docs/design/search.md, --explain", _gathers_ahead),
     LeftOut("schedules that split backward passes run without recompute", "the error of estimate", _split_and_again),
     LeftOut("virtual stages of the interleaved schedule hold equal numbers of blocks", "the error of estimate", _uneven_chunks),
 )

@@ -1,7 +1,7 @@
 """What the executor cannot run, or would run to wrong results: every rule, and the nearest plan that can run.
 
 A rule looks at a plan, without torch and without ranks, and says what it found. Why the executor cannot have it is the
-rule's own text, which docs/executor.md lists. The nearest plan differs in the fields that the hint names; it may break
+rule's own text, which docs/design/executor.md lists. The nearest plan differs in the fields that the hint names; it may break
 another rule, so `nearest_legal` goes on until there is none to break.
 """
 

@@ -1,4 +1,4 @@
-"""run.json: what a run of a plan measured, beside what was predicted (docs/run-file.md). The executor writes it.
+"""run.json: what a run of a plan measured, beside what was predicted (docs/reference/run-file.md). The executor writes it.
 
 Self-contained: it holds the plan, so that `plan calibrate` needs nothing else. Times of spans are seconds since the start of
 the step on one clock for all ranks, known to within `clock_error_s`.

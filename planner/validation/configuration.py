@@ -1,6 +1,6 @@
 """A row of a steps table -> the configuration that was run: model, cluster, training, frame, and what the row leaves open.
 
-Columns are those of docs/validation-table.md. What a row does not say and its framework decides is read off the
+Columns are those of docs/accuracy.md. What a row does not say and its framework decides is read off the
 framework's name (frameworks.py); what nobody says (a micro-batch, a recompute level, virtual stages) stays open, and
 `priced.py` takes the fastest choice that fits, as whoever published a tuned run did.
 """

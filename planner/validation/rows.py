@@ -40,5 +40,5 @@ def read_rows(path: Path) -> list[Row]:
         raise ConfigError(f"{path}: no rows", hint=_HINT)
     missing = [name for name in (*NEEDED, "id", "framework") if name not in rows[0]]
     if missing:
-        raise ConfigError(f"{path}: no column {missing[0]}", hint="the columns of a steps table are listed in docs/validation-table.md")
+        raise ConfigError(f"{path}: no column {missing[0]}", hint="the columns of a steps table are listed in docs/accuracy.md")
     return rows
