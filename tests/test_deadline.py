@@ -174,3 +174,15 @@ def test_a_part_ends_with_the_whole():
     assert NEVER.share(3) is NEVER
     assert 0 <= Deadline(stops_s=0, ends_s=0, clock=clock).solver_limit_s(1.0, 60.0) == 0
     assert NEVER.solver_limit_s(1.0, 60.0) == 60.0
+
+
+def test_the_memory_objective_keeps_the_fastest_plan_where_the_end_comes_before_the_leaner_ones_are_listed(monkeypatch):
+    def over(*_: object) -> float:
+        raise OutOfTimeError("the end")
+
+    monkeypatch.setattr("planner.leanest.redundancy_bound_bytes", over)
+    plan = find_plan(*ASKED, Objective.MEMORY, constraints=PINS)
+
+    assert plan.search.status is Status.FEASIBLE
+    fastest_s = throughput(SearchOptions()).predicted.step_time_s.value
+    assert plan.predicted.step_time_s.value == pytest.approx(fastest_s, rel=0.01)  # as it was chosen, by the closed form
