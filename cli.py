@@ -191,7 +191,7 @@ def _explain(question: Question, pins: Constraints, how: SearchOptions, *, to_st
     from planner.session import Prices
 
     prices = Prices(question.model, question.cluster, question.training, pins, how.deadline)
-    print_pruned(prices.space, left_out(pins), console(sys.stderr if to_stderr else sys.stdout))
+    print_pruned(prices.space, left_out(pins, question.training.stack), console(sys.stderr if to_stderr else sys.stdout))
 
 
 _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file", "time_limit")  # what a plan file leaves open

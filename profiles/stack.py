@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, get_args
 
 from profiles.errors import ConfigError, choose
 from profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv", "custom"]
+RecomputeKind = Literal["none", "selective", "full", "operators"]
+EVERY_SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
+EVERY_RECOMPUTE: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
 
 
 class AttentionKernel(StrEnum):
@@ -65,6 +71,8 @@ class Stack:
     overlap_transfers       under the interleaved schedule, transfers between stages run under the compute of other micro-batches
     overlap_grad_reduce     gradient reduction and parameter gathering run under compute
     fused_accumulation      the weight gradient's product adds to the gradient; otherwise it is written and added by another kernel
+    schedules               the pipeline schedules that it runs
+    recompute               the kinds of recompute that it runs, `operators` is any list of operators
     terms_of                the stack whose fitted terms it shares, where not its own
 
     Facts of memory:
@@ -107,6 +115,8 @@ class Stack:
     overlap_transfers: bool = False
     overlap_grad_reduce: bool = True
     fused_accumulation: bool = True
+    schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE
+    recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False

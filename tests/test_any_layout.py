@@ -80,7 +80,7 @@ def test_any_layout_is_a_plan_with_numbers_or_one_error(count):
 
 @pytest.mark.parametrize("schedule", ["scp", "early-recompute", "last-no-recompute", "zbv"])
 def test_a_schedule_without_a_price_for_zero_3_is_refused_as_the_search_refuses_it(schedule):
-    asked = ("--pp", "2", "--dp", "4", "--schedule", schedule, "--zero", "3")
+    asked = ("--pp", "2", "--dp", "4", "--schedule", schedule, "--zero", "3", "--stack", "parplan")
 
     assert "with ZeRO 3" in fail(2, "estimate", *TINY, *asked)
     assert "no legal way" in fail(2, *TINY, *asked)

@@ -239,7 +239,7 @@ def test_estimate_prices_a_layout_and_derives_the_data_parallel_degree():
 
 
 def test_estimate_prices_schedules_that_split_the_backward_by_name_and_from_a_file():
-    layout = ("estimate", "--model", "gpt-tiny", "--gpus", "2", "--pp", "2", "--global-batch-size", "4", "--json")
+    layout = ("estimate", "--model", "gpt-tiny", "--gpus", "2", "--pp", "2", "--global-batch-size", "4", "--stack", "parplan", "--json")
     rows = csv_rows(Schedule.ZBV, 2, 4, 2)
     Path("lists.csv").write_text("\n".join(rows))
 
@@ -259,7 +259,7 @@ def test_estimate_prices_schedules_that_split_the_backward_by_name_and_from_a_fi
 def test_a_schedule_file_that_does_not_fit_is_an_error_with_the_place(text, how, message):
     Path("lists.csv").write_text(text)
 
-    layout = ("--model", "gpt-tiny", "--gpus", "2", "--pp", "2", "--global-batch-size", "2")
+    layout = ("--model", "gpt-tiny", "--gpus", "2", "--pp", "2", "--global-batch-size", "2", "--stack", "parplan")
 
     assert message in fail(2, "estimate", *layout, "--schedule-file", "lists.csv", *how)
 

@@ -12,6 +12,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
 from planner.deadline import NEVER, Deadline
+from planner.frames.of_stack import lacking_schedule, require_stack_runs
 from planner.host.homes import has_chunks, illegal_chunks
 from planner.layers.levels import illegal_full_recompute, illegal_overlap, illegal_zero
 from planner.ranks.blocks import shorter_ends
@@ -20,6 +21,7 @@ from profiles.divisors import divisors
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import Stack
 
 MAX_MICRO_BATCH_SIZE = 64
 
@@ -115,7 +117,7 @@ def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | Non
     return f"pp {mesh.pp} is more than the {model.num_layers} layers" if mesh.pp > model.num_layers else None
 
 
-def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
+def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints, stack: Stack) -> Iterator[tuple[Schedule, int]]:
     """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned.
 
     ZBV wherever it is legal, filled or not. Schedules that recompute ahead of the gradient where a pin leaves something to
@@ -130,7 +132,7 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
         yield Schedule.GPIPE, 1
-    moves = set(pins.resolved().recompute or Recompute) != {Recompute.NONE}
+    moves = set(pins.resolved(stack).recompute or Recompute) != {Recompute.NONE}
     for schedule in (Schedule.EARLY_RECOMPUTE, Schedule.SCP):
         if schedule in asked or (moves and num_micro_batches >= mesh.pp and not legal(schedule, mesh.pp, num_micro_batches, 1)):
             yield schedule, 1
@@ -159,12 +161,12 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
         num_micro_batches = per_replica // micro_batch_size
         if mesh.pp > 1 and num_micro_batches >= mesh.pp and not (pins.schedule or pins.ban(schedule=Schedule.ONE_F_ONE_B)):
             yield Pruned(f"{mesh}, gpipe, micro-batch {micro_batch_size}", "gpipe takes as long as 1f1b and holds more; --schedule gpipe")
-        for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
+        for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins, training.stack):
             for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
                 frame = Frame(
                     mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
                     num_micro_batches=num_micro_batches, sequence_parallel=sequence_parallel)
-                reason = _excluded(frame, pins) or illegal_frame(frame, model, training)
+                reason = _excluded(frame, pins, training.stack) or illegal_frame(frame, model, training)
                 yield from (Pruned(describe(frame), reason),) if reason else _levels(frame, model, training, pins)
 
 
@@ -174,7 +176,7 @@ def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constr
     for level in asked if frame.mesh.tp > 1 else (0,):
         found, ban = replace(frame, tp_overlap=level), pins.ban(tp_overlap=level) if frame.mesh.tp > 1 else None
         reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
-        if pins.resolved().recompute == (Recompute.FULL,):
+        if pins.resolved(training.stack).recompute == (Recompute.FULL,):
             reason = reason or illegal_full_recompute(level, model)
         yield Pruned(describe(found), reason) if reason else found
         if not reason and has_chunks(pins.offload):
@@ -189,7 +191,10 @@ def _in_chunks(frame: Frame, pins: Constraints) -> Frame | Pruned:
     return Pruned(describe(found), reason) if reason else found
 
 
-def _excluded(frame: Frame, pins: Constraints) -> str | None:
+def _excluded(frame: Frame, pins: Constraints, stack: Stack) -> str | None:
+    reason = lacking_schedule(frame, stack)
+    if reason:
+        return reason
     ban = pins.ban(schedule=frame.schedule, virtual_stages=frame.virtual_stages) if frame.mesh.pp > 1 else None
     ban = ban or (pins.ban(sequence_parallel=frame.sequence_parallel) if frame.mesh.tp > 1 else None)
     if ban:
@@ -198,7 +203,7 @@ def _excluded(frame: Frame, pins: Constraints) -> str | None:
         return "excluded by --schedule"
     if frame.mesh.pp > 1 and not _allowed(pins.virtual_stages, frame.virtual_stages):
         return "excluded by --virtual-stages"
-    if frame.splits_backward and not _allowed(pins.resolved().recompute, Recompute.NONE):
+    if frame.splits_backward and not _allowed(pins.resolved(stack).recompute, Recompute.NONE):
         return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
     reason = illegal_zero(frame, 3) if pins.resolved().zero == (3,) else None
     if reason:
@@ -213,8 +218,9 @@ def enumerate_space(
 ) -> Space:
     """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes.
 
-    Raises OutOfTimeError.
+    Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
     """
+    require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
     frames: list[Frame] = []
     pruned: list[Pruned] = []
     for mesh in _meshes(model, cluster, pins):
