@@ -254,7 +254,8 @@ _MEASURED = "Measured steps"
 
 @main.command(epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
                      "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml\n"
-                     "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --offload optimizer,parameters --host-blocks 20")
+                     "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan "
+                     "--offload optimizer,parameters --host-blocks 20")
 @asked
 @option(_LAYOUT, "--pp", type=Whole("pp"), default=1, show_default=True, metavar="N", help="Pipeline stages.")
 @option(_LAYOUT, "--dp", type=Whole("dp"), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")

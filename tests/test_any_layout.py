@@ -14,12 +14,13 @@ from planner.request import SEARCHED_OFFLOAD, Constraints
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.commands import fail, run
 
 SEED, LAYOUTS, ALL_LAYOUTS = 20, 100, 3000
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 TINY = ("--model", "gpt-tiny", "--gpus", "8")
-TRAINING = TrainingSpec(global_batch_size=16, seq_length=64)
+TRAINING = TrainingSpec(global_batch_size=16, seq_length=64, stack=NEUTRAL)
 
 
 def layout(chance: random.Random) -> list[str]:

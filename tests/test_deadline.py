@@ -23,10 +23,11 @@ from profiles.divisors import divisors
 from profiles.errors import ConfigError, InfeasibleError, OutOfTimeError
 from profiles.ranges import range_of
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import GIB, MIB
 
 MODEL, CLUSTER = load_model("gpt-tiny").spec, with_gpus(load_cluster("a100-80gb"), 4)
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=64)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=64, stack=NEUTRAL)
 PINS = Constraints(micro_batch_size=(1,), tp=(1,), pp=(1, 2), recompute=(Recompute.NONE,), zero=(0, 1))
 ASKED = MODEL, CLUSTER, TRAINING
 NEVER_FITS = SearchOptions(memory_limit_bytes=MIB)

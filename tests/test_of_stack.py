@@ -21,7 +21,7 @@ from profiles.spec import TrainingSpec
 from profiles.stack import EVERY_RECOMPUTE, EVERY_SCHEDULE, NEUTRAL
 
 MODEL, CLUSTER = load_model("gpt-tiny").spec, with_gpus(load_cluster("a100-80gb"), 4)
-TRAINING = TrainingSpec(global_batch_size=16, seq_length=64)
+TRAINING = TrainingSpec(global_batch_size=16, seq_length=64, stack=NEUTRAL)
 PINS = Constraints(pp=(2,), tp=(1,), micro_batch_size=(1,))
 
 

@@ -117,7 +117,7 @@ def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | Non
     return f"pp {mesh.pp} is more than the {model.num_layers} layers" if mesh.pp > model.num_layers else None
 
 
-def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints, stack: Stack) -> Iterator[tuple[Schedule, int]]:
+def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
     """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned.
 
     ZBV wherever it is legal, filled or not. Schedules that recompute ahead of the gradient where a pin leaves something to
@@ -132,7 +132,7 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
         yield Schedule.GPIPE, 1
-    moves = set(pins.resolved(stack).recompute or Recompute) != {Recompute.NONE}
+    moves = set(pins.recompute or Recompute) != {Recompute.NONE}
     for schedule in (Schedule.EARLY_RECOMPUTE, Schedule.SCP):
         if schedule in asked or (moves and num_micro_batches >= mesh.pp and not legal(schedule, mesh.pp, num_micro_batches, 1)):
             yield schedule, 1
@@ -161,7 +161,7 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
         num_micro_batches = per_replica // micro_batch_size
         if mesh.pp > 1 and num_micro_batches >= mesh.pp and not (pins.schedule or pins.ban(schedule=Schedule.ONE_F_ONE_B)):
             yield Pruned(f"{mesh}, gpipe, micro-batch {micro_batch_size}", "gpipe takes as long as 1f1b and holds more; --schedule gpipe")
-        for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins, training.stack):
+        for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
             for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
                 frame = Frame(
                     mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
@@ -176,7 +176,7 @@ def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constr
     for level in asked if frame.mesh.tp > 1 else (0,):
         found, ban = replace(frame, tp_overlap=level), pins.ban(tp_overlap=level) if frame.mesh.tp > 1 else None
         reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
-        if pins.resolved(training.stack).recompute == (Recompute.FULL,):
+        if pins.recompute == (Recompute.FULL,):
             reason = reason or illegal_full_recompute(level, model)
         yield Pruned(describe(found), reason) if reason else found
         if not reason and has_chunks(pins.offload):
@@ -187,7 +187,7 @@ def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constr
 
 def _in_chunks(frame: Frame, pins: Constraints) -> Frame | Pruned:
     """The same with the states of its blocks in chunks, of which the host may keep some."""
-    found, reason = replace(frame, chunked=True), illegal_chunks(frame, pins.resolved().zero, pins.zero_ranks)
+    found, reason = replace(frame, chunked=True), illegal_chunks(frame, pins.zero, pins.zero_ranks)
     return Pruned(describe(found), reason) if reason else found
 
 
@@ -203,9 +203,9 @@ def _excluded(frame: Frame, pins: Constraints, stack: Stack) -> str | None:
         return "excluded by --schedule"
     if frame.mesh.pp > 1 and not _allowed(pins.virtual_stages, frame.virtual_stages):
         return "excluded by --virtual-stages"
-    if frame.splits_backward and not _allowed(pins.resolved(stack).recompute, Recompute.NONE):
+    if frame.splits_backward and not _allowed(pins.recompute, Recompute.NONE):
         return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
-    reason = illegal_zero(frame, 3) if pins.resolved().zero == (3,) else None
+    reason = illegal_zero(frame, 3) if pins.zero == (3,) else None
     if reason:
         return f"{reason}, --zero or --forbid leaves no other"
     if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
@@ -221,6 +221,7 @@ def enumerate_space(
     Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
     """
     require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
+    pins = pins.resolved(training.stack)
     frames: list[Frame] = []
     pruned: list[Pruned] = []
     for mesh in _meshes(model, cluster, pins):

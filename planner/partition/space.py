@@ -41,6 +41,7 @@ def enumerate_modules(num_shards: int, cluster: Cluster, training: TrainingSpec,
     Raises ConfigError for pins that the stack does not run.
     """
     require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
+    pins = pins.resolved(training.stack)
     frames: list[Frame] = []
     pruned: list[Pruned] = []
     for pp in divisors(cluster.num_gpus):
@@ -126,7 +127,7 @@ def _excluded(frame: Frame, num_shards: int, pins: Constraints, stack: Stack) ->
         return "excluded by --schedule"
     if not _allowed(pins.virtual_stages, frame.virtual_stages):
         return "excluded by --virtual-stages"
-    levels = pins.resolved(stack).recompute
+    levels = pins.recompute
     if frame.schedule in AHEAD and levels is not None and Recompute.FULL not in levels:
         return f"{frame.schedule} is for recompute, --recompute or --forbid excludes that"
     if frame.schedule in LAST_KEEPS_ALL and levels is not None and Recompute.NONE not in levels:

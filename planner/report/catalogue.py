@@ -14,7 +14,7 @@ from profiles.measured import shipped_profile
 from profiles.provenance import Kind
 from profiles.schema import document
 from profiles.spec import TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.terms import EVERY_STACK, shipped_terms
 from profiles.transformer import build_graph
 from profiles.units import GB, US_PER_S, format_count, gib, tflops
@@ -33,7 +33,7 @@ def model_rows() -> list[dict[str, Any]]:
     rows = []
     for entry in (*map(load_model, model_names()), *family_members()):
         spec = entry.spec
-        training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+        training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
         rows.append({
             "name": spec.name, "num_parameters": build_graph(spec, training, 1).num_parameters, "num_layers": spec.num_layers,
             "hidden_size": spec.hidden_size, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
