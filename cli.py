@@ -191,7 +191,7 @@ def _explain(question: Question, pins: Constraints, how: SearchOptions, *, to_st
     from planner.session import Prices
 
     prices = Prices(question.model, question.cluster, question.training, pins, how.deadline)
-    print_pruned(prices.space, left_out(pins), console(sys.stderr if to_stderr else sys.stdout))
+    print_pruned(prices.space, left_out(pins, question.training.stack), console(sys.stderr if to_stderr else sys.stdout))
 
 
 _WITH_A_PLAN = ("memory_margin", "memory_limit", "baseline", "as_json", "plan_file", "time_limit")  # what a plan file leaves open
@@ -254,7 +254,8 @@ _MEASURED = "Measured steps"
 
 @main.command(epilog="  plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full\n"
                      "  plan estimate --model gpt-175b --gpus 64 --tp 8 --pp 8 --sequence-parallel --output plan.yaml\n"
-                     "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --offload optimizer,parameters --host-blocks 20")
+                     "  plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan "
+                     "--offload optimizer,parameters --host-blocks 20")
 @asked
 @option(_LAYOUT, "--pp", type=Whole("pp"), default=1, show_default=True, metavar="N", help="Pipeline stages.")
 @option(_LAYOUT, "--dp", type=Whole("dp"), metavar="N", help="Data parallel degree. [default: GPUs / (pp x tp)]")

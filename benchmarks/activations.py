@@ -33,6 +33,7 @@ from executor.train import Options, build_trainer
 from planner.plan.plan import Plan
 from profiles.catalog import load_model
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 from profiles.units import MIB
 from tests.divided_bytes import divided_saved_bytes
@@ -75,7 +76,7 @@ def gpt_tiny() -> ModelSpec:
 
 def plans(model: ModelSpec, seq_length: int) -> dict[tuple[str, str], Plan]:
     """Every division with no recompute, the selective one and a chain; blocks alternate between ZeRO 1 and 3."""
-    training = TrainingSpec(global_batch_size=8, seq_length=seq_length, precision="fp32")
+    training = TrainingSpec(global_batch_size=8, seq_length=seq_length, precision="fp32", stack=NEUTRAL)
     block = build_graph(model, training, 2).block
     lists = {"none": (), "selective": recompute_operators(block, Recompute.SELECTIVE), "chain": CHAIN}
     found = {}

@@ -18,7 +18,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import click
 from rich.console import Console
@@ -50,6 +50,7 @@ from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.errors import InfeasibleError
 from profiles.measured import machine_for
+from profiles.stack import EVERY_RECOMPUTE, EVERY_SCHEDULE
 
 PUBLISHED = {"gpt-1.5b": 1.42, "gpt-2.5b": 1.39, "gpt-8.3b": 1.43, "gpt-20b": 1.61}
 GPUS, GPU, SEQ_LENGTH, STACK = 64, "rtx3090-24gb", 1024, "megatron-lm-2021"
@@ -88,7 +89,9 @@ def setting_of(model: str, global_batch_size: int, stack: str, tp: int | None) -
     asked = question(Asked(
         model=model, gpus=GPUS, gpu=GPU, global_batch_size=global_batch_size, seq_length=SEQ_LENGTH, precision="fp16",
         gradient_precision="fp16", stack=stack))
-    book = PriceBook(asked.model, asked.training, machine_for(asked.cluster))
+    # Merak's runtime has schedules that no stack of its year has
+    runtime = replace(asked.training.stack, schedules=EVERY_SCHEDULE, recompute=EVERY_RECOMPUTE)
+    book = PriceBook(asked.model, replace(asked.training, stack=runtime), machine_for(asked.cluster))
     limit = limit_bytes(asked.cluster, asked.training.stack, SearchOptions())
     return Setting(model=model, book=book, limit_bytes=limit, tp=tp)
 

@@ -19,6 +19,7 @@ from costmodels.sharding import Sharding
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 from profiles.units import GIB, MIB
 
@@ -86,7 +87,7 @@ def num_parameters(model: ModelSpec) -> int:
     return build_graph(model, _STEP, 1).num_parameters
 
 
-_STEP = TrainingSpec(global_batch_size=1, seq_length=1)
+_STEP = TrainingSpec(global_batch_size=1, seq_length=1, stack=NEUTRAL)
 
 
 def table_elements(model: ModelSpec) -> int:

@@ -29,6 +29,7 @@ from planner.request import Constraints
 from profiles.catalog import load_cluster, with_gpus
 from profiles.module import ModuleSource
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.tracing.trace import trace
 from profiles.units import KIB, format_bytes
 from tests.traced_modules import HUGGING_FACE
@@ -49,7 +50,7 @@ def planned(name: str) -> ModulePlan:
     """The plan that the search finds for 4 ranks on the mesh of PINS, 1F1B over 4 micro-batches."""
     source = ModuleSource(huggingface=HUGGING_FACE[name]) if name in HUGGING_FACE else ModuleSource(factory=f"tests.traced_modules:{name}")
     pins = PINS[name]
-    training = TrainingSpec(global_batch_size=8 * pins["dp"][0], seq_length=SEQ_LENGTH, precision=Precision.FP32)
+    training = TrainingSpec(global_batch_size=8 * pins["dp"][0], seq_length=SEQ_LENGTH, precision=Precision.FP32, stack=NEUTRAL)
     model = trace(source, seq_length=SEQ_LENGTH, precision=Precision.FP32)
     return find_module_plan(
         model, with_gpus(load_cluster("a100-80gb"), 4), training, cross_skips=name == "unet",

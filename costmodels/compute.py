@@ -24,6 +24,7 @@ from costmodels.kernels import (
     ProductKernel,
     StreamKernel,
     fused_kernel,
+    fused_kernel_of,
     operator_kernels,
     product_kernel,
     update_kernels,
@@ -136,7 +137,7 @@ def _product_corrections(curve: MatmulCurve, name: str, chip: Chip, operand_byte
 def _fused_time(kernel: FusedKernel, machine: Machine, training: TrainingSpec) -> Seconds:
     """With dropout by the curve of that where there is one; else as without it, of which no point is."""
     chip, compute = chip_of(machine, training.precision), machine.profile.compute
-    speed = getattr(compute.flash_speed(training.stack.flash_kernel), kernel.way)
+    speed = getattr(compute.flash_speed(fused_kernel_of(training.stack, machine.cluster.device)), kernel.way)
     both, own = (compute.flash_forward, compute.flash_backward), not kernel.dropped
     if kernel.dropped and compute.dropped_flash is not None:
         both, own = compute.dropped_flash, True

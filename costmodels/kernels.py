@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from costmodels.sharding import Sharding
 from profiles.curves import ALIGNED_BYTES, FLASH_BACKWARD_FLOPS, Product
+from profiles.errors import ConfigError
+from profiles.hardware import Device
 from profiles.model import Operator, OperatorKind
 from profiles.spec import Precision, TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import AttentionKernel, FlashKernel, Stack
 
 FORWARD, BACKWARD = "forward", "backward"
 PRODUCT_SIZES, BATCHED_SIZES, FUSED_SIZES, STREAM_SIZES = 3, 4, 3, 1  # how many sizes a point of such a kernel has
@@ -235,6 +237,17 @@ def _experts(operator: Operator, sharding: Sharding, training: TrainingSpec) -> 
 def _attention(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:
     kernels = _flash if training.attention is AttentionKernel.FLASH else _unfused
     return kernels(operator, sharding, training)
+
+
+def fused_kernel_of(stack: Stack, device: Device) -> FlashKernel:
+    """The fused attention kernel that a stack runs on a device. Raises ConfigError where it has none for it."""
+    kernel = stack.flash_kernel_on(device.compute_capability)
+    if kernel is None:
+        known = ", ".join(f"{each.kernel} from {each.from_capability:g} on" for each in stack.flash_kernels) or "none"
+        raise ConfigError(
+            f"{stack.name} has no fused attention for {device.name} of compute capability {device.compute_capability} (it has {known})",
+            hint="use --attention unfused")
+    return kernel
 
 
 def _flash(operator: Operator, sharding: Sharding, training: TrainingSpec) -> OperatorKernels:

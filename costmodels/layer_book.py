@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from costmodels.collectives import point_to_point_time
 from costmodels.halved import HalvedOperators
+from costmodels.kernels import fused_kernel_of
 from costmodels.layer import ENDLESS, DataParallelTime, LayerOperators, LayerTime, data_parallel_time, price_operators
 from costmodels.memory import StateBytes, ideal_states, layer_states, owned_parameters, step_copy_bytes, zero_buffer_bytes
 from costmodels.mesh import Mesh
@@ -21,6 +22,7 @@ from profiles.measured import Machine
 from profiles.model import LayerClass
 from profiles.provenance import ZERO, Seconds
 from profiles.spec import TrainingSpec
+from profiles.stack import AttentionKernel
 
 K = TypeVar("K", bound=Hashable)
 
@@ -54,11 +56,14 @@ class LayerBook(ABC, Generic[K]):
 
     zero_ranks: neighbours that hold one copy of sharded states together, on meshes whose dp it divides; None for all of dp
     offload: what the host keeps of the states of every layer
+    Raises ConfigError where the stack has no kernel for the attention that was asked for.
     """
 
     def __init__(
         self, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
     ) -> None:
+        if training.attention is AttentionKernel.FLASH:
+            fused_kernel_of(training.stack, machine.cluster.device)
         self.training = training
         self.machine = machine
         self.zero_ranks = zero_ranks

@@ -17,6 +17,7 @@ from costmodels.schedules import Schedule
 from costmodels.step import StepPrice, price_step
 from costmodels.strategy import Frame, Strategy
 from planner.assemble import assemble
+from planner.frames.of_stack import lacking_schedule, require_stack_runs
 from planner.frames.space import illegal_frame, illegal_tensor_parallel
 from planner.host.homes import Homes, illegal_chunks
 from planner.host.kept_options import ALL, named_operators, with_kept_on_host
@@ -79,7 +80,11 @@ def default_blocks(frame: Frame, num_layers: int) -> tuple[int, ...]:
     return tuple(next(block_counts(rank, frame, num_layers)) for rank in range(frame.mesh.pp))
 
 
-def _check(frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> None:
+def _check(
+    frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Cluster, training: TrainingSpec, recompute: Recompute,
+) -> None:
+    stack = training.stack
+    require_stack_runs(stack, (frame.schedule,) if lacking_schedule(frame, stack) else (), (recompute,))
     mesh = frame.mesh
     if mesh.num_ranks != cluster.num_gpus:
         raise ConfigError(
@@ -185,7 +190,7 @@ def estimate_plan(
     Raises ConfigError when the configuration cannot run.
     """
     blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)
-    _check(frame, blocks, model, cluster, training)
+    _check(frame, blocks, model, cluster, training, recompute)
     _check_holders(frame, zero, zero_ranks)
     _check_offload(offload, chunks, frame.mesh, model)
     if chunks is not None:

@@ -20,6 +20,7 @@ from planner.search import find_plan
 from profiles.errors import ConfigError, InfeasibleError, OutOfTimeError, PlannerError
 from profiles.hardware import Cluster
 from profiles.spec import ModelEntry, ModelSpec, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 from profiles.units import gib
 
@@ -82,7 +83,7 @@ def widths(of_width: Callable[[int], ModelEntry], asking: Asking) -> Sizes:
 
 
 def _num_parameters(model: ModelSpec) -> int:
-    return build_graph(model, TrainingSpec(global_batch_size=1, seq_length=1), 1).num_parameters
+    return build_graph(model, TrainingSpec(global_batch_size=1, seq_length=1, stack=NEUTRAL), 1).num_parameters
 
 
 def _memory_bytes(asking: Asking, *, with_hosts: bool) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from costmodels.step import bubble_share
@@ -29,13 +29,17 @@ class _Leanest:
     def search(self) -> Outcome[Solved]:
         """The frames in the order of what they are redundant at least, until none can be below the best."""
         session = self.session
+        return branch(
+            Objective.MEMORY, self._bounded(), self._solve, best_of, left_s=session.left_s, on_progress=session.on_progress,
+            known=as_memory(self.fastest))
+
+    def _bounded(self) -> Iterator[tuple[float, Frame]]:
+        """The frames that may be in time, each with its bound. Raises OutOfTimeError, which is for the search that takes them."""
+        session = self.session
         for frame in self.frames:
             if session.prices.may_fit(frame, session.limit_bytes) and self._may_be_in_time(frame, session):
                 self.least_bytes[frame] = redundancy_bound_bytes(frame, session.table)
-        bounded = [(bound, frame) for frame, bound in self.least_bytes.items()]
-        return branch(
-            Objective.MEMORY, bounded, self._solve, best_of, left_s=session.left_s, on_progress=session.on_progress,
-            known=as_memory(self.fastest))
+                yield self.least_bytes[frame], frame
 
     def lowered(self, outcome: Outcome[Solved]) -> Outcome[Solved]:
         """The outcome with the choice first that is as little redundant as its best and whose fullest device holds least."""

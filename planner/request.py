@@ -15,6 +15,7 @@ from planner.forbid import NAMES, Ban, Value
 from planner.plan.prediction import Objective
 from profiles.errors import ConfigError
 from profiles.ranges import require_range
+from profiles.stack import EVERY_RECOMPUTE, NEUTRAL, Stack
 
 ZERO_STAGES = (0, 1, 2, 3)
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
@@ -79,14 +80,24 @@ class Constraints:
         """The first ban that one of the values meets, by name of the choice: `ban(tp=8)`."""
         return next((ban for ban in self.forbid if ban.name in values and ban.value == values[ban.name]), None)
 
-    def resolved(self) -> Constraints:
-        """The same with what is forbidden of ZeRO and recompute as pins, for the prices of layers, which know only those."""
+    def resolved(self, stack: Stack = NEUTRAL) -> Constraints:
+        """The same with what is forbidden of ZeRO and recompute, and what the stack does not run of it, as pins: prices of layers know
+        only those. Raises ConfigError where nothing is left.
+        """
         pins = self
         if any(ban.name == "zero" for ban in self.forbid):
             pins = replace(pins, zero=tuple(stage for stage in self.zero or ZERO_STAGES if not self.ban(zero=stage)))
         if any(ban.name == "recompute" for ban in self.forbid):
             pins = replace(pins, recompute=tuple(level for level in self.recompute or Recompute if not self.ban(recompute=level)))
-        return pins
+        return pins if set(stack.recompute) == set(EVERY_RECOMPUTE) else pins._as_the_stack_recomputes(stack)
+
+    def _as_the_stack_recomputes(self, stack: Stack) -> Constraints:
+        levels = tuple(level for level in self.recompute or Recompute if level.value in stack.recompute)
+        if not levels:
+            raise ConfigError(
+                f"--recompute and --forbid leave nothing that the stack {stack.name} runs: {', '.join(stack.recompute)}",
+                hint="forbid less, or choose another --stack")
+        return replace(self, recompute=levels)
 
 
 DEFAULT_MAX_SLOWDOWN = 0.10

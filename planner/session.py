@@ -60,7 +60,8 @@ class Prices:
         self.book = PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
         frames, beaten = paying(space.frames, self.book, deadline)
         self.space = Space(frames, (*space.pruned, *(Pruned(describe(frame), reason) for frame, reason in beaten)))
-        self.table, self.recompute = MixTable(self.book, pins.resolved(), deadline), pins.resolved().recompute
+        allowed = pins.resolved(training.stack)
+        self.table, self.recompute = MixTable(self.book, allowed, deadline), allowed.recompute
         self._raised: dict[Frame, tuple[float, float]] = {}
         self._once, self._check = Once(deadline.check), deadline.check
 

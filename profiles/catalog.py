@@ -71,6 +71,7 @@ class _DeviceDocument:
     num_sms: _Count
     context_gib: _NotNegative
     source: str
+    compute_capability: _Positive | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +234,8 @@ def cluster_from_document(document: object, where: str) -> Cluster:
             peak_flops_per_s={str(precision): _flops(peak) for precision, peak in device.peak_tflops.items()},
             num_sms=device.num_sms,
             context_bytes=_bytes(device.context_gib),
-            source=device.source),
+            source=device.source,
+            compute_capability=device.compute_capability),
         nodes=cluster.nodes,
         gpus_per_node=node.gpus,
         intra_node=_link(node.link),
@@ -266,7 +268,8 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
             peak_tflops={cast(_Arithmetic, name): _shortest(peak, TERA, _flops) for name, peak in device.peak_flops_per_s.items()},
             num_sms=device.num_sms,
             context_gib=_shortest(device.context_bytes, GIB, _bytes),
-            source=device.source),
+            source=device.source,
+            compute_capability=device.compute_capability),
         node=_NodeDocument(
             gpus=cluster.gpus_per_node,
             link=_link_document(cluster.intra_node),
@@ -281,7 +284,7 @@ def cluster_document(cluster: Cluster) -> dict[str, Any]:
         profile=cluster.profile,
     )
     found: dict[str, Any] = document(body)
-    return _known({**found, "node": _known(found["node"])})
+    return _known({**found, "device": _known(found["device"]), "node": _known(found["node"])})
 
 
 def _known(body: dict[str, Any]) -> dict[str, Any]:

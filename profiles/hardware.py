@@ -16,7 +16,10 @@ CPU = "cpu"  # the device of configs/clusters/cpu.yaml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One accelerator. Peaks are dense, without sparsity, as the datasheet (`source`) gives them."""
+    """One accelerator. Peaks are dense, without sparsity, as the datasheet (`source`) gives them.
+
+    compute_capability: of its CUDA architecture (https://developer.nvidia.com/cuda-gpus), None where it is not known or has none
+    """
 
     __pydantic_config__ = _FORBID
 
@@ -27,6 +30,7 @@ class Device:
     num_sms: int
     context_bytes: int
     source: str
+    compute_capability: float | None = None
 
     @property
     def is_host(self) -> bool:

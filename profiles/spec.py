@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from profiles.errors import ConfigError, choose
 from profiles.ranges import require_range, require_ranges
-from profiles.stack import NEUTRAL, AttentionKernel, Stack
+from profiles.stack import AttentionKernel, Stack
 
 _FORBID = {"extra": "forbid"}
 
@@ -127,7 +127,8 @@ class TrainingSpec:
     `overlap_grad_reduce`: the gradient reduction runs under the last backward pass (FSDP2; Megatron's flag of that name).
     `fp8_matmuls`: the products of the blocks run in fp8, their operands scaled by tensor and cast each time; all else in
     `precision`.
-    `stack`: the software that runs it, which decides what the rest leaves open.
+    `stack`: the software that runs it, which decides what the rest leaves open. It has no default here: planner.options.options.question
+    takes the one of the command.
     """
 
     __pydantic_config__ = _FORBID
@@ -140,7 +141,7 @@ class TrainingSpec:
     attention: AttentionKernel = AttentionKernel.FLASH
     overlap_grad_reduce: bool = True
     fp8_matmuls: bool = False
-    stack: Stack = NEUTRAL
+    stack: Stack
 
     def __post_init__(self) -> None:
         choose(self, "precision", Precision)

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, get_args
 
 from profiles.errors import ConfigError, choose
 from profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv", "custom"]
+RecomputeKind = Literal["none", "selective", "full", "operators"]
+EVERY_SCHEDULE: tuple[ScheduleName, ...] = get_args(ScheduleName)
+EVERY_RECOMPUTE: tuple[RecomputeKind, ...] = get_args(RecomputeKind)
 
 
 class AttentionKernel(StrEnum):
@@ -25,12 +31,30 @@ class AttentionKernel(StrEnum):
 
 
 class FlashKernel(StrEnum):
-    """Which fused attention kernel: the generations of FlashAttention, and cuDNN's (Transformer Engine)."""
+    """Which fused attention kernel: PyTorch's memory-efficient one, the generations of FlashAttention, cuDNN's (Transformer Engine)."""
 
+    EFFICIENT = "efficient"
     FLASH1 = "flash1"
     FLASH2 = "flash2"
     FLASH3 = "flash3"
     CUDNN = "cudnn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AvailableKernel:
+    """A fused attention kernel that a stack runs on devices from a compute capability on."""
+
+    __pydantic_config__ = _FORBID
+
+    kernel: FlashKernel
+    from_capability: float = 0.0
+
+    def __post_init__(self) -> None:
+        choose(self, "kernel", FlashKernel)
+
+
+SDPA_KERNELS = (  # of scaled_dot_product_attention: pytorch/pytorch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+    AvailableKernel(kernel=FlashKernel.FLASH2, from_capability=8.0), AvailableKernel(kernel=FlashKernel.EFFICIENT, from_capability=5.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +63,7 @@ class Stack:
 
     Facts:
     attention               what it runs by default
-    flash_kernel            which fused kernel, where it runs one
+    flash_kernels           the fused kernels that it has, each with the architecture from which on it runs
     async_tensor_parallel   without sequence parallelism, input gradients are all-reduced under the weight gradient's product
     partitioned_transfers   each tensor-parallel rank sends its part of a pipeline boundary tensor, and gathers what it receives
     overlap_tensor_parallel the gathers and reductions of sequence parallelism run under the products that they feed and follow
@@ -47,6 +71,8 @@ class Stack:
     overlap_transfers       under the interleaved schedule, transfers between stages run under the compute of other micro-batches
     overlap_grad_reduce     gradient reduction and parameter gathering run under compute
     fused_accumulation      the weight gradient's product adds to the gradient; otherwise it is written and added by another kernel
+    schedules               the pipeline schedules that it runs
+    recompute               the kinds of recompute that it runs, `operators` is any list of operators
     terms_of                the stack whose fitted terms it shares, where not its own
 
     Facts of memory:
@@ -81,7 +107,7 @@ class Stack:
     name: str = "neutral"
     source: str = ""
     attention: AttentionKernel = AttentionKernel.FLASH
-    flash_kernel: FlashKernel = FlashKernel.FLASH2
+    flash_kernels: tuple[AvailableKernel, ...] = SDPA_KERNELS
     async_tensor_parallel: bool = False
     partitioned_transfers: bool = False
     overlap_tensor_parallel: bool = False
@@ -89,6 +115,8 @@ class Stack:
     overlap_transfers: bool = False
     overlap_grad_reduce: bool = True
     fused_accumulation: bool = True
+    schedules: tuple[ScheduleName, ...] = EVERY_SCHEDULE
+    recompute: tuple[RecomputeKind, ...] = EVERY_RECOMPUTE
     terms_of: str = ""
     logit_bytes: int = 6
     keeps_gathered_inputs: bool = False
@@ -113,7 +141,6 @@ class Stack:
 
     def __post_init__(self) -> None:
         choose(self, "attention", AttentionKernel, where=f"stack {self.name}")
-        choose(self, "flash_kernel", FlashKernel, where=f"stack {self.name}")
         if self.kernel_slowdown < 1.0 or self.host_operator_s < 0.0 or not 0.0 < self.transfer_share <= 1.0:
             raise ConfigError(
                 f"stack {self.name}: kernel_slowdown must be at least 1, host_operator_s at least 0, transfer_share in (0, 1]")
@@ -124,6 +151,18 @@ class Stack:
         for field in sizes:
             if getattr(self, field) < 0:
                 raise ConfigError(f"stack {self.name}: {field} is {getattr(self, field)}, it must be at least 0")
+
+    def flash_kernel_on(self, capability: float | None) -> FlashKernel | None:
+        """The newest fused kernel that a device of a compute capability runs, None where it runs none.
+
+        The newest of all where the capability is not known.
+        """
+        running = [each for each in self.flash_kernels if capability is None or each.from_capability <= capability]
+        return max(running, key=lambda each: each.from_capability).kernel if running else None
+
+    def attention_on(self, capability: float | None) -> AttentionKernel:
+        """The attention that the stack runs by default on a device of a compute capability."""
+        return self.attention if self.flash_kernel_on(capability) else AttentionKernel.UNFUSED
 
 
 NEUTRAL = Stack()

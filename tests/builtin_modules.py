@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from executor.modules.models import Block, Embedding, Head
 from profiles.huggingface import entry_from_config
 from profiles.spec import ModelSpec, Norm, Positions, TrainingSpec
+from profiles.stack import NEUTRAL
 
 SEQ_LENGTH, VOCAB = 128, 256
 GPT = ModelSpec(
@@ -24,7 +25,7 @@ NEOX = replace(LLAMA, name="neox", num_kv_heads=4, norm=Norm.LAYER_NORM, ffn_hid
                qkv_bias=True, parallel_residual=True, rotary_fraction=0.25)
 DROPPED = replace(GPT, name="gpt-dropped", dropout=0.1)
 SPECS = {spec.name: spec for spec in (GPT, LLAMA, NEOX, DROPPED)}
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=SEQ_LENGTH)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=SEQ_LENGTH, stack=NEUTRAL)
 
 _SIZES = {"vocab_size": VOCAB, "max_position_embeddings": SEQ_LENGTH}
 _LLAMA = {

@@ -15,7 +15,7 @@ from profiles.hardware import Cluster, Device, Link
 from profiles.model import LayerKind, Operator, OperatorKind
 from profiles.provenance import Kind
 from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 
 SEQ_LENGTH = 16
@@ -56,7 +56,7 @@ def make_plan(
     and of embedding and head too with `recompute_ends`.
     """
     training = TrainingSpec(
-        global_batch_size=global_batch_size, seq_length=SEQ_LENGTH, precision=precision, attention=attention)
+        global_batch_size=global_batch_size, seq_length=SEQ_LENGTH, precision=precision, attention=attention, stack=NEUTRAL)
     pipeline = Pipeline(
         schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=global_batch_size // dp // num_micro_batches,
         num_micro_batches=num_micro_batches, actions=actions)

@@ -19,6 +19,7 @@ from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import NEUTRAL
 
 # what the enumeration below tries: levels of recompute, and Megatron's division of every operator
 PINS = Constraints(schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED), recompute=tuple(Recompute), megatron_sharding=True)
@@ -48,7 +49,7 @@ def random_instance(seed: int) -> Instance:
     cluster = replace(cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * slow))
     training = TrainingSpec(
         global_batch_size=4, seq_length=draw.choice((128, 512)), attention=draw.choice(("flash", "unfused")),
-        overlap_grad_reduce=draw.random() < 0.5)
+        overlap_grad_reduce=draw.random() < 0.5, stack=NEUTRAL)
     return Instance(model, cluster, training)
 
 

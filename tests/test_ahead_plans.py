@@ -25,6 +25,7 @@ from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import GIB
 from tests.instances import every_strategy, peak_bytes, random_instance
 
@@ -122,7 +123,7 @@ def test_the_search_finds_the_best_of_all_strategies(seed, schedule):
 
 def test_where_memory_binds_the_shifted_critical_path_is_faster_than_1f1b_and_the_search_takes_it():
     entry, cluster = load_model("gpt-1.5b"), with_gpus(load_cluster("a10g-24gb"), 8)
-    training, limit = TrainingSpec(global_batch_size=16, seq_length=1024), round(7.2 * GIB)
+    training, limit = TrainingSpec(global_batch_size=16, seq_length=1024, stack=NEUTRAL), round(7.2 * GIB)
 
     def fastest(*schedules):
         pins = Constraints(pp=(4,), dp=(2,), micro_batch_size=(1,), zero=(0, 1), schedule=schedules)
@@ -140,7 +141,7 @@ def test_where_memory_binds_the_shifted_critical_path_is_faster_than_1f1b_and_th
 def test_where_nothing_is_recomputed_no_schedule_that_moves_recompute_is_replayed():
     entry, cluster = load_model("gpt-1.5b"), with_gpus(load_cluster("a100-80gb"), 8)
     pins = Constraints(pp=(4,), schedule=(Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE, Schedule.SCP))
-    plan = find_plan(entry.spec, cluster, TrainingSpec(global_batch_size=32, seq_length=1024), constraints=pins)
+    plan = find_plan(entry.spec, cluster, TrainingSpec(global_batch_size=32, seq_length=1024, stack=NEUTRAL), constraints=pins)
 
     assert {plan.pipeline.schedule, *(other.pipeline.schedule for other in plan.search.runners_up)} == {Schedule.ONE_F_ONE_B}
     assert plan.search.gap < 0.001

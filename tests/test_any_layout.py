@@ -14,12 +14,13 @@ from planner.request import SEARCHED_OFFLOAD, Constraints
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.commands import fail, run
 
 SEED, LAYOUTS, ALL_LAYOUTS = 20, 100, 3000
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "early-recompute", "last-no-recompute", "scp", "zbv")
 TINY = ("--model", "gpt-tiny", "--gpus", "8")
-TRAINING = TrainingSpec(global_batch_size=16, seq_length=64)
+TRAINING = TrainingSpec(global_batch_size=16, seq_length=64, stack=NEUTRAL)
 
 
 def layout(chance: random.Random) -> list[str]:
@@ -80,7 +81,7 @@ def test_any_layout_is_a_plan_with_numbers_or_one_error(count):
 
 @pytest.mark.parametrize("schedule", ["scp", "early-recompute", "last-no-recompute", "zbv"])
 def test_a_schedule_without_a_price_for_zero_3_is_refused_as_the_search_refuses_it(schedule):
-    asked = ("--pp", "2", "--dp", "4", "--schedule", schedule, "--zero", "3")
+    asked = ("--pp", "2", "--dp", "4", "--schedule", schedule, "--zero", "3", "--stack", "parplan")
 
     assert "with ZeRO 3" in fail(2, "estimate", *TINY, *asked)
     assert "no legal way" in fail(2, *TINY, *asked)

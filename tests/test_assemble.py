@@ -22,6 +22,7 @@ from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.provenance import Kind, Seconds
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.terms import Residuals, Terms
 from profiles.units import GIB
 from tests.instances import every_price, peak_bytes, random_instance, redundant_bytes
@@ -29,7 +30,7 @@ from tests.instances import every_price, peak_bytes, random_instance, redundant_
 RECORD = SearchRecord(
     objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=1.0, bound=0.0, gap=1.0, fastest_step_time_s=1.0,
     candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=128)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
 EMBEDDING, HEAD = (LayerChoice(kind, Recompute.NONE, 1) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD))
 NONE, SELECTIVE, FULL = (LayerChoice(LayerKind.BLOCK, level, 1) for level in Recompute)
 

@@ -105,7 +105,7 @@ def test_the_most_and_the_fewest_that_fit_are_those_of_trying_all(limit: int) ->
 
 
 def test_frames_are_all_that_the_search_has_and_those_that_it_does_not_try() -> None:
-    asked = Request(Asked(model="gpt-tiny", gpus=4, gpu="a100-80gb"))
+    asked = Request(Asked(model="gpt-tiny", gpus=4, gpu="a100-80gb", stack="parplan"))
     every = set(frames(asked.question, asked.pins))
 
     searched = enumerate_space(asked.question.model, asked.question.cluster, asked.question.training, asked.pins).frames

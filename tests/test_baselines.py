@@ -25,6 +25,7 @@ from profiles.hardware import Cluster
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import GIB
 
 
@@ -43,7 +44,7 @@ class Request:
         entry = load_model(self.model)
         cluster = with_gpus(load_cluster(self.gpu), self.gpus)
         cluster = replace(cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * self.slow_nic))
-        return entry.spec, cluster, TrainingSpec(global_batch_size=self.batch, seq_length=entry.seq_length)
+        return entry.spec, cluster, TrainingSpec(global_batch_size=self.batch, seq_length=entry.seq_length, stack=NEUTRAL)
 
     def book(self) -> PriceBook:
         model, cluster, training = self.parts()

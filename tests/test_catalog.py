@@ -24,6 +24,7 @@ from profiles.catalog import (
 )
 from profiles.errors import ConfigError
 from profiles.spec import ModelEntry, ModelSpec, TrainingSpec
+from profiles.stack import NEUTRAL
 
 MODELS = (
     "gpt-1.5b", "gpt-175b", "gpt-1t", "gpt-2.5b", "gpt-20b", "gpt-22b", "gpt-530b", "gpt-7.5b", "gpt-8.3b", "gpt-tiny", "llama2-13b",
@@ -56,7 +57,7 @@ def test_every_model_file_is_complete_and_named_after_its_model(name):
     assert entry.spec.name == name
     assert entry.source
     assert entry.seq_length <= entry.spec.max_seq_length
-    TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+    TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
 
 
 @pytest.mark.parametrize("name", CLUSTERS)

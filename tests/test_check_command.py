@@ -29,6 +29,7 @@ from planner.report.parity import Parity, parity_document
 from planner.report.parity import verdict as parity_verdict
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import MIB
 from tests.executor_plans import GPT, make_plan
 
@@ -43,7 +44,7 @@ def tiny(dp: int = 2, pp: int = 1) -> Plan:
     frame = Frame(
         mesh=Mesh(pp=pp, dp=dp, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=2,
         sequence_parallel=False)
-    training = TrainingSpec(global_batch_size=4 * dp, seq_length=entry.seq_length, precision="fp32")
+    training = TrainingSpec(global_batch_size=4 * dp, seq_length=entry.seq_length, precision="fp32", stack=NEUTRAL)
     return estimate_plan(entry.spec, with_gpus(load_cluster("cpu"), dp * pp), training, frame, zero=1)
 
 

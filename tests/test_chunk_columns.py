@@ -35,6 +35,7 @@ from profiles.errors import InfeasibleError
 from profiles.hardware import Cluster
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import GIB, MIB
 from tests.instances import Instance
 
@@ -52,7 +53,7 @@ def cluster(gpus: int, memory_bytes: int, **changes: object) -> Cluster:
 
 
 def instance(gpus: int, memory_bytes: int, precision: Precision = Precision.FP32, batch: int = 4, **changes: object) -> Instance:
-    training = TrainingSpec(global_batch_size=batch, seq_length=64, gradient_precision=precision)
+    training = TrainingSpec(global_batch_size=batch, seq_length=64, gradient_precision=precision, stack=NEUTRAL)
     return Instance(MODEL, cluster(gpus, memory_bytes, **changes), training)
 
 

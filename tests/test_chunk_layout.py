@@ -22,6 +22,7 @@ from costmodels.sharding import Sharding
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 
 BLOCKS = st.lists(st.integers(1, 20), min_size=1, max_size=6).map(tuple)
@@ -199,7 +200,7 @@ def test_the_size_holds_the_largest_tensor_however_blocks_are_divided():
 
 def test_tensors_of_a_block_are_in_the_order_of_its_operators_with_local_shapes():
     model = load_model("gpt-1.5b").spec
-    graph = build_graph(model, TrainingSpec(global_batch_size=8, seq_length=1024), 1)
+    graph = build_graph(model, TrainingSpec(global_batch_size=8, seq_length=1024, stack=NEUTRAL), 1)
     whole, divided = (block_tensors(graph.block, Sharding(tp)) for tp in (1, 2))
 
     assert [tensor.name for tensor in whole[:4]] == ["norm1.weight", "norm1.bias", "qkv.weight", "qkv.bias"]

@@ -16,8 +16,9 @@ from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 
-HALF = TrainingSpec(global_batch_size=8, seq_length=1024, precision=Precision.FP16, gradient_precision=Precision.FP16)
+HALF = TrainingSpec(global_batch_size=8, seq_length=1024, precision=Precision.FP16, gradient_precision=Precision.FP16, stack=NEUTRAL)
 MIXED = replace(HALF, gradient_precision=Precision.FP32)
 FULL = replace(MIXED, precision=Precision.FP32)
 

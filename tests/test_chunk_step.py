@@ -27,9 +27,10 @@ from profiles.errors import InfeasibleError
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.uniform import TINY, frame_of, uniform
 
-HALF = TrainingSpec(global_batch_size=8, seq_length=128, precision=Precision.FP16, gradient_precision=Precision.FP16)
+HALF = TrainingSpec(global_batch_size=8, seq_length=128, precision=Precision.FP16, gradient_precision=Precision.FP16, stack=NEUTRAL)
 MIXED = replace(HALF, gradient_precision=Precision.FP32)
 FULL = replace(MIXED, precision=Precision.FP32)
 V100 = replace(load_cluster("v100-32gb"), pcie_node_bytes_per_s=None)

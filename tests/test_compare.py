@@ -18,6 +18,7 @@ from planner.request import Constraints, SearchOptions
 from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import GIB
 from tests.commands import fail, succeed
 
@@ -38,7 +39,7 @@ def printed(*arguments: str) -> str:
 @cache
 def small_plan(pins: Constraints | None = None):
     entry = load_model("gpt-2.5b")
-    training = TrainingSpec(global_batch_size=16, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=16, seq_length=entry.seq_length, stack=NEUTRAL)
     return find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training, constraints=pins)
 
 

@@ -21,7 +21,7 @@ from profiles.model import LayerKind
 from profiles.provenance import Kind
 from profiles.spec import Precision, TrainingSpec
 from profiles.speeds import Compute, Passes
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 
 BANDWIDTH = 1e12
@@ -43,7 +43,7 @@ ROUND = Machine(CLUSTER, replace(analytic_profile("round"), compute=Compute(
     **{name: Passes(forward=WHOLE, backward=WHOLE) for name in ASSUMED_SHARES})))
 CHIP = Chip(peak_flops_per_s=100e12, bytes_per_s=BANDWIDTH, num_sms=100)
 
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048, stack=NEUTRAL)
 BF16_GRADIENTS = replace(TRAINING, gradient_precision=Precision.BF16)
 UNFUSED = replace(TRAINING, attention=AttentionKernel.UNFUSED)
 GPT_22B = replace(load_model("gpt-22b").spec, dropout=0.1)

@@ -24,9 +24,10 @@ from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.provenance import Kind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.uniform import A100, TINY, frame_of, uniform
 
-TRAINING = TrainingSpec(global_batch_size=64, seq_length=128)
+TRAINING = TrainingSpec(global_batch_size=64, seq_length=128, stack=NEUTRAL)
 FRAME = frame_of(m=4)
 BLOCK = LayerKind.BLOCK
 
@@ -140,7 +141,7 @@ def test_the_lists_have_nothing_all_and_the_most_that_is_hidden(rate, level):
 
 def test_a_list_in_a_plan_file_is_priced_again_as_it_was(tmp_path):
     entry = load_model("gpt-1.5b")
-    training = TrainingSpec(global_batch_size=16, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=16, seq_length=entry.seq_length, stack=NEUTRAL)
     plan = estimate_plan(
         entry.spec, A100, training, frame_of(dp=8, m=2), zero=1, recompute=Recompute.SELECTIVE, keep_on_host=("fc2", "attention", "norm1"))
     names = next(found.keep_on_host for found in plan.layer_plans.values() if found.layer is BLOCK)

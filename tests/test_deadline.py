@@ -23,10 +23,11 @@ from profiles.divisors import divisors
 from profiles.errors import ConfigError, InfeasibleError, OutOfTimeError
 from profiles.ranges import range_of
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import GIB, MIB
 
 MODEL, CLUSTER = load_model("gpt-tiny").spec, with_gpus(load_cluster("a100-80gb"), 4)
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=64)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=64, stack=NEUTRAL)
 PINS = Constraints(micro_batch_size=(1,), tp=(1,), pp=(1, 2), recompute=(Recompute.NONE,), zero=(0, 1))
 ASKED = MODEL, CLUSTER, TRAINING
 NEVER_FITS = SearchOptions(memory_limit_bytes=MIB)
@@ -174,3 +175,15 @@ def test_a_part_ends_with_the_whole():
     assert NEVER.share(3) is NEVER
     assert 0 <= Deadline(stops_s=0, ends_s=0, clock=clock).solver_limit_s(1.0, 60.0) == 0
     assert NEVER.solver_limit_s(1.0, 60.0) == 60.0
+
+
+def test_the_memory_objective_keeps_the_fastest_plan_where_the_end_comes_before_the_leaner_ones_are_listed(monkeypatch):
+    def over(*_: object) -> float:
+        raise OutOfTimeError("the end")
+
+    monkeypatch.setattr("planner.leanest.redundancy_bound_bytes", over)
+    plan = find_plan(*ASKED, Objective.MEMORY, constraints=PINS)
+
+    assert plan.search.status is Status.FEASIBLE
+    fastest_s = throughput(SearchOptions()).predicted.step_time_s.value
+    assert plan.predicted.step_time_s.value == pytest.approx(fastest_s, rel=0.01)  # as it was chosen, by the closed form

@@ -14,7 +14,7 @@ from planner.plan.plan import OperatorPlacement
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.measured import machine_for
 from profiles.spec import TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 from tests.divided_bytes import divided_saved_bytes
 
@@ -29,7 +29,7 @@ MODELS = {
 @pytest.mark.parametrize("kernel", list(AttentionKernel))
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 def test_a_random_layer_plan_keeps_what_the_executor_keeps(model, kernel, sharding):
-    training = TrainingSpec(global_batch_size=8, seq_length=256, attention=kernel)
+    training = TrainingSpec(global_batch_size=8, seq_length=256, attention=kernel, stack=NEUTRAL)
     layer, draw = build_graph(model, training, 4).block, random.Random(0)
     problem = layer_problem(layer, sharding, MACHINE, training)
     incoming = ("Shard(1)@tp",) if sharding.sequence_parallel else ()

@@ -30,6 +30,7 @@ from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.errors import ConfigError, RunError
 from profiles.hardware import CPU
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.executor_plans import GPT, LLAMA, make_plan
 from tests.executor_world import run_plans
 
@@ -128,7 +129,7 @@ def test_what_is_never_there_together_is_no_temporary_below_nothing():
     frame = Frame(
         mesh=Mesh(pp=1, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=1,
         sequence_parallel=False)
-    training = TrainingSpec(global_batch_size=2, seq_length=128, precision=Precision.FP32, gradient_precision=Precision.FP32)
+    training = TrainingSpec(global_batch_size=2, seq_length=128, precision=Precision.FP32, gradient_precision=Precision.FP32, stack=NEUTRAL)
     use = dry_run(estimate_plan(load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 2), training, frame), 0).use
 
     assert use.temporaries == 0
@@ -144,7 +145,7 @@ def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
     frame = Frame(
         mesh=Mesh(pp=1, dp=8 // tp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=2,
         sequence_parallel=tp > 1)
-    training = TrainingSpec(global_batch_size=32 // tp, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=32 // tp, seq_length=entry.seq_length, stack=NEUTRAL)
     plan = estimate_plan(spec, with_gpus(load_cluster("a100-80gb"), 8), training, frame, zero=zero)
 
     run = dry_run(plan, 0)

@@ -17,10 +17,11 @@ from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 
 A100 = load_cluster("a100-80gb")
 TINY = replace(load_model("gpt-tiny").spec, num_layers=8)
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=128)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
 
 
 def frame_of(pp=2, dp=2, tp=2, schedule=Schedule.ONE_F_ONE_B, v=1, b=1, m=4, sequence_parallel=False):
@@ -79,7 +80,7 @@ def test_what_cannot_run_is_refused_with_its_reason(frame, choices, message):
 
 def test_a_plan_that_does_not_fit_is_priced_all_the_same():
     entry = load_model("gpt-175b")
-    training = TrainingSpec(global_batch_size=8, seq_length=2048)
+    training = TrainingSpec(global_batch_size=8, seq_length=2048, stack=NEUTRAL)
 
     plan = estimate_plan(entry.spec, with_gpus(A100, 8), training, frame_of(pp=1, dp=1, tp=8, m=8))
 

@@ -21,11 +21,12 @@ from executor.memory.recompute import recomputed
 from executor.modules.models import build_layer
 from profiles.model import LayerKind
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 from tests.executor_plans import GPT, LLAMA
 
 MODEL = replace(GPT, num_layers=4)
-TRAINING = TrainingSpec(global_batch_size=4, seq_length=16, precision=Precision.FP32)
+TRAINING = TrainingSpec(global_batch_size=4, seq_length=16, precision=Precision.FP32, stack=NEUTRAL)
 CPU = torch.device("cpu")
 CHUNK = 4000
 AMPLE = 10**8

@@ -21,6 +21,7 @@ from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 from tests.executor_plans import LLAMA, MIXTRAL, SEQ_LENGTH, make_plan
 from tests.executor_world import (
@@ -103,7 +104,7 @@ def test_a_block_exchanges_tokens_as_often_as_is_priced(name, exchanges):
 # One process
 
 
-TRAINING = TrainingSpec(global_batch_size=2, seq_length=SEQ_LENGTH)
+TRAINING = TrainingSpec(global_batch_size=2, seq_length=SEQ_LENGTH, stack=NEUTRAL)
 
 
 def block(model=MIXTRAL):

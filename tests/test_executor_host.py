@@ -38,7 +38,7 @@ from planner.reprice import reprice
 from profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from profiles.model import LayerClass, LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 from profiles.units import GIB
 from tests import executor_plans
@@ -51,7 +51,7 @@ TP = 4
 
 
 def _graph(model: ModelSpec, attention: AttentionKernel = AttentionKernel.FLASH) -> tuple[TrainingSpec, LayerClass]:
-    training = TrainingSpec(global_batch_size=2, seq_length=16, precision="fp32", attention=attention)
+    training = TrainingSpec(global_batch_size=2, seq_length=16, precision="fp32", attention=attention, stack=NEUTRAL)
     return training, build_graph(model, training, 2, plain_dropout=model.dropout > 0).block
 
 

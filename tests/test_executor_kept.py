@@ -21,7 +21,7 @@ from executor.parallel.place import place_layer
 from planner.plan.plan import OperatorPlacement
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Positions, TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 from tests import executor_plans
 from tests.divided_bytes import divided_saved_bytes
@@ -31,7 +31,7 @@ TP = 4
 MODEL = ModelSpec(
     name="small", num_layers=2, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_hidden_size=1024, vocab_size=1024,
     max_seq_length=128)
-TRAINING = TrainingSpec(global_batch_size=2, seq_length=128, precision="fp32")
+TRAINING = TrainingSpec(global_batch_size=2, seq_length=128, precision="fp32", stack=NEUTRAL)
 BLOCK = build_graph(MODEL, TRAINING, 2).block
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from executor.modules.models import Attention, build_layer
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, Positions, TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 from tests.executor_plans import GPT, LLAMA, MIXTRAL, SEQ_LENGTH
 from tests.executor_world import forward, reference_layers
@@ -17,7 +17,7 @@ from tests.executor_world import forward, reference_layers
 CPU = torch.device("cpu")
 NEOX = dataclasses.replace(
     GPT, name="tiny-neox", positions=Positions.ROTARY, rotary_fraction=0.25, parallel_residual=True, tied_embeddings=False)
-TRAINING = TrainingSpec(global_batch_size=2, seq_length=SEQ_LENGTH)
+TRAINING = TrainingSpec(global_batch_size=2, seq_length=SEQ_LENGTH, stack=NEUTRAL)
 MODELS = [pytest.param(model, id=model.name) for model in (GPT, LLAMA, NEOX)]
 
 

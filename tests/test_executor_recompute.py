@@ -21,7 +21,7 @@ from executor.modules.models import build_layer
 from profiles.errors import ConfigError
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 from tests.executor_plans import GPT, LLAMA, SEQ_LENGTH
 
@@ -42,7 +42,7 @@ def _calls_and_gradient(
     operators: tuple[str, ...], dropout: float = 0.0, attention: AttentionKernel = AttentionKernel.FLASH, *, ahead: bool = False,
 ) -> tuple[Counter, torch.Tensor]:
     """With `ahead`: of the backward pass alone, when the recompute has run before it."""
-    training = TrainingSpec(global_batch_size=2, seq_length=SEQ_LENGTH, attention=attention)
+    training = TrainingSpec(global_batch_size=2, seq_length=SEQ_LENGTH, attention=attention, stack=NEUTRAL)
     model = dataclasses.replace(GPT, dropout=dropout)
     block = recomputed(build_layer(model, training, LayerKind.BLOCK, 1, 0, torch.device("cpu")), operators, "block0")
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def _calls_and_gradient(
 def _peak_bytes(operators: tuple[str, ...]) -> int:
     """The most that MemTracker sees in the forward and backward passes of two blocks in a row."""
     model = dataclasses.replace(GPT, hidden_size=64, head_dim=16, ffn_hidden_size=256, max_seq_length=128)
-    training = TrainingSpec(global_batch_size=4, seq_length=128)
+    training = TrainingSpec(global_batch_size=4, seq_length=128, stack=NEUTRAL)
     blocks = [
         recomputed(build_layer(model, training, LayerKind.BLOCK, i, 0, torch.device("cpu")), operators, f"block{i}") for i in range(3)]
     x = torch.randn(4, 128, 64, requires_grad=True)
@@ -166,7 +166,7 @@ def _lists(operators: tuple[str, ...], number: int) -> list[tuple[str, ...]]:
 def test_a_block_keeps_the_bytes_that_the_memory_model_says_whatever_it_recomputes(model, attention):
     """MemTracker's activations after the forward pass; what is left out are statistics, causal masks and rotary tables."""
     model = dataclasses.replace(model, hidden_size=256, head_dim=256 // model.num_heads, ffn_hidden_size=1024, max_seq_length=128)
-    training = TrainingSpec(global_batch_size=4, seq_length=128, precision="fp32", attention=attention)
+    training = TrainingSpec(global_batch_size=4, seq_length=128, precision="fp32", attention=attention, stack=NEUTRAL)
     graph = build_graph(model, training, 4).block
     left_out = 2 * 8 * 4 * 128 + 128 * 128 + 2 * 128 * model.head_dim * 4
     levels = [recompute_operators(graph, level) for level in Recompute]
@@ -181,7 +181,7 @@ def test_a_block_keeps_the_bytes_that_the_memory_model_says_whatever_it_recomput
 @pytest.mark.parametrize("gathers", [False, True])
 def test_after_a_recompute_ahead_a_block_holds_what_it_would_have_kept(gathers):
     """Of fake tensors, to the byte, but for the 4 that torch's checkpoint is asked with. With recipes for gathered inputs too."""
-    training = TrainingSpec(global_batch_size=4, seq_length=SEQ_LENGTH)
+    training = TrainingSpec(global_batch_size=4, seq_length=SEQ_LENGTH, stack=NEUTRAL)
     graph = build_graph(GPT, training, 4).block
     lists = [*_lists(tuple(operator.name for operator in graph.operators), 2), ("attention", "attention_out")]
     # recomputed attention makes its output, which its fused kernel saved, once more where that stays for the output projection

@@ -30,7 +30,7 @@ from profiles.errors import ConfigError
 from profiles.measured import machine_for
 from profiles.model import LayerKind, OperatorKind
 from profiles.spec import ModelSpec, Norm, Positions, TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 from profiles.units import GIB, TERA
 from tests.instances import PINS, Instance, every_price, peak_bytes, redundant_bytes
@@ -40,7 +40,7 @@ TINY = ModelSpec(
     name="tiny-experts", num_layers=3, hidden_size=128, num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=1024, max_seq_length=512,
     norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, linear_bias=False, qkv_bias=False, tied_embeddings=False,
     num_experts=4, experts_per_token=2, expert_ffn_hidden_size=256)
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=512)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=512, stack=NEUTRAL)
 A100 = load_cluster("a100-80gb")
 BLOCK = LayerKind.BLOCK
 

@@ -27,6 +27,7 @@ from planner.solver import Unsolved
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import SolverError
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.test_solver import hard_problem, knapsack
 
 REAL = pulp.PULP_CBC_CMD.pulp_cbc_path
@@ -49,7 +50,7 @@ FAULTS = {
 
 def gpt_1_5b_on_8():
     entry = load_model("gpt-1.5b")
-    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
     return entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training
 
 

@@ -13,9 +13,11 @@ from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import GIB
 
-ASKED = (load_model("llama3-8b").spec, with_gpus(load_cluster("a100-80gb"), 8), TrainingSpec(global_batch_size=32, seq_length=4096))
+TRAINING = TrainingSpec(global_batch_size=32, seq_length=4096, stack=NEUTRAL)
+ASKED = (load_model("llama3-8b").spec, with_gpus(load_cluster("a100-80gb"), 8), TRAINING)
 
 
 @pytest.mark.parametrize(("text", "bans"), [

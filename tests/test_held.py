@@ -27,10 +27,11 @@ from profiles.errors import ConfigError, InfeasibleError
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.uniform import A100, TINY, frame_of, uniform
 
 A100_16 = replace(with_gpus(A100, 16), pcie_node_bytes_per_s=None, host_bytes_per_s=None)  # as a file without them says it
-EXPOSED = TrainingSpec(global_batch_size=64, seq_length=128, overlap_grad_reduce=False)
+EXPOSED = TrainingSpec(global_batch_size=64, seq_length=128, overlap_grad_reduce=False, stack=NEUTRAL)
 MESH = Mesh(pp=1, dp=16, tp=1)
 STATES, ACTIVATIONS = Offload.STATES, Offload.ACTIVATIONS
 
@@ -182,7 +183,7 @@ def test_layers_that_differ_in_it_run_but_are_not_priced():
 
 def test_a_search_keeps_to_the_pinned_groups():
     entry = load_model("gpt-2.5b")
-    training = TrainingSpec(global_batch_size=64, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=64, seq_length=entry.seq_length, stack=NEUTRAL)
 
     plan = find_plan(entry.spec, A100_16, training, constraints=Constraints(zero_ranks=8, dp=(16,), zero=(3,)))
 

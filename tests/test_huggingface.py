@@ -11,6 +11,7 @@ from profiles.catalog import load_model
 from profiles.errors import ConfigError
 from profiles.huggingface import DEFAULT_GLOBAL_BATCH_SIZE, MAX_DEFAULT_SEQ_LENGTH, entry_from_config
 from profiles.spec import ModelSpec, Norm, Positions, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 
 SHAPE = {"hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 160, "vocab_size": 384,
@@ -44,7 +45,7 @@ def torch_parameters(config):
 
 
 def graph_parameters(spec):
-    return build_graph(spec, TrainingSpec(global_batch_size=1, seq_length=16), 1).num_parameters
+    return build_graph(spec, TrainingSpec(global_batch_size=1, seq_length=16, stack=NEUTRAL), 1).num_parameters
 
 
 @pytest.mark.parametrize(("class_name", "keys"), [
@@ -94,7 +95,7 @@ def test_the_flops_of_experts_are_those_that_run_in_transformers():
             theirs(torch.randint(384, (2, 64)))
     positions = 2 * 2 * 64 * 8  # the angles of 64 positions and half of a head of 16, a product for each sequence
 
-    found = build_graph(spec, TrainingSpec(global_batch_size=2, seq_length=64), 2).model_flops / 3
+    found = build_graph(spec, TrainingSpec(global_batch_size=2, seq_length=64, stack=NEUTRAL), 2).model_flops / 3
 
     assert found == pytest.approx(counted.get_total_flops(), rel=0, abs=positions)
 

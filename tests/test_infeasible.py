@@ -24,7 +24,7 @@ SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed % 3 else ()) for seed
 
 
 def question(name, num_gpus, batch, seq_length=2048):
-    return load_model(name).spec, with_gpus(A100, num_gpus), TrainingSpec(global_batch_size=batch, seq_length=seq_length)
+    return load_model(name).spec, with_gpus(A100, num_gpus), TrainingSpec(global_batch_size=batch, seq_length=seq_length, stack=NEUTRAL)
 
 
 @pytest.mark.slow

@@ -20,13 +20,13 @@ from costmodels.sharding import Sharding
 from profiles.catalog import load_model
 from profiles.model import LayerKind
 from profiles.spec import Precision, TrainingSpec
-from profiles.stack import AttentionKernel, Stack
+from profiles.stack import NEUTRAL, AttentionKernel, Stack
 from profiles.transformer import build_graph
 
 B, S, H, F, A, V = 2, 128, 64, 256, 4, 512  # gpt-tiny: batch, sequence, hidden, ffn, heads, vocabulary
 GPT = replace(load_model("gpt-tiny").spec, dropout=0.1)
 LLAMA = load_model("llama3-8b").spec
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=S)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=S, stack=NEUTRAL)
 UNFUSED = replace(TRAINING, attention=AttentionKernel.UNFUSED)
 TOKENS = 2 * B * S * H  # bytes of a [B, S, H] tensor
 

@@ -22,6 +22,7 @@ from profiles.catalog import load_cluster, with_gpus
 from profiles.errors import InfeasibleError
 from profiles.families import Family, family_of
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import MIB, tflops
 from tests.commands import fail, run, succeed
 
@@ -32,7 +33,7 @@ FAMILY = {
               "tied_embeddings": True},
     "members": {f"w{width}": {"hidden_size": width, "num_layers": 6, "num_heads": 4} for width in WIDTHS},
     "training": {"global_batch_size": 4, "seq_length": 32}, "source": "made up"}
-TRAINING = TrainingSpec(global_batch_size=4, seq_length=32, precision=Precision.FP32)
+TRAINING = TrainingSpec(global_batch_size=4, seq_length=32, precision=Precision.FP32, stack=NEUTRAL)
 CLUSTER = with_gpus(load_cluster("cpu"), 2)
 PINS = Constraints(offload=(), tp=(1,), megatron_sharding=True)
 OPTIONS = SearchOptions(memory_limit_bytes=690 * MIB)

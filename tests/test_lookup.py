@@ -24,9 +24,10 @@ from profiles.errors import ConfigError
 from profiles.measured import machine_for
 from profiles.model import LayerKind, OperatorKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.uniform import frame_of, uniform
 
-TRAINING = TrainingSpec(global_batch_size=32, seq_length=128, overlap_grad_reduce=False)
+TRAINING = TrainingSpec(global_batch_size=32, seq_length=128, overlap_grad_reduce=False, stack=NEUTRAL)
 LLAMA = replace(load_model("llama2-7b").spec, num_layers=8)  # its tables are apart
 V, H = LLAMA.vocab_size, LLAMA.hidden_size
 CLUSTER = load_cluster("h100-80gb")

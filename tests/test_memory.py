@@ -27,7 +27,7 @@ from profiles.spec import Precision, TrainingSpec
 from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 
-BF16 = TrainingSpec(global_batch_size=8, seq_length=128)
+BF16 = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
 BF16_GRADIENTS = replace(BF16, gradient_precision=Precision.BF16)
 FP32 = replace(BF16, precision=Precision.FP32)
 ODD = replace(load_model("gpt-tiny").spec, hidden_size=60, ffn_hidden_size=252, head_dim=15)  # nothing divides by 7 or 8

@@ -20,13 +20,14 @@ from planner.request import Constraints
 from profiles.catalog import load_cluster
 from profiles.errors import ConfigError
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.test_plan import conforms
 from tests.traced_models import model_of, traced_spec
 
 GPT = ModelSpec(
     name="gpt", num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_hidden_size=1024, vocab_size=4096,
     max_seq_length=128)
-TRAINING = TrainingSpec(global_batch_size=16, seq_length=128)
+TRAINING = TrainingSpec(global_batch_size=16, seq_length=128, stack=NEUTRAL)
 CLUSTER = replace(load_cluster("a100-80gb"), nodes=1)
 
 

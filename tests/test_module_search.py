@@ -28,6 +28,7 @@ from profiles.errors import ConfigError, InfeasibleError
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import MIB
 from tests.traced_models import activation, join, linear, model_of, traced_spec, value
 
@@ -35,7 +36,7 @@ GPT = ModelSpec(
     name="gpt", num_layers=4, hidden_size=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn_hidden_size=4096, vocab_size=32000,
     max_seq_length=512, dropout=0.1)
 LLAMA = replace(GPT, name="llama", tied_embeddings=False, gated_ffn=True, linear_bias=False, dropout=0.0)
-TRAINING = TrainingSpec(global_batch_size=32, seq_length=512)
+TRAINING = TrainingSpec(global_batch_size=32, seq_length=512, stack=NEUTRAL)
 CLUSTER = replace(load_cluster("a100-80gb"), nodes=2)
 FRAME = Frame(
     mesh=Mesh(pp=4, dp=4, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=4,
@@ -127,7 +128,7 @@ def uneven() -> Sharded:
 
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
 def test_the_search_finds_what_brute_force_finds(schedule):
-    sharded, training = uneven(), TrainingSpec(global_batch_size=65536, seq_length=1)
+    sharded, training = uneven(), TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
     cluster = replace(CLUSTER, nodes=1, gpus_per_node=4)
     pins = Constraints(pp=(2,), schedule=(schedule,), micro_batch_size=(8192,), zero=(0, 2))
     first = searched(sharded, pins, training=training, cluster=cluster)
@@ -155,7 +156,7 @@ FRAME_OF_TWO = Frame(
 @pytest.mark.parametrize("limit_gib", [80.0, 1.41, 1.38])
 def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns(limit_gib):
     pins = Constraints(pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,), micro_batch_size=(8192,), zero=(0, 2))
-    training, cluster = TrainingSpec(global_batch_size=65536, seq_length=1), replace(CLUSTER, nodes=1, gpus_per_node=4)
+    training, cluster = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL), replace(CLUSTER, nodes=1, gpus_per_node=4)
     search = searched(uneven(), pins, SearchOptions(memory_limit_bytes=int(limit_gib * 1024 * MIB)), training=training, cluster=cluster)
     (frame,) = search.space.frames
     tables = search.stages(frame)

@@ -51,7 +51,7 @@ def first_stage(name, pp, v, b, m, *, recompute, sequence_parallel):
     entry = load_model(name)
     training = TrainingSpec(
         global_batch_size=b * m, seq_length=2048, precision=Precision.FP16, gradient_precision=Precision.FP32,
-        attention=AttentionKernel.UNFUSED)
+        attention=AttentionKernel.UNFUSED, stack=NEUTRAL)
     frame = frame_of(
         pp=pp, tp=8, schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, v=v, b=b, m=m, sequence_parallel=sequence_parallel)
     book = book_of(replace(entry.spec, dropout=0.1), 8 * pp, training)

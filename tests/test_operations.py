@@ -19,6 +19,7 @@ from executor.operations.trials import Graph, Once
 from profiles.cases import Case, Pass, UnsupportedCase
 from profiles.errors import ConfigError
 from profiles.spec import ModelSpec, Norm, TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def _graph_bytes(operator: str, precision: str) -> int:
     model = ModelSpec(
         name="small", num_layers=1, hidden_size=16, num_heads=4, num_kv_heads=4, head_dim=4, ffn_hidden_size=32, vocab_size=50,
         max_seq_length=16, norm=Norm.LAYER_NORM)
-    graph = build_graph(model, TrainingSpec(global_batch_size=1, seq_length=16, precision=precision), 1)
+    graph = build_graph(model, TrainingSpec(global_batch_size=1, seq_length=16, precision=precision, stack=NEUTRAL), 1)
     (found,) = (candidate for candidate in graph.block.operators if candidate.name == operator)
     return sum(tensor.num_bytes for tensor in found.saved)
 

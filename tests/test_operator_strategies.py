@@ -15,10 +15,11 @@ from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.measured import machine_for
 from profiles.model import LayerKind, OperatorKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 8))
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048, stack=NEUTRAL)
 GPT = build_graph(load_model("gpt-20b").spec, TRAINING, 4)
 LLAMA = build_graph(load_model("llama3-8b").spec, TRAINING, 4)
 INSIDE = Inside((4,), MACHINE, TRAINING.stack)

@@ -14,12 +14,13 @@ from planner.partition.shards import shard
 from planner.partition.stages import Rule, StageRule, parse_stages, ranges
 from profiles.errors import ConfigError
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.traced_models import activation, join, linear, model_of, traced_spec, value
 
 GPT = ModelSpec(
     name="gpt", num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn_hidden_size=256, vocab_size=512,
     max_seq_length=64)
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=32)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=32, stack=NEUTRAL)
 
 
 def chain(size: int) -> list:

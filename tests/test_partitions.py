@@ -12,10 +12,12 @@ from planner.baselines.partitions import Partition, balanced, blocks_of_stages
 from profiles.catalog import load_cluster, load_model
 from profiles.measured import machine_for
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 
 
 def book_of(model):
-    return PriceBook(load_model(model).spec, TrainingSpec(global_batch_size=8, seq_length=1024), machine_for(load_cluster("a100-80gb")))
+    training = TrainingSpec(global_batch_size=8, seq_length=1024, stack=NEUTRAL)
+    return PriceBook(load_model(model).spec, training, machine_for(load_cluster("a100-80gb")))
 
 
 @pytest.mark.parametrize("seed", range(8))

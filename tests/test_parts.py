@@ -15,6 +15,7 @@ from planner.parts import NAMES, Parts, parts_of
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.measured import machine_for
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 
 ENTRY = load_model("gpt-2.5b")
 CLUSTER = with_gpus(load_cluster("a100-80gb"), 8)
@@ -26,7 +27,7 @@ def parts(blocks: tuple[int, ...], *, tp: int = 1, virtual_stages: int = 1, leve
     frame = Frame(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
         virtual_stages=virtual_stages, micro_batch_size=1, num_micro_batches=batch // dp, sequence_parallel=tp > 1)
-    book = PriceBook(ENTRY.spec, TrainingSpec(global_batch_size=batch, seq_length=1024), machine_for(CLUSTER))
+    book = PriceBook(ENTRY.spec, TrainingSpec(global_batch_size=batch, seq_length=1024, stack=NEUTRAL), machine_for(CLUSTER))
     price = price_step(uniform_strategy(frame, blocks, zero=1, recompute=level, book=book), book)
     found = parts_of(frame, price)
     assert found.step_s == pytest.approx(price.step_s, rel=1e-12)

@@ -15,7 +15,7 @@ from planner.plan.prediction import Band, ErrorBand, Objective
 from planner.report.documents import plan_document, plan_schema
 from planner.search import find_plan
 from profiles.errors import ConfigError
-from profiles.stack import NEUTRAL, Stack
+from profiles.stack import NEUTRAL, AvailableKernel, Stack
 from tests.instances import PINS, random_instance
 
 SEEDS = (0, 1, 5, 8)
@@ -119,7 +119,8 @@ def test_a_file_from_before_there_were_stacks_and_bands_reads_as_neutral(plan, t
 def test_the_stack_and_the_band_travel_in_the_file(plan, tmp_path):
     path = tmp_path / "plan.yaml"
     band = ErrorBand(time=Band(share=0.04, rows=700, stack="mine"), memory=Band(share=0.1, rows=9, stack="all"))
-    stack = Stack(name="mine", attention="unfused", flash_kernel="flash3", kernel_slowdown=1.25, host_operator_s=1e-5)
+    stack = Stack(
+        name="mine", attention="unfused", flash_kernels=(AvailableKernel(kernel="flash3"),), kernel_slowdown=1.25, host_operator_s=1e-5)
     plan = replace(plan, training=replace(plan.training, stack=stack), predicted=replace(plan.predicted, error_band=band))
 
     write(plan, path)

@@ -122,8 +122,8 @@ def test_what_a_framework_decides_is_read_off_its_name_and_the_notes(framework, 
 
 
 def test_a_noted_attention_kernel_is_the_stacks_and_one_that_nobody_knows_a_reason():
-    assert configuration_of({**FULL, "notes": "attention=flash1"}).training.stack.flash_kernel is FlashKernel.FLASH1
-    assert configuration_of({**FULL, "notes": "attention=sdpa"}).training.stack.flash_kernel is FlashKernel.FLASH2
+    assert configuration_of({**FULL, "notes": "attention=flash1"}).training.stack.flash_kernel_on(7.0) is FlashKernel.FLASH1
+    assert configuration_of({**FULL, "notes": "attention=sdpa"}).training.stack.flash_kernel_on(9.0) is FlashKernel.FLASH2
     assert price_row({**ROW, "notes": "attention=what"}).reason == "no attention kernel 'what'"
 
 

@@ -24,7 +24,7 @@ from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 
 S, B, H, A = 128, 2, 64, 4  # gpt-tiny
-FLASH = TrainingSpec(global_batch_size=8, seq_length=S)
+FLASH = TrainingSpec(global_batch_size=8, seq_length=S, stack=NEUTRAL)
 UNFUSED = replace(FLASH, attention=AttentionKernel.UNFUSED)
 GPT = load_model("gpt-tiny").spec
 NEOX = replace(GPT, parallel_residual=True)

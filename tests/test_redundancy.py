@@ -14,6 +14,7 @@ from planner.search import find_plan
 from profiles.catalog import with_gpus
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.uniform import A100, TINY, book_of, frame_of, uniform
 
 A100_16 = with_gpus(A100, 16)
@@ -85,7 +86,7 @@ def test_an_operator_that_is_not_divided_holds_its_weights_twice():
 
 @pytest.mark.slow
 def test_the_plan_holds_every_level_and_they_agree():
-    training = TrainingSpec(global_batch_size=16, seq_length=128)
+    training = TrainingSpec(global_batch_size=16, seq_length=128, stack=NEUTRAL)
     plan = find_plan(TINY, A100_16, training)
 
     found, mesh = plan.predicted.redundancy_gib, plan.mesh

@@ -18,6 +18,7 @@ from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import GIB
 
 A100 = load_cluster("a100-80gb")
@@ -28,7 +29,7 @@ def request(pins: Constraints, limit_bytes_: float | None = None, *, gpus=8, nam
     limit = None if limit_bytes_ is None else int(limit_bytes_)
     return Request(
         model=replace(load_model(name).spec, num_layers=16), cluster=with_gpus(A100, gpus),
-        training=TrainingSpec(global_batch_size=8, seq_length=4096), pins=pins,
+        training=TrainingSpec(global_batch_size=8, seq_length=4096, stack=NEUTRAL), pins=pins,
         options=SearchOptions(memory_limit_bytes=limit, **options))
 
 

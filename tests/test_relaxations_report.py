@@ -17,12 +17,14 @@ from planner.report.relaxations import hint_text
 from planner.request import Constraints, SearchOptions
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 
 BASE = ("--model", "llama3-8b", "--gpus", "8", "--global-batch-size", "16", "--seq-length", "4096", "--offload", "none")
 ENOUGH_S = 300.0  # no search of these is cut off
 CLUSTER = with_gpus(load_cluster("a100-80gb"), 8)
 ASKED = Request(
-    model=load_model("gpt-tiny").spec, cluster=CLUSTER, training=TrainingSpec(global_batch_size=8, seq_length=128), pins=Constraints(),
+    model=load_model("gpt-tiny").spec, cluster=CLUSTER, pins=Constraints(),
+    training=TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL),
     options=SearchOptions())
 
 

@@ -32,7 +32,7 @@ from profiles.errors import ConfigError
 from profiles.files import require_writable
 from profiles.profiler import progress as profiling
 from profiles.provenance import Kind
-from profiles.stack import AttentionKernel, Stack
+from profiles.stack import AttentionKernel, AvailableKernel, Stack
 from profiles.terms import Residuals, Term, Terms
 from profiles.units import GIB, MIB
 
@@ -132,7 +132,7 @@ def test_a_device_without_measurements_has_no_band_and_says_so(plan):
     (AttentionKernel.UNFUSED, False, "mine unfused attention, gradient reduction not hidden"),
 ])
 def test_the_stack_and_what_it_does_are_in_the_summary(plan, attention, overlap, said):
-    stack = Stack(name="mine", flash_kernel="flash3")
+    stack = Stack(name="mine", flash_kernels=(AvailableKernel(kernel="flash3"),))
     training = replace(plan.training, stack=stack, attention=attention, overlap_grad_reduce=overlap)
 
     assert f"stack {said} step" in " ".join(text_of(replace(plan, training=training), 120).split())

@@ -13,11 +13,12 @@ from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 
 
 def searched(model: str, gpus: int, pins: Constraints, objective: str = "throughput"):
     entry = load_model(model)
-    training = TrainingSpec(global_batch_size=64, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=64, seq_length=entry.seq_length, stack=NEUTRAL)
     return find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), gpus), training, objective, constraints=pins)
 
 

@@ -17,7 +17,7 @@ from planner.search import find_plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import ConfigError, InfeasibleError
 from profiles.spec import TrainingSpec
-from profiles.stack import Stack
+from profiles.stack import NEUTRAL, Stack
 from profiles.terms import Residuals, Terms
 from profiles.units import GIB
 from tests.instances import PINS, Instance, every_price, peak_bytes, random_instance, redundant_bytes
@@ -81,13 +81,13 @@ def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
 
 def gpt_2_5b_on_16():
     entry = load_model("gpt-2.5b")
-    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
     return entry.spec, with_gpus(load_cluster("a100-80gb"), 16), training
 
 
 def gpt_20b_on_64():
     entry = load_model("gpt-20b")
-    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
     return entry.spec, with_gpus(load_cluster("a100-80gb"), 64), training
 
 
@@ -189,7 +189,7 @@ def test_pins_are_respected():
 @pytest.mark.slow
 def test_a_model_too_large_says_how_much_where_and_how_many_gpus_would_do():
     entry = load_model("gpt-175b")
-    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
     cluster = with_gpus(load_cluster("a100-80gb"), 8)
 
     with pytest.raises(InfeasibleError, match=r"does not fit on 8 x a100-80gb.*needs [\d.]+ GiB on stage \d+, .* GiB short") as error:

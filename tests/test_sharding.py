@@ -12,9 +12,10 @@ from costmodels.sharding import PARTIAL, Sharding, placements
 from profiles.catalog import load_model
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
 
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=128)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
 GPT = build_graph(load_model("gpt-tiny").spec, TRAINING, 2)
 NEOX = build_graph(replace(load_model("gpt-tiny").spec, parallel_residual=True), TRAINING, 2)
 LLAMA = build_graph(load_model("llama3-8b").spec, TRAINING, 1)

@@ -16,6 +16,7 @@ from planner.estimate import estimate_plan
 from planner.plan.plan import Plan
 from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.spec import Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.executor_plans import (
     BATCH_FEED_FORWARD,
     GPT,
@@ -85,7 +86,7 @@ def test_a_model_of_billions_becomes_one_of_thousands(model):
     frame = Frame(
         mesh=Mesh(pp=4, dp=2, tp=8), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=64,
         sequence_parallel=True)
-    training = TrainingSpec(global_batch_size=128, seq_length=entry.seq_length)
+    training = TrainingSpec(global_batch_size=128, seq_length=entry.seq_length, stack=NEUTRAL)
 
     small = shrunk(estimate_plan(entry.spec, cluster, training, frame, zero=1))
 

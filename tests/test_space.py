@@ -20,10 +20,11 @@ from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.divisors import divisors
 from profiles.errors import ConfigError
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 
 A100 = load_cluster("a100-80gb")
 TINY = load_model("gpt-tiny").spec  # 4 layers, 4 heads, ffn 256, vocabulary 512
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=128)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
 
 
 def space(num_gpus=8, model=TINY, training=TRAINING, **pins):

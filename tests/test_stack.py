@@ -16,13 +16,13 @@ from costmodels.schedules import Schedule
 from costmodels.sharding import Sharding
 from costmodels.step import transfer_time
 from costmodels.strategy import Frame
-from profiles.catalog import load_cluster, load_model, load_stack, stack_names, with_gpus
+from profiles.catalog import cluster_names, load_cluster, load_model, load_stack, stack_names, with_gpus
 from profiles.errors import ConfigError
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
 from profiles.speeds import FlashSpeed
-from profiles.stack import NEUTRAL, FlashKernel, Stack
+from profiles.stack import NEUTRAL, AvailableKernel, FlashKernel, Stack
 from profiles.terms import Term, Terms
 from profiles.transformer import build_graph
 
@@ -151,12 +151,45 @@ def test_an_older_attention_kernel_is_as_much_slower_as_the_device_says_and_an_u
     machine = replace(MACHINE, profile=replace(MACHINE.profile, compute=compute))
 
     def attention(kernel):
-        return operator("attention", machine=machine, training=replace(TRAINING, stack=replace(NO_HOST, flash_kernel=kernel)))
+        stack = replace(NO_HOST, flash_kernels=(AvailableKernel(kernel=kernel),))
+        return operator("attention", machine=machine, training=replace(TRAINING, stack=stack))
 
     new, old = attention(FlashKernel.FLASH2), attention(FlashKernel.FLASH1)
     assert old.forward.value_s == pytest.approx(2 * new.forward.value_s)
     assert old.backward.value_s == pytest.approx(4 * new.backward.value_s)
     assert new == operator("attention", machine=machine)
+
+
+@pytest.mark.parametrize(("stack", "device", "kernel"), [
+    ("megatron-core", "h100-80gb", "cudnn"), ("megatron-core", "a100-80gb", "flash2"), ("megatron-core", "l4-24gb", "flash2"),
+    ("megatron-core", "v100-32gb", None), ("torchtitan", "b200-180gb", "cudnn"), ("torchtitan", "h100-80gb", "flash2"),
+    ("torchtitan", "v100-32gb", "efficient"), ("parplan", "v100-16gb", "efficient"), ("fsdp1", "a100-80gb", "flash1"),
+    ("nanotron", "v100-32gb", None)])
+def test_a_device_gets_the_newest_fused_kernel_of_the_stack_that_it_can_run(stack, device, kernel):
+    capability = load_cluster(device).device.compute_capability
+
+    assert load_stack(stack).flash_kernel_on(capability) == kernel
+
+
+def test_where_the_stack_has_no_fused_kernel_for_the_device_it_runs_un_fused_attention():
+    stack = load_stack("megatron-core")
+
+    assert (stack.attention_on(7.0), stack.attention_on(8.0), stack.attention_on(None)) == ("unfused", "flash", "flash")
+
+
+def test_fused_attention_that_the_device_cannot_run_is_an_error():
+    machine = machine_for(with_gpus(load_cluster("v100-32gb"), 8), Terms())
+
+    with pytest.raises(ConfigError, match=r"no fused attention for v100-32gb of compute capability 7\.0 .*flash2 from 8") as error:
+        PriceBook(GPT, replace(TRAINING, precision="fp16", stack=load_stack("megatron-core")), machine)
+    assert error.value.hint == "use --attention unfused"
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_packaged_gpu_says_its_compute_capability(name):
+    device = load_cluster(name).device
+
+    assert (device.compute_capability is None) is device.is_host
 
 
 def test_gradients_that_another_kernel_adds_cost_their_reads_and_writes():
@@ -228,7 +261,7 @@ def test_a_source_that_is_held_out_reads_the_terms_of_the_fit_without_it():
 
 
 @pytest.mark.parametrize("field", [
-    {"kernel_slowdown": 0.5}, {"host_operator_s": -1.0}, {"transfer_share": 0.0}, {"attention": "flush"}, {"flash_kernel": "flash9"}])
+    {"kernel_slowdown": 0.5}, {"host_operator_s": -1.0}, {"transfer_share": 0.0}, {"attention": "flush"}])
 def test_a_stack_with_an_impossible_term_is_an_error(field):
     with pytest.raises(ConfigError):
         Stack(**field)

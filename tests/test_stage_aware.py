@@ -32,9 +32,10 @@ from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from profiles.units import GIB
 
-TRAINING = TrainingSpec(global_batch_size=32, seq_length=1024)
+TRAINING = TrainingSpec(global_batch_size=32, seq_length=1024, stack=NEUTRAL)
 FRAME = Frame(
     mesh=Mesh(pp=4, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=8,
     sequence_parallel=False)

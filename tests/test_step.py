@@ -13,6 +13,7 @@ from profiles.catalog import load_model
 from profiles.model import LayerKind
 from profiles.provenance import ZERO, weakest
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.instances import every_price, random_instance
 from tests.uniform import A100, TINY, book_of, frame_of, uniform
 
@@ -73,7 +74,7 @@ def test_the_stash_that_is_priced_is_never_below_the_simulated_peak(seed):
     pytest.param("gpt-1t", 512, 512, 71.49, 0.563, id="1t"),
 ])
 def test_mfu_of_published_steps_is_the_published_one(name, num_gpus, batch, step_s, mfu):
-    training = TrainingSpec(global_batch_size=batch, seq_length=2048)
+    training = TrainingSpec(global_batch_size=batch, seq_length=2048, stack=NEUTRAL)
     book = book_of(load_model(name).spec, num_gpus, training)
 
     assert model_flops_utilization(step_s, num_gpus, book) == pytest.approx(mfu, abs=0.002)  # the step is given to 3 or 4 digits

@@ -17,9 +17,10 @@ from costmodels.traffic import MESSAGE, Sent, Tally, forward_moves, layer_moves,
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.executor_plans import CLUSTER, GPT, LLAMA
 
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=16)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=16, stack=NEUTRAL)
 MACHINE = machine_for(CLUSTER)
 
 

@@ -11,7 +11,7 @@ from costmodels.sharding import Sharding
 from profiles.catalog import load_model
 from profiles.model import LayerClass, LayerKind, OperatorKind
 from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
-from profiles.stack import AttentionKernel
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.transformer import build_graph
 
 GPT = ModelSpec(
@@ -21,7 +21,7 @@ LLAMA = ModelSpec(
     name="llama", num_layers=6, hidden_size=512, num_heads=8, num_kv_heads=2, head_dim=64, ffn_hidden_size=1408, vocab_size=1024,
     max_seq_length=256, norm=Norm.RMS_NORM, positions=Positions.ROTARY, gated_ffn=True, linear_bias=False, qkv_bias=False,
     tied_embeddings=False)
-UNFUSED = TrainingSpec(global_batch_size=8, seq_length=256, attention=AttentionKernel.UNFUSED)
+UNFUSED = TrainingSpec(global_batch_size=8, seq_length=256, attention=AttentionKernel.UNFUSED, stack=NEUTRAL)
 FLASH = replace(UNFUSED, attention=AttentionKernel.FLASH)
 ATTENTION_CORE = frozenset({"attention"})
 
@@ -162,7 +162,7 @@ def test_model_flops_are_megatrons_formula_exactly(name, micro_batch_size):
     entry = load_model(name)
     model, s, b = entry.spec, entry.seq_length, micro_batch_size
     layers, h, v = model.num_layers, model.hidden_size, model.padded_vocab_size
-    graph = build_graph(model, TrainingSpec(global_batch_size=8, seq_length=s), b)
+    graph = build_graph(model, TrainingSpec(global_batch_size=8, seq_length=s, stack=NEUTRAL), b)
 
     # 72 B S L h^2 (1 + S / (6 h) + V / (12 L h)), and 96 B S L h^2 (1 + S / (6 h) + V / (16 L h)) with full recompute
     assert graph.model_flops == 72 * b * s * layers * h**2 + 12 * b * s**2 * layers * h + 6 * b * s * v * h

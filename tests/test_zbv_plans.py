@@ -30,11 +30,12 @@ from profiles.errors import ConfigError, InfeasibleError
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 from tests.instances import peak_bytes, random_instance
 
 LLAMA = load_model("llama3-8b").spec
 H100 = with_gpus(load_cluster("h100-80gb"), 8)
-TRAINING = TrainingSpec(global_batch_size=32, seq_length=4096)
+TRAINING = TrainingSpec(global_batch_size=32, seq_length=4096, stack=NEUTRAL)
 ZBV_PIN = Constraints(schedule=(Schedule.ZBV,), pp=(2,))
 
 

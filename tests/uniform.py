@@ -13,9 +13,10 @@ from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL
 
 A100 = load_cluster("a100-80gb")
-TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, overlap_grad_reduce=False)
+TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, overlap_grad_reduce=False, stack=NEUTRAL)
 TINY = replace(load_model("gpt-tiny").spec, num_layers=8)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from costmodels.mesh import Mesh, illegal_expert_parallel
 from costmodels.schedules import Schedule
 from costmodels.strategy import Frame, Strategy
+from planner.frames.of_stack import lacking_schedule
 from planner.frames.space import MAX_MICRO_BATCH_SIZE, expert_degrees, illegal_frame, illegal_tensor_parallel
 from planner.options.options import Question
 from planner.request import Constraints
@@ -116,5 +117,6 @@ def frames(asked: Question, pins: Constraints) -> Iterator[Frame]:
                         frame = Frame(
                             mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
                             num_micro_batches=per_replica // micro_batch_size, sequence_parallel=sequence_parallel, tp_overlap=level)
-                        if _within(frame, pins) and zero_stages(frame, pins) and not illegal_frame(frame, asked.model, asked.training):
+                        reason = lacking_schedule(frame, asked.training.stack) or illegal_frame(frame, asked.model, asked.training)
+                        if not reason and _within(frame, pins) and zero_stages(frame, pins):
                             yield frame

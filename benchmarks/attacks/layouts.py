@@ -117,6 +117,7 @@ def random_layout(chance: random.Random, asked: Question, pins: Constraints, fra
     try:
         return estimate_plan(
             asked.model, asked.cluster, asked.training, frame, zero=chance.choice(zero_stages(frame, pins)),
-            recompute=chance.choice(pins.resolved().recompute or tuple(Recompute)), blocks=blocks, zero_ranks=pins.zero_ranks)
+            recompute=chance.choice(pins.resolved(asked.training.stack).recompute or tuple(Recompute)), blocks=blocks,
+            zero_ranks=pins.zero_ranks)
     except (ConfigError, InfeasibleError):
         return None

@@ -59,7 +59,7 @@ class Palette:
             yield Way(names(LayerKind.BLOCK, option.recompute), own)
         if frame.keeps_all(rank):
             return
-        for level in self.pins.resolved().recompute or tuple(Recompute):
+        for level in self.pins.resolved(self.table.book.training.stack).recompute or tuple(Recompute):
             if level is not Recompute.FULL or not illegal_full_recompute(frame.tp_overlap, self.table.book.model):
                 yield Way(names(LayerKind.BLOCK, level), None)
         if self.table.catalogue.by_operator:

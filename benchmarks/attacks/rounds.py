@@ -91,7 +91,7 @@ class Attack:
         limit = limit_bytes(asked.cluster, asked.training.stack, request.options)
         slowest_s = INFINITY if plan is None else plan.search.fastest_step_time_s * (1 + request.options.max_slowdown) * (1 + ROUNDING)
         self.prices = Prices(book, limit, request.objective, slowest_s)
-        self.palette = Palette(MixTable(book, request.pins.resolved()), request.pins, seed)
+        self.palette = Palette(MixTable(book, request.pins.resolved(asked.training.stack)), request.pins, seed)
         self.layouts = Layouts(self.prices, self.palette, request.pins)
         self.excused = frozenset(rule.name for rule, _ in refusals(plan)) if plan else frozenset[str]()
 

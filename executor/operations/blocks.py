@@ -14,6 +14,7 @@ from executor.operations.operands import Maker, model_spec
 from executor.operations.products import Sizes
 from executor.operations.trials import Graph, Part, both
 from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
+from profiles.stack import NEUTRAL
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ def block_specs(sizes: Sizes) -> tuple[ModelSpec, TrainingSpec]:
         ffn_hidden_size=sizes["ffn"], gated_ffn=bool(sizes["gated"]), norm=Norm.RMS_NORM if sizes["rms"] else Norm.LAYER_NORM,
         positions=Positions.ROTARY if sizes["rotary"] else Positions.LEARNED, dropout=DROPOUT * bool(sizes["dropout"]),
         linear_bias=not sizes["rms"], qkv_bias=not sizes["rms"])
-    return model, TrainingSpec(global_batch_size=sizes["batch"], seq_length=sizes["seq"], precision=Precision.FP32)
+    return model, TrainingSpec(global_batch_size=sizes["batch"], seq_length=sizes["seq"], precision=Precision.FP32, stack=NEUTRAL)
 
 
 def block(sizes: Sizes) -> tuple[Part, ...]:

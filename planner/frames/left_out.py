@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from planner.request import Constraints
+from profiles.stack import NEUTRAL, Stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,11 @@ _ALWAYS = (
 )
 
 
-def left_out(pins: Constraints) -> tuple[LeftOut, ...]:
-    """What a search within `pins` leaves out."""
+def left_out(pins: Constraints, stack: Stack = NEUTRAL) -> tuple[LeftOut, ...]:
+    """What a search within `pins` leaves out, for what the stack runs."""
     found = list(_ALWAYS)
+    if "operators" not in stack.recompute:
+        found.append(LeftOut("recompute of any list of operators", f"{stack.name} runs {', '.join(stack.recompute)}"))
     if "last-no-recompute" not in (pins.schedule or ()):
         found.append(LeftOut(
             "last-no-recompute", "early recompute has its plans and takes at most one recompute longer; --schedule last-no-recompute"))

@@ -12,6 +12,7 @@ from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, Schedule, legal
 from costmodels.strategy import Frame
 from planner.deadline import NEVER, Deadline
+from planner.frames.of_stack import lacking_schedule, require_stack_runs
 from planner.host.homes import has_chunks, illegal_chunks
 from planner.layers.levels import illegal_full_recompute, illegal_overlap, illegal_zero
 from planner.ranks.blocks import shorter_ends
@@ -20,6 +21,7 @@ from profiles.divisors import divisors
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, TrainingSpec
+from profiles.stack import Stack
 
 MAX_MICRO_BATCH_SIZE = 64
 
@@ -130,7 +132,7 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
         yield Schedule.ONE_F_ONE_B, 1
     if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
         yield Schedule.GPIPE, 1
-    moves = set(pins.resolved().recompute or Recompute) != {Recompute.NONE}
+    moves = set(pins.recompute or Recompute) != {Recompute.NONE}
     for schedule in (Schedule.EARLY_RECOMPUTE, Schedule.SCP):
         if schedule in asked or (moves and num_micro_batches >= mesh.pp and not legal(schedule, mesh.pp, num_micro_batches, 1)):
             yield schedule, 1
@@ -164,7 +166,7 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
                 frame = Frame(
                     mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
                     num_micro_batches=num_micro_batches, sequence_parallel=sequence_parallel)
-                reason = _excluded(frame, pins) or illegal_frame(frame, model, training)
+                reason = _excluded(frame, pins, training.stack) or illegal_frame(frame, model, training)
                 yield from (Pruned(describe(frame), reason),) if reason else _levels(frame, model, training, pins)
 
 
@@ -174,7 +176,7 @@ def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constr
     for level in asked if frame.mesh.tp > 1 else (0,):
         found, ban = replace(frame, tp_overlap=level), pins.ban(tp_overlap=level) if frame.mesh.tp > 1 else None
         reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
-        if pins.resolved().recompute == (Recompute.FULL,):
+        if pins.recompute == (Recompute.FULL,):
             reason = reason or illegal_full_recompute(level, model)
         yield Pruned(describe(found), reason) if reason else found
         if not reason and has_chunks(pins.offload):
@@ -185,11 +187,14 @@ def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constr
 
 def _in_chunks(frame: Frame, pins: Constraints) -> Frame | Pruned:
     """The same with the states of its blocks in chunks, of which the host may keep some."""
-    found, reason = replace(frame, chunked=True), illegal_chunks(frame, pins.resolved().zero, pins.zero_ranks)
+    found, reason = replace(frame, chunked=True), illegal_chunks(frame, pins.zero, pins.zero_ranks)
     return Pruned(describe(found), reason) if reason else found
 
 
-def _excluded(frame: Frame, pins: Constraints) -> str | None:
+def _excluded(frame: Frame, pins: Constraints, stack: Stack) -> str | None:
+    reason = lacking_schedule(frame, stack)
+    if reason:
+        return reason
     ban = pins.ban(schedule=frame.schedule, virtual_stages=frame.virtual_stages) if frame.mesh.pp > 1 else None
     ban = ban or (pins.ban(sequence_parallel=frame.sequence_parallel) if frame.mesh.tp > 1 else None)
     if ban:
@@ -198,9 +203,9 @@ def _excluded(frame: Frame, pins: Constraints) -> str | None:
         return "excluded by --schedule"
     if frame.mesh.pp > 1 and not _allowed(pins.virtual_stages, frame.virtual_stages):
         return "excluded by --virtual-stages"
-    if frame.splits_backward and not _allowed(pins.resolved().recompute, Recompute.NONE):
+    if frame.splits_backward and not _allowed(pins.recompute, Recompute.NONE):
         return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
-    reason = illegal_zero(frame, 3) if pins.resolved().zero == (3,) else None
+    reason = illegal_zero(frame, 3) if pins.zero == (3,) else None
     if reason:
         return f"{reason}, --zero or --forbid leaves no other"
     if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
@@ -213,8 +218,10 @@ def enumerate_space(
 ) -> Space:
     """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes.
 
-    Raises OutOfTimeError.
+    Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
     """
+    require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
+    pins = pins.resolved(training.stack)
     frames: list[Frame] = []
     pruned: list[Pruned] = []
     for mesh in _meshes(model, cluster, pins):

@@ -149,7 +149,7 @@ def _thirst(frame: Frame) -> tuple[int, bool, int, bool]:
 def _leanest(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
 ) -> _Leanest | None:
-    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(), deadline)
+    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(training.stack), deadline)
     found = (_leanest_of(frame, table) for frame in _least_memory_frames(model, cluster, training, pins, deadline))
     return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
 
@@ -175,7 +175,8 @@ def smallest_cluster(
     pins = replace(pins, pp=None, dp=None)
     for nodes in range(cluster.nodes + 1, MOST_TIMES_LARGER * cluster.nodes + 1):
         larger = replace(cluster, nodes=nodes)
-        table = MixTable(PriceBook(model, training, machine_for(larger), zero_ranks=pins.zero_ranks), pins.resolved(), deadline)
+        book = PriceBook(model, training, machine_for(larger), zero_ranks=pins.zero_ranks)
+        table = MixTable(book, pins.resolved(training.stack), deadline)
         frames = _least_memory_frames(model, larger, training, pins, deadline)
         if in_reach(table, limit) and any(_fits(frame, table, limit) for frame in frames):
             return larger.num_gpus
@@ -222,7 +223,7 @@ def enough_host_bytes(
     """
     if not has_chunks(pins.offload):
         return None
-    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(), deadline)
+    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(training.stack), deadline)
     most = -(-STATE_BYTES * table.book.graph(1).num_parameters // GIB)
     frames = [frame for frame in _least_memory_frames(model, cluster, training, pins, deadline) if frame.chunked]
 

@@ -167,6 +167,8 @@ def asked_training(
     """
     measured_at, run_by = (precision_of(own, str(asked.profile)), stack_of(own)) if own else (None, None)
     stack = load_stack(asked.stack or run_by or default_stack)
+    attention = stack.attention_on(device.compute_capability)
+    whose_attention = "the stack's" if attention is stack.attention else "the stack has no fused kernel for the device"
     has_bf16 = Precision.BF16 in device.peak_flops_per_s or Precision.FP16 not in device.peak_flops_per_s
     usual, why = (Precision.BF16, "") if has_bf16 else (Precision.FP16, " (the device has no bf16)")
     training = TrainingSpec(
@@ -174,12 +176,12 @@ def asked_training(
         seq_length=seq_length if asked.seq_length is None else asked.seq_length,
         precision=Precision(asked.precision or measured_at or usual),
         gradient_precision=Precision(asked.gradient_precision or Precision.FP32),
-        attention=AttentionKernel(asked.attention or stack.attention),
+        attention=AttentionKernel(asked.attention or attention),
         overlap_grad_reduce=stack.overlap_grad_reduce, fp8_matmuls=asked.fp8, stack=stack)
     taken = {
         "global_batch_size": f"{training.global_batch_size} ({whose})", "seq_length": f"{training.seq_length} ({whose})",
         "precision": f"{training.precision}{_OF_THE_PROFILE if measured_at else why}", "gradient_precision": training.gradient_precision,
-        "stack": f"{stack.name}{_OF_THE_PROFILE if run_by else ''}", "attention": f"{training.attention} (the stack's)"}
+        "stack": f"{stack.name}{_OF_THE_PROFILE if run_by else ''}", "attention": f"{training.attention} ({whose_attention})"}
     return training, tuple(
         f"--{name.replace('_', '-')} {value}" for name, value in taken.items() if getattr(asked, name) is None)
 

@@ -65,7 +65,7 @@ class ModuleSearch:
         self, sharded: Sharded, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions, how: StageRule,
     ) -> None:
         require_known(pins)
-        self.sharded, self.options, self.how, self.pins = sharded, options, how, pins.resolved()
+        self.sharded, self.options, self.how, self.pins = sharded, options, how, pins.resolved(training.stack)
         self.book = ShardBook(sharded, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
         self.tables = Tables(self.book)
         self.limit_bytes = limit_bytes(cluster, training.stack, options)
@@ -81,7 +81,7 @@ class ModuleSearch:
         """What the pins leave of each stage."""
         zeros = self.pins.zero or ZERO_STAGES
         levels = {Recompute.NONE: 0, Recompute.FULL: 1}
-        chosen = self.pins.recompute or tuple(levels)
+        chosen = [level for level in self.pins.recompute or levels if level in levels]
         return Allowed(zeros=zeros if frame.mesh.dp > 1 else (0,), levels=tuple(sorted(levels[level] for level in chosen)))
 
     def labels(self, micro_batch_size: int, levels: tuple[int, ...]) -> LabelTable:

@@ -9,12 +9,14 @@ from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute
 from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from costmodels.strategy import Frame
+from planner.frames.of_stack import lacking_schedule, require_stack_runs
 from planner.frames.space import MAX_MICRO_BATCH_SIZE, Pruned, Space, describe
 from planner.request import Constraints
 from profiles.divisors import divisors
 from profiles.errors import ConfigError
 from profiles.hardware import Cluster
 from profiles.spec import TrainingSpec
+from profiles.stack import Stack
 
 MOST_CHUNKS = 4  # virtual stages of a rank that are searched when none are pinned
 RUN = (Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP)
@@ -34,7 +36,12 @@ def require_known(pins: Constraints) -> None:
 
 
 def enumerate_modules(num_shards: int, cluster: Cluster, training: TrainingSpec, pins: Constraints, counts: tuple[int, ...] = ()) -> Space:
-    """All candidates of a module of `num_shards` shards; `counts`: of the shards of each virtual stage, where they are given."""
+    """All candidates of a module of `num_shards` shards; `counts`: of the shards of each virtual stage, where they are given.
+
+    Raises ConfigError for pins that the stack does not run.
+    """
+    require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
+    pins = pins.resolved(training.stack)
     frames: list[Frame] = []
     pruned: list[Pruned] = []
     for pp in divisors(cluster.num_gpus):
@@ -45,7 +52,7 @@ def enumerate_modules(num_shards: int, cluster: Cluster, training: TrainingSpec,
             continue
         for frame in _frames(mesh, num_shards, training, pins, pruned):
             stages = frame.num_virtual_stages
-            reason = _excluded(frame, num_shards, pins)
+            reason = _excluded(frame, num_shards, pins, training.stack)
             if not reason and counts and len(counts) != stages:
                 reason = f"--stages gives {len(counts)} stages, not {stages}"
             if reason:
@@ -107,9 +114,12 @@ def _schedules(frame: Frame, num_shards: int, pins: Constraints) -> Iterator[tup
     yield from ((Schedule.INTERLEAVED, chunks) for chunks in range(2, most + 1) if pp * chunks <= num_shards)
 
 
-def _excluded(frame: Frame, num_shards: int, pins: Constraints) -> str | None:
+def _excluded(frame: Frame, num_shards: int, pins: Constraints, stack: Stack) -> str | None:
     if frame.mesh.pp == 1:
         return None
+    lacking = lacking_schedule(frame, stack)
+    if lacking:
+        return lacking
     ban = pins.ban(schedule=frame.schedule, virtual_stages=frame.virtual_stages)
     if ban:
         return f"excluded by --forbid {ban}"
@@ -117,7 +127,7 @@ def _excluded(frame: Frame, num_shards: int, pins: Constraints) -> str | None:
         return "excluded by --schedule"
     if not _allowed(pins.virtual_stages, frame.virtual_stages):
         return "excluded by --virtual-stages"
-    levels = pins.resolved().recompute
+    levels = pins.recompute
     if frame.schedule in AHEAD and levels is not None and Recompute.FULL not in levels:
         return f"{frame.schedule} is for recompute, --recompute or --forbid excludes that"
     if frame.schedule in LAST_KEEPS_ALL and levels is not None and Recompute.NONE not in levels:

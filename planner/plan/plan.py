@@ -237,4 +237,6 @@ def checked_document(body: Any, where: str) -> dict[str, Any]:
             f"{where}: plan_version is {found}, this parplan reads {PLAN_VERSION}", hint="make the plan again with this version")
     if "cluster" in body:
         body = {**body, "cluster": cluster_from_document(body["cluster"], f"{where}: cluster")}
+    if isinstance(body.get("training"), dict):  # a file from before there were stacks was priced for a neutral one
+        body = {**body, "training": {"stack": {}, **body["training"]}}
     return dict(body)

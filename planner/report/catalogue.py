@@ -8,18 +8,19 @@ from typing import Any
 from rich.console import Console
 
 from planner.band import stack_band
-from planner.report.names import attention_text
 from planner.report.text import FIXED_WIDTH, joined, percent, print_table, say
 from profiles.catalog import cluster_names, family_members, load_cluster, load_model, load_stack, model_names, stack_names
 from profiles.measured import shipped_profile
 from profiles.provenance import Kind
 from profiles.schema import document
 from profiles.spec import TrainingSpec
+from profiles.stack import NEUTRAL, AttentionKernel
 from profiles.terms import EVERY_STACK, shipped_terms
 from profiles.transformer import build_graph
 from profiles.units import GB, US_PER_S, format_count, gib, tflops
 
 STACK_NOTES = (
+    "attention: with the newest fused kernel; a device gets the newest that it can run (--json has all, by architecture)",
     "time, memory: eight in ten of so many measured rows, whose fit had not seen them, were within; `all`: of every stack",
     "fitted: by what factor kernels take longer than alone, and the host's time for one operator (plan validate --fitted)",
     "hides: the axes whose communication runs under compute; sp: tensor parallelism with sequence parallelism",
@@ -32,7 +33,7 @@ def model_rows() -> list[dict[str, Any]]:
     rows = []
     for entry in (*map(load_model, model_names()), *family_members()):
         spec = entry.spec
-        training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length)
+        training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
         rows.append({
             "name": spec.name, "num_parameters": build_graph(spec, training, 1).num_parameters, "num_layers": spec.num_layers,
             "hidden_size": spec.hidden_size, "num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads,
@@ -119,13 +120,21 @@ def print_stacks(out: Console) -> None:
     found, wide = stack_rows(), out.width >= FIXED_WIDTH
     heading = ("name", "attention", "time +-", "memory +-", *(("fitted", "hides") if wide else ()))
     rows = [(
-        row["name"], attention_text(row["attention"], row["flash_kernel"]), _band(row["time_band"]), _band(row["memory_band"]),
+        row["name"], _kernels(row), _band(row["time_band"]), _band(row["memory_band"]),
         *((f"{row['kernel_slowdown']:.3g} x {row['host_operator_s'] * US_PER_S:.0f} us", _hidden(row)) if wide else ()),
     ) for row in found]
     print_table(out, heading, rows, left=("name", "attention", "hides", "fitted"), indent=0)
     say(out)
     for note in STACK_NOTES:
         say(out, joined(note.split(" "), " ", out.width), "dim")
+
+
+def _kernels(row: Mapping[str, Any]) -> str:
+    """The attention of a stack with its newest fused kernel: `flash (cudnn)`, `unfused`."""
+    if row["attention"] != AttentionKernel.FLASH:
+        return str(row["attention"])
+    newest = max(row["flash_kernels"], key=lambda each: each["from_capability"])
+    return f"{row['attention']} ({newest['kernel']})"
 
 
 def _hidden(row: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from costmodels.chunks.home import OFFLOAD_OF, Home
+from costmodels.kernels import fused_kernel_of
 from costmodels.mesh import Mesh
 from costmodels.recompute import Recompute, host_bytes_by_operator, recompute_operators
 from costmodels.schedules import Schedule
@@ -14,7 +15,9 @@ from planner.plan.pipeline import Pipeline
 from planner.plan.plan import LayerPlan, Plan
 from planner.plan.prediction import Objective, SearchRecord
 from planner.report.text import gib_text
+from profiles.hardware import Device
 from profiles.model import LayerKind, ModelGraph
+from profiles.spec import TrainingSpec
 from profiles.stack import AttentionKernel
 from profiles.transformer import build_graph
 
@@ -35,9 +38,11 @@ def pipeline_phrases(pipeline: Pipeline, mesh: Mesh) -> tuple[str, ...]:
     return (_SCHEDULES[pipeline.schedule], *virtual, micro_batches, *halves)
 
 
-def attention_text(attention: str, flash_kernel: str) -> str:
-    """The attention kernel as a stack runs it: `flash (cudnn)`, `unfused`."""
-    return f"{attention} ({flash_kernel})" if attention == AttentionKernel.FLASH else attention
+def attention_text(training: TrainingSpec, device: Device) -> str:
+    """The attention kernel that runs: `flash (cudnn)`, `unfused`. A CPU has no kernel of those of GPUs."""
+    if training.attention is not AttentionKernel.FLASH or device.is_host:
+        return training.attention
+    return f"{training.attention} ({fused_kernel_of(training.stack, device)})"
 
 
 def graph_of(plan: Plan) -> ModelGraph:

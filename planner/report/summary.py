@@ -193,7 +193,7 @@ def layers_phrases(plan: Plan) -> tuple[str, str]:
 def stack_phrases(plan: AnyPlan) -> tuple[str, str]:
     """The software that the prices are for, its attention kernel, and whether it reduces gradients under compute."""
     training = plan.training
-    attention = attention_text(training.attention, training.stack.flash_kernel)
+    attention = attention_text(training, plan.cluster.device)
     reduction = "hidden" if training.overlap_grad_reduce else "not hidden"
     return training.stack.name, f"{attention} attention, gradient reduction {reduction}"
 

@@ -42,7 +42,7 @@ from planner.validation.frameworks import (
 from profiles.catalog import load_cluster, load_stack, with_gpus
 from profiles.hardware import Cluster
 from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
-from profiles.stack import AttentionKernel, FlashKernel, Stack
+from profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
 from profiles.terms import Terms, shipped_terms
 
 Row = Mapping[str, str]
@@ -200,7 +200,7 @@ def _stack(row: Row, stack: Stack) -> Stack:
         return replace(stack, attention=AttentionKernel.UNFUSED)
     if kernel not in list(FlashKernel):
         raise UnpricedError(f"no attention kernel {noted[1]!r}")
-    return replace(stack, attention=AttentionKernel.FLASH, flash_kernel=FlashKernel(kernel))
+    return replace(stack, attention=AttentionKernel.FLASH, flash_kernels=(AvailableKernel(kernel=FlashKernel(kernel)),))
 
 
 def _model(row: Row, stack: Stack) -> ModelSpec:

@@ -163,7 +163,8 @@ def _device(environment: Environment, records: list[Record], assumed: Device) ->
         name=CPU if host else re.sub(r"[^a-z0-9]+", "-", environment.device.lower()).strip("-"),
         memory_bytes=environment.memory_bytes or assumed.memory_bytes, memory_bytes_per_s=bytes_per_s, peak_flops_per_s=peaks,
         num_sms=1 if host else environment.num_sms or assumed.num_sms, context_bytes=_context_bytes(records, assumed),
-        source=_source(environment, peaks, bytes_per_s))
+        source=_source(environment, peaks, bytes_per_s),
+        compute_capability=float(environment.compute_capability) if environment.compute_capability else None)
 
 
 def _source(environment: Environment, peaks: Mapping[str, float], bytes_per_s: float) -> str:
