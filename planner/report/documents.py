@@ -11,7 +11,7 @@ from profiles.schema import json_schema
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 _KINDS = (Plan, ModulePlan)
-_ELAPSED = {"description": "Seconds that the search took; only --json says it, a plan file has none.", "title": "Elapsed S", "type": "number"}
+_ELAPSED = {"title": "Elapsed S", "type": "number", "description": "Seconds that the search took; --json says it, a plan file does not."}
 _INSIDE = ("Cluster", "Device", "Link")  # the planner's own dataclasses, which the file replaces by a cluster document
 
 
