@@ -8,8 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
-Handler = Callable[[int, object], None]
+Handler = Callable[[int, FrameType | None], object]
 REPEATED_S = 0.3  # `timeout` sends SIGTERM to its command, and a moment later to its group, which the command belongs to
 
 
@@ -78,7 +79,7 @@ def _once(handler: Handler) -> Handler:
     """`handler` for a signal that may come twice where it was sent once."""
     last_s = -math.inf
 
-    def on_signal(number: int, frame: object) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         nonlocal last_s
         repeated = time.monotonic() - last_s < REPEATED_S
         last_s = time.monotonic()
