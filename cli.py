@@ -221,11 +221,12 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     from planner.report.text import console
     from planner.request import Constraints
 
+    if plan_file:
+        _require_alone(ctx)
     names, how, pins = baseline_names(options["baseline"]), search_options(options), constraints(options)
     assumed: tuple[str, ...] = ()
     interrupts: list[int] = []
     if plan_file:
-        _require_alone(ctx)
         plan = read(plan_file)
     else:
         question = question_of(options)

@@ -15,11 +15,11 @@ import click
 from profiles.errors import ConfigError, PlannerError, unknown_name_error
 from profiles.files import explained_file_errors
 from profiles.hub import stay_offline
-from profiles.interrupts import on_ctrl_c
+from profiles.interrupts import on_ctrl_c, sigterm_as_ctrl_c
 from profiles.ranges import require_range
 from profiles.streams import Streams, sturdy_streams
 
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it; SIGTERM ends a command in the same way
 LONGEST_S = 1e9  # 30 years: the timers of the operating system end at 2^63 ns, about ten times later
 
 
@@ -90,7 +90,7 @@ class Command(click.Command):
 
 
 class Main(Command, click.Group):
-    """The group: turns errors into `error:` and `hint:` lines and exit codes, a Ctrl-C into 130."""
+    """The group: turns errors into `error:` and `hint:` lines and exit codes, a Ctrl-C or SIGTERM into 130."""
 
     command_class = Command
 
@@ -115,7 +115,9 @@ class Main(Command, click.Group):
         kwargs.setdefault("prog_name", self.name)
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **kwargs)
-        sys.exit(run_command(super().main, *args, **kwargs))
+        with sigterm_as_ctrl_c():
+            code = run_command(super().main, *args, **kwargs)
+        sys.exit(code)
 
 
 def run_command(main: Callable[..., Any], args: Sequence[str] | None = None, *, speaks: bool = True, **kwargs: Any) -> int:
@@ -221,7 +223,7 @@ def show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 @contextlib.contextmanager
 def noticing_ctrl_c() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C came: the search answers it with its best plan, which is not an error."""
+    """A list that is not empty once Ctrl-C or SIGTERM came: the search answers it with its best plan, which is not an error."""
     interrupts: list[int] = []
 
     def on_interrupt(number: int, _: object) -> None:

@@ -7,6 +7,8 @@ or writes nonsense is a SolverError that quotes the end of its log, never an ans
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import tempfile
 import threading
@@ -20,10 +22,12 @@ import pulp
 
 from planner.request import SolverName
 from profiles.errors import SolverError
+from profiles.interrupts import signals_later
 
 T = TypeVar("T")
 GRACE_S = 5.0  # how long after its limit a CBC that has not stopped is ended; it overruns by tenths of a second
 ROW_TOLERANCE = 1e-5  # of the largest term of a row: CBC writes eight digits, and its own tolerances are 1e-6
+GROUP_S = 0.1  # between the first and the last process of a group that a signal reaches, and more
 INTEGRALITY = 1e-4
 LONGEST_QUOTE = 200  # characters of a line of the log
 
@@ -153,32 +157,38 @@ class _Cbc(pulp.COIN_CMD):  # type: ignore[misc]
 
 def _run(arguments: Sequence[str], log: Path, limit_s: float | None) -> str | None:
     """Run a program with its output in `log`; None when it ended well, else what happened."""
-    with log.open("wb") as stream:
-        try:
-            process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT)
-        except OSError as error:
-            return f"{arguments[0]} cannot be run ({error.strerror})"
     overrun = threading.Event()
+    with contextlib.ExitStack() as ending:
+        with log.open("wb") as stream, signals_later():
+            try:
+                process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT)
+            except OSError as error:
+                return f"{arguments[0]} cannot be run ({error.strerror})"
+            ending.callback(_end, process)
 
-    def end() -> None:
-        overrun.set()
-        process.kill()
-
-    watch = threading.Timer(threading.TIMEOUT_MAX if limit_s is None else limit_s + GRACE_S, end)
-    watch.daemon = True
-    watch.start()  # waiting with a timeout would poll, and add up to 50 ms to every solve
-    try:
-        code = process.wait()
-    finally:
-        watch.cancel()
-        if process.poll() is None:  # Ctrl-C
+        def end() -> None:
+            overrun.set()
             process.kill()
-            process.wait()
+
+        watch = threading.Timer(threading.TIMEOUT_MAX if limit_s is None else limit_s + GRACE_S, end)
+        watch.daemon = True
+        watch.start()  # waiting with a timeout would poll, and add up to 50 ms to every solve
+        ending.callback(watch.cancel)
+        code = process.wait()
+        if code == -signal.SIGTERM:
+            time.sleep(GROUP_S)  # one sent to the whole group reaches this process too, and raises KeyboardInterrupt here
     if overrun.is_set():
         return f"it did not stop at its limit of {limit_s:.3g} s"
     if code < 0:
         return f"it was ended by signal {-code}"
     return f"exit code {code}" if code else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that has not ended, as after Ctrl-C."""
+    if process.poll() is None:
+        process.kill()
+        process.wait()
 
 
 def _ending(log: Path, folder: str) -> str:

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from enum import StrEnum
 
+_CLOSE = 0.65  # of two names: twice the characters that they share over those of both
+
 
 class PlannerError(Exception):
     """What was found, what was needed and where; `hint` is one action. The exit code is that of the command."""
@@ -50,8 +52,19 @@ class RunError(PlannerError):
 
 def did_you_mean(found: str, known: Iterable[str]) -> str | None:
     """One-line suggestion for a name that is not among `known`, or None when nothing is close."""
-    close = difflib.get_close_matches(found, list(known), n=1, cutoff=0.5)
+    names = [name for name in known if _alike(_family(found), _family(name))]
+    longer = [name for name in names if found and name.startswith(found)]
+    close = longer[:1] or difflib.get_close_matches(found, names, n=1, cutoff=_CLOSE)
     return f"did you mean {close[0]!r}?" if close else None
+
+
+def _family(name: str) -> str:
+    """The letters that a name begins with: h800-80gb is no misspelling of a800-80gb."""
+    return name[: next((i for i, character in enumerate(name) if not character.isalpha()), len(name))].lower()
+
+
+def _alike(first: str, second: str) -> bool:
+    return first == second or difflib.SequenceMatcher(None, first, second).ratio() >= _CLOSE
 
 
 def unknown_name_error(what: str, found: str, known: Iterable[str], *, where: str = "") -> ConfigError:

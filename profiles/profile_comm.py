@@ -26,7 +26,7 @@ from profiles.profiler.groups import World
 from profiles.profiler.journal import beside, open_journal
 from profiles.profiler.ranks import chosen_device, joined, world_of_environment
 from profiles.streams import sturdy_streams
-from profiles.units import GB, GIB, MIB, US_PER_S, format_seconds, parse_size
+from profiles.units import GB, GIB, MIB, US_PER_S, format_number, format_seconds, parse_size
 
 LARGEST_BYTES = {"cuda": GIB, "cpu": 64 * MIB}
 PRECISION = {"cuda": "bf16", "cpu": "fp32"}
@@ -93,9 +93,9 @@ def _tell(record: Record, done: int, number: int) -> None:
     found = record.outcome.value
     if record.measured is not None and "time" in record.measured.times:
         time_s = record.measured.times["time"].median_us / US_PER_S
-        found = f"{format_seconds(time_s)}, {record.case.size('bytes') / time_s / GB:.3g} GB/s"
+        found = f"{format_seconds(time_s)}, {format_number(record.case.size('bytes') / time_s / GB, 3)} GB/s"
     elif record.measured is not None:
-        found = ", ".join(f"{name} {value:.4g}" for name, value in record.measured.figures.items())
+        found = ", ".join(f"{name} {format_number(value, 4)}" for name, value in record.measured.figures.items())
     click.echo(f"{done}/{number}  {record.case.key}  {found}", err=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from profiles.errors import ConfigError
@@ -40,12 +41,26 @@ def tflops(flops_per_s: float) -> float:
     return flops_per_s / TERA
 
 
+def format_number(value: float, digits: int) -> str:
+    """A number in that many digits, thousands separated, without trailing zeros and never with an exponent: `16,410`, `0.0123`."""
+    rounded = float(f"{value:.{digits}g}")
+    if not rounded or not math.isfinite(rounded):
+        return f"{rounded:g}"
+    text = f"{rounded:,.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def counted(count: int, noun: str) -> str:
+    """A count before its noun: `1 stage`, `1,024 stages`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration in the unit a person would say it in: `20.1 s`, `3.25 ms`, `12.0 us`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}" if seconds < 1000 * scale else f"{seconds / scale:,.0f} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+            return f"{format_number(seconds / scale, 3)} {unit}" if seconds < 1000 * scale else f"{seconds / scale:,.0f} {unit}"
+    return f"{format_number(seconds / 1e-6, 3)} us"
 
 
 def format_bytes(n_bytes: float) -> str:
@@ -60,5 +75,5 @@ def format_count(count: float) -> str:
     """A number of parameters or tokens: `20.6 B`, `1.5 M`, `432`."""
     for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= scale:
-            return f"{count / scale:.3g} {unit}"
+            return f"{format_number(count / scale, 3)} {unit}"
     return f"{count:.0f}"

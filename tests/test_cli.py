@@ -380,7 +380,11 @@ def test_the_choices_of_the_options_are_those_of_the_planner():
     pytest.param((*BIG, "--memory-limit", "72XB"), r"--memory-limit is '72XB'", id="unknown-unit"),
     pytest.param((*BIG, "--memory-limit", "0GiB"), r"more than nothing", id="no-memory"),
     pytest.param((*BIG, "--memory-margin", "2"), r"--memory-margin is 2.0", id="margin"),
-    pytest.param((*BIG, "--max-slowdown", "-1"), r"--max-slowdown is -1.0", id="slowdown"),
+    pytest.param((*BIG, "--objective", "memory", "--max-slowdown", "-1"), r"--max-slowdown is -1.0", id="slowdown"),
+    pytest.param((*BIG, "--max-slowdown", "0.1"),
+                 r"--max-slowdown is for --objective memory or peak, the objective is throughput\nhint: leave it out", id="no-slowdown"),
+    pytest.param(("compare", *BIG, "--max-slowdown", "0.1"), r"--max-slowdown is for --objective memory or peak", id="compare-slowdown"),
+    pytest.param(("max-model", "--gpus", "8", "--max-slowdown", "0.1"), r"--max-slowdown is for --objective", id="max-model-slowdown"),
     pytest.param((*BIG, "--time-limit", "-1"), r"--time-limit is -1.0", id="time-limit"),
     pytest.param((*BIG, "--gpu", "cpu", "--cluster", "x.yaml"), r"--gpu and --cluster", id="gpu-and-cluster"),
     pytest.param(("--model", "gpt-20b", "--cluster", "missing.yaml"), r"cannot read missing.yaml", id="no-cluster-file"),
@@ -451,12 +455,13 @@ def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap():
 # Ctrl-C and pipes
 
 
-def test_ctrl_c_prints_and_writes_the_best_plan_so_far(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_print_and_write_the_best_plan_so_far(number, monkeypatch):
     solve, solved = Master.fastest, []
 
     def interrupted(self, *arguments):
         if solved:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         solved.append(self)
         return solve(self, *arguments)
 
@@ -479,9 +484,9 @@ def test_ctrl_c_before_the_first_plan_is_one_line(monkeypatch):
     assert not Path("plan.yaml").exists()
 
 
-def in_a_shell(*arguments: str, **settings) -> subprocess.Popen[str]:
-    """The command in a process of its own."""
-    code = f"import cli; cli.main({list(arguments)!r})"
+def in_a_shell(*arguments: str, before: str = "", **settings) -> subprocess.Popen[str]:
+    """The command in a process of its own, which runs the statements `before` it."""
+    code = f"{before}import cli; cli.main({list(arguments)!r})"
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)}, **settings)
@@ -497,6 +502,29 @@ def test_a_search_in_another_process_ends_on_sigint_without_a_traceback():
 
     assert process.returncode == 130
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_a_search_with_sigint_ignored_ends_on_sigterm_and_leaves_no_solver(whole_group, tmp_path):
+    """As a job that a shell runs in the background; `timeout` signals the process and then its group."""
+    pid, solver = tmp_path / "pid", tmp_path / "cbc"
+    solver.write_text(f"#!/bin/sh\necho $$ > {pid}\nexec sleep 600\n")
+    solver.chmod(0o755)
+    process = in_a_shell(
+        *MIDDLE, start_new_session=True,
+        before=f"import pulp, signal; pulp.PULP_CBC_CMD.pulp_cbc_path = {str(solver)!r}; signal.signal(signal.SIGINT, signal.SIG_IGN); ")
+    while not pid.exists() or not pid.read_text().strip():
+        time.sleep(0.01)
+
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    if whole_group:
+        os.killpg(process.pid, signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+
+    assert (process.returncode, output, errors) == (130, "", "interrupted before a plan was found; nothing was written\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_a_closed_pipe_is_silent():

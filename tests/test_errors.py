@@ -41,3 +41,13 @@ def test_an_unknown_name_lists_the_known_ones_in_order_when_none_is_near():
 
     assert error.message == "unknown model 'zzz'"
     assert error.hint == "known: gpt-20b, llama2-7b"
+
+
+@pytest.mark.parametrize(("found", "suggested"), [
+    ("b800-80gb", None), ("h800-80gb", "h100-80gb"), ("rtx4090", None), ("mi300x", None), ("t4", None),
+    ("a100", "a100-40gb"), ("a100-8gb", "a100-80gb"), ("h100_80gb", "h100-80gb"), ("l4", "l4-24gb"),
+])
+def test_another_gpu_is_no_misspelling_of_one_that_is_known(found, suggested):
+    known = ("a100-40gb", "a100-80gb", "a800-80gb", "h100-80gb", "h200-141gb", "l4-24gb", "rtx3090-24gb", "v100-32gb")
+
+    assert did_you_mean(found, known) == (suggested and f"did you mean {suggested!r}?")

@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import time
 from itertools import product
@@ -257,7 +258,7 @@ def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
     fake_cbc("exit 3")
 
     done = subprocess.run(
-        ["python", "-c", "import sys, pulp; pulp.PULP_CBC_CMD.pulp_cbc_path = sys.argv.pop(1); import cli; cli.main()",
+        [sys.executable, "-c", "import sys, pulp; pulp.PULP_CBC_CMD.pulp_cbc_path = sys.argv.pop(1); import cli; cli.main()",
          pulp.PULP_CBC_CMD.pulp_cbc_path, *SMALL, "--output", str(tmp_path / "plan.yaml")],
         capture_output=True, text=True, check=False)
 

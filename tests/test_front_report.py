@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ from planner.report.front_plot import draw_front, end_names, front_steps
 from planner.report.names import found_text
 from planner.report.progress import front_bar
 from planner.report.summary import Context, print_summary
-from planner.report.text import gib_text
+from planner.report.text import console, gib_text
 from profiles.errors import ConfigError
 from tests.instances import PINS, random_instance
 
@@ -46,6 +47,36 @@ def test_the_table_has_a_row_for_every_point_with_its_three_values():
     assert f"plan-01.yaml to plan-{len(front().points):02}.yaml" in text
     assert "not measured" in text
     assert "incomplete" not in text
+
+
+@pytest.mark.parametrize("columns", [None, 80])
+def test_no_line_is_wider_than_columns_asks_for_or_than_100_in_a_pipe(columns, monkeypatch):
+    long = Counter({f"{letter} operators of many names": 10 for letter in "abcd"})
+    monkeypatch.setattr("planner.report.front.recompute_counts", lambda _: ", ".join(f"{count} {text}" for text, count in long.items()))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    out = io.StringIO()
+
+    print_front(front(), plan_paths(Path("plan.yaml"), len(front().points)), console(out), Context())
+
+    head, table = out.getvalue().split(" redund.", 1)
+    lines = f"{head.splitlines()[-1]} redund.{table}".splitlines()
+    assert max(map(len, lines)) <= (columns or 100)
+    assert table.count("operators") >= len(front().points)
+
+
+def test_blocks_that_recompute_operators_are_told_from_the_operators():
+    plan = next(point.plan for point in front().points)
+    layers = {name: replace(layer, recompute=("norm_1", "fc1")) for name, layer in plan.layer_plans.items()}
+    names = ("norm_1", "fc1", "qkv", "attention_core")
+    mixed = {name: replace(layer, recompute=names[: 4 - 2 * (i % 2)]) for i, (name, layer) in enumerate(layers.items())}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("planner.report.front.recompute_text", lambda layer, _: ", ".join((*layer.recompute, "more than a short name")))
+        patch.setattr("planner.report.front.blocks_by_plan", lambda _: dict.fromkeys(mixed, 5))
+        assert recompute_counts(replace(plan, layer_plans=layers)) == "2 operators"
+        assert re.fullmatch(r"\d+ with [24] operators(, \d+ with [24] operators)?", recompute_counts(replace(plan, layer_plans=mixed)))
 
 
 def test_an_incomplete_front_says_so_and_why():

@@ -78,13 +78,26 @@ def test_a_file_that_is_wrong_is_an_error_with_its_place(plan, change, match):
 def test_the_published_schema_takes_a_plan_of_a_traced_module(plan):
     schema = plan_schema()
 
-    conforms(plan_document(plan), {"$ref": "#/$defs/ModulePlan"}, schema["$defs"])
+    for elapsed_s in (None, 1.5):
+        conforms(plan_document(plan, elapsed_s), schema, schema["$defs"])
     with pytest.raises(AssertionError):
-        conforms({**plan_document(plan), "layers": 1}, {"$ref": "#/$defs/ModulePlan"}, schema["$defs"])
+        conforms({**plan_document(plan), "layers": 1}, schema, schema["$defs"])
 
 
 def test_the_document_has_the_time_that_the_search_took(plan):
     assert plan_document(plan, 1.23456) == {**to_document(plan), "elapsed_s": 1.235}
+
+
+def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
+    fast = replace(plan.predicted, tokens_per_s_per_gpu=replace(plan.predicted.tokens_per_s_per_gpu, value=16412.3))
+    first, *others = plan.stages
+    mixed = replace(plan, predicted=fast, stages=(replace(first, zero=1), *(replace(stage, zero=0) for stage in others)))
+    out = io.StringIO()
+
+    print_module_summary(mixed, console(out), Context())
+
+    assert "16,410 " in out.getvalue()
+    assert "ZeRO 1 on 1 stage," in out.getvalue()
 
 
 def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):

@@ -209,10 +209,11 @@ def conforms(value, schema, definitions, where="plan"):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_published_schema_takes_real_plans(seed):
+def test_the_published_schema_takes_real_plans_with_and_without_the_time_of_their_search(seed):
     schema = plan_schema()
 
-    conforms(plan_document(plan_of(seed)), schema, schema["$defs"])
+    for elapsed_s in (None, 1.5):
+        conforms(plan_document(plan_of(seed), elapsed_s), schema, schema["$defs"])
 
 
 def test_the_published_schema_refuses_what_the_reader_refuses(plan):

@@ -252,5 +252,5 @@ def test_machines_that_measured_nothing_in_common_say_so():
 def test_figures_of_the_same_case_are_compared():
     a, b = (profile_of([Machine().figures("launch", {}, host_launch_s=launch_s)], curves=()) for launch_s in (8e-6, 1.2e-5))
 
-    assert row(compared_text(a, b), "launch")[-3:] == ["8e-06", "1.2e-05", "1.500"]
+    assert row(compared_text(a, b), "launch")[-3:] == ["0.000008", "0.000012", "1.500"]
     assert diff_document(a, b)["figures"] == {"launch bf16: host_launch_s": {"a": 8e-6, "b": 1.2e-5}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from profiles import units
 from profiles.units import GB, GIB, KIB, MIB, TERA, format_bytes, format_count, format_seconds, gib, tflops
 
 
@@ -49,3 +50,20 @@ def test_a_size_is_said_in_binary_units(n_bytes, text):
 ])
 def test_a_count_is_said_with_three_digits(count, text):
     assert format_count(count) == text
+
+
+@pytest.mark.parametrize(("value", "digits", "text"), [
+    (16412.3, 4, "16,410"), (999.96, 4, "1,000"), (1980.0, 3, "1,980"), (0.012345, 3, "0.0123"), (2.5e-7, 3, "0.00000025"),
+    (312.0, 3, "312"), (1.5e12, 4, "1,500,000,000,000"), (0.0, 3, "0"), (-12345.0, 3, "-12,300"),
+])
+def test_a_number_for_people_has_its_digits_and_no_exponent(value, digits, text):
+    assert units.format_number(value, digits) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(999.7, "1,000 s"), (0.9997, "1,000 ms"), (9.997e-4, "1,000 us")])
+def test_a_duration_that_is_rounded_up_to_a_thousand_has_no_exponent(value, text):
+    assert units.format_seconds(value) == text
+
+
+def test_a_count_of_one_has_the_noun_in_the_singular():
+    assert (units.counted(1, "stage"), units.counted(0, "stage"), units.counted(1024, "stage")) == ("1 stage", "0 stages", "1,024 stages")

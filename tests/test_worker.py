@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 
 from profiles.cases import Outcome
-from profiles.profiler import worker
+from profiles.profiler import launch, worker
 from profiles.profiler.child import outcome_of
 from tests.programs import by_work, case, measured_alone, processes_left, steady
 
@@ -176,3 +179,32 @@ def test_a_server_that_died_is_started_again():
     assert measured_alone(case("linear")).measured == steady(case("linear"), "cpu")
 
 
+def test_a_sigterm_of_the_whole_group_is_the_sessions_and_no_record_of_a_crash():
+    from multiprocessing.forkserver import _forkserver
+
+    worker.preload(("tests.programs",))
+    child = worker.start(by_work, case("sleeps"), "cpu", 20.0)
+    for pid in (child.process.pid, _forkserver._forkserver_pid):
+        os.kill(pid, signal.SIGTERM)
+
+    assert not wait(child.ready, 0.5)
+
+    worker.end(child)
+
+
+def test_an_interrupt_ends_the_ranks_that_measure_communication(tmp_path):
+    def interrupted(line: str) -> None:
+        raise KeyboardInterrupt
+
+    command = [sys.executable, "-c", "import sys, time; print('begun', file=sys.stderr, flush=True); time.sleep(600)", str(tmp_path)]
+
+    with pytest.raises(KeyboardInterrupt):
+        launch._run(command, deque(), interrupted)
+
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _read(path)]
+
+
+def _read(path: Path) -> bytes:
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    return b""

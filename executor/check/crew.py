@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -17,6 +16,7 @@ from executor.check.dryrun import DryRun, counted_micro_batches, dry_run
 from executor.tensors import begin_fork
 from planner.plan.plan import Plan
 from profiles.errors import PlannerError, RunError
+from profiles.interrupts import leave_to_parent
 
 
 def num_actions(plan: Plan, pipeline_ranks: Sequence[int]) -> int:
@@ -83,7 +83,7 @@ def _messages(ends: Sequence[Connection]) -> Iterator[Any]:
 
 def _child(end: Connection, plan: Plan, pipeline_ranks: tuple[int, ...]) -> None:
     begin_fork()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
+    leave_to_parent()
     torch.set_num_threads(1)
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import sys
 import tempfile
 import warnings
@@ -34,6 +33,7 @@ from planner.plan.plan import Plan
 from planner.report.parity import relative_error
 from planner.run.runs import Beside, ChunkMoved
 from profiles.errors import PlannerError
+from profiles.interrupts import leave_to_parent
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 
@@ -122,7 +122,7 @@ def _errors(error: type[PlannerError]) -> Iterator[type[PlannerError]]:
 
 def _rank(rank: int, world: int, plans: list[Any], train: Callable[[Any], Any], folder: str) -> None:
     begin_fork()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its children
+    leave_to_parent()
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # full_tensor() of a gradient sharded twice is slow
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -20,7 +20,7 @@ from planner.plan.plan import Plan
 from profiles.errors import ConfigError
 from profiles.spec import Positions
 from profiles.tracing.deferred import Deferred
-from profiles.tracing.source import ATTENTION, MAKING, RUN_ONLY, function_of, give_values, require_names
+from profiles.tracing.source import ATTENTION, MAKING, RUN_ONLY, function_of, give_values, require_known_type, require_names
 from profiles.tracing.users import users_code
 
 Fill = Callable[[str, nn.Module], None]
@@ -50,11 +50,12 @@ def open_source(plan: Plan, seed: int) -> Source:
 
 def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> Source:
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError(f"module: the plan runs a Hugging Face model, and transformers is not installed ({error})",
                           hint="pip install transformers") from None
     require_names(values)
+    require_known_type(values, CONFIG_MAPPING)
     with users_code(MAKING[0], hint=MAKING[1]):
         config = AutoConfig.for_model(values.get("model_type"), **{key: values[key] for key in values if key not in RUN_ONLY})
         config.use_cache = False

@@ -44,6 +44,7 @@ Options = Mapping[str, Any]
 DEFAULT_GPU = "a100-80gb"
 DEFAULT_STACK = "megatron-core"
 NO_OFFLOAD = "none"
+_SLOWED = (Objective.MEMORY, Objective.PEAK)
 _OF_THE_PROFILE = " (the profile's)"
 
 
@@ -223,7 +224,13 @@ def offload_assumed(pins: Constraints, plan: Plan) -> tuple[str, ...]:
 
 
 def search_options(options: Options) -> SearchOptions:
-    """How to search; the time limit runs from here on. Raises ConfigError for numbers out of range and a size without a unit."""
+    """How to search; the time limit runs from here on.
+
+    Raises ConfigError for numbers out of range, a size without a unit, and a slowdown that the objective does not use.
+    """
+    if options["max_slowdown"] is not None and options["objective"] not in _SLOWED:
+        raise ConfigError(
+            f"--max-slowdown is for --objective {' or '.join(_SLOWED)}, the objective is {options['objective']}", hint="leave it out")
     given = {name: options[name] for name in ("max_slowdown", "memory_margin") if options[name] is not None}
     limit = options["memory_limit"]
     return SearchOptions(
@@ -237,7 +244,7 @@ def all_assumed(question: Assuming, options: Options, how: SearchOptions) -> tup
     if options["memory_margin"] is None and options["memory_limit"] is None:
         stack = question.training.stack
         assumed += (f"--memory-margin {memory_margin(stack, how):g} ({margin_text(stack)})",)
-    if options["objective"] in (Objective.MEMORY, Objective.PEAK) and options["max_slowdown"] is None:
+    if options["objective"] in _SLOWED and options["max_slowdown"] is None:
         assumed += (f"--max-slowdown {how.max_slowdown}",)
     return assumed
 

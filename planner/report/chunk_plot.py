@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from planner.plan.chunk_levels import CLASSES, Level
 from planner.plan.plan import Plan
 from planner.report.scatter import save
-from profiles.units import gib
+from profiles.units import format_number, gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def _draw_bytes(axes: Axes, levels: Sequence[Level], budget_bytes: int) -> None:
         top = [low + size for low, size in zip(floor, (*sizes, sizes[-1]), strict=True)]
         axes.fill_between(edges, floor, top, step="post", color=_COLOURS[name], linewidth=0, label=_LABELS[name])
         floor = top
-    axes.axhline(gib(budget_bytes), color=_LIMIT_COLOUR, linewidth=1.2, label=f"budget, {gib(budget_bytes):.4g} GiB")
+    axes.axhline(gib(budget_bytes), color=_LIMIT_COLOUR, linewidth=1.2, label=f"budget, {format_number(gib(budget_bytes), 4)} GiB")
     axes.set_ylim(0, _ROOM * max(gib(budget_bytes), *floor))
     axes.set_xlim(0, len(levels))
     axes.set_ylabel("GiB of one GPU (predicted, analytic)")

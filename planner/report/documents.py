@@ -10,6 +10,8 @@ from profiles.catalog import cluster_schema
 from profiles.schema import json_schema
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_KINDS = (Plan, ModulePlan)
+_ELAPSED = {"title": "Elapsed S", "type": "number", "description": "Seconds that the search took; --json says it, a plan file does not."}
 _INSIDE = ("Cluster", "Device", "Link")  # the planner's own dataclasses, which the file replaces by a cluster document
 
 
@@ -20,14 +22,19 @@ def plan_document(plan: Plan | ModulePlan, elapsed_s: float | None = None) -> di
 
 
 def plan_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the plan file; of a traced module's, which has the key `traced`, it is `#/$defs/ModulePlan`.
+    """JSON Schema (2020-12) of the plan file and of `--json`, for described models and for traced modules.
 
     The cluster is that of a cluster file, with units in its key names.
     """
-    schema = _schema(Plan)
-    of_module = _schema(ModulePlan)
-    definitions = of_module.pop("$defs") | schema.pop("$defs") | {"ModulePlan": of_module}
-    return {"$schema": _DRAFT, **schema, "$defs": {name: definitions[name] for name in sorted(definitions)}}
+    definitions: dict[str, Any] = {}
+    for kind in _KINDS:
+        schema = _schema(kind)
+        definitions |= schema.pop("$defs")
+        schema["properties"]["elapsed_s"] = _ELAPSED
+        definitions[kind.__name__] = schema
+    return {
+        "$schema": _DRAFT, "title": "Plan", "anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in _KINDS],
+        "$defs": {name: definitions[name] for name in sorted(definitions)}}
 
 
 def _schema(kind: type) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from planner.pareto import HOST_SHARE, HOST_SLOWDOWN, Front, Point
 from planner.plan.plan import Plan
 from planner.report.names import blocks_by_plan, found_text, graph_of, recompute_names, recompute_text
 from planner.report.summary import Context, print_header
-from planner.report.text import band_text, gib_text, joined, labelled, percent, print_table, say, seconds_text
-from profiles.units import gib
+from planner.report.text import asked_width, band_text, gib_text, joined, labelled, percent, print_wrapped, say, seconds_text
+from profiles.units import counted, gib
 
 _NUMBERS = ("#", "step", "slower", "MFU", "peak", "redund.")
 _HOST = "host"
@@ -29,10 +29,11 @@ def print_front(front: Front, paths: Sequence[Path], out: Console, context: Cont
     print_header(front.points[0].plan, out, context)
     rows, host = [_row(front, point, number) for number, point in enumerate(front.points, 1)], front.uses_host
     numbers = (*_NUMBERS, *((_HOST,) if host else ()))
-    print_table(out, (*numbers, *_TEXTS), rows, left=_TEXTS)
+    width = asked_width(out)
+    print_wrapped(out, (*numbers, *_TEXTS), rows, left=_TEXTS, wrapped=("ZeRO", "recompute", "found by"), width=width)
     say(out)
     for label, text in _facts(front, paths, context):
-        say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
+        say(out, joined(text.split(" "), " ", width, start=labelled(label)))
 
 
 def _row(front: Front, point: Point, number: int) -> tuple[str, ...]:
@@ -60,12 +61,12 @@ def zero_text(plan: Plan) -> str:
 
 
 def recompute_counts(plan: Plan) -> str:
-    """What the blocks recompute, in short: `none`, or `28 none, 16 selective`."""
+    """What the blocks recompute, in short: `none`, or `28 none, 16 selective, 4 with 5 operators`."""
     names, counts = recompute_names(graph_of(plan)), Counter[str]()
     for name, count in blocks_by_plan(plan).items():
         text = recompute_text(plan.layer_plans[name], names).split(" (")[0]
-        counts[text if len(text) <= _SHORT else f"{len(plan.layer_plans[name].recompute)} operators"] += count
-    return next(iter(counts)) if len(counts) == 1 else ", ".join(f"{count} {text}" for text, count in counts.items())
+        counts[text if len(text) <= _SHORT else f"with {counted(len(plan.layer_plans[name].recompute), 'operator')}"] += count
+    return next(iter(counts)).removeprefix("with ") if len(counts) == 1 else ", ".join(f"{count} {text}" for text, count in counts.items())
 
 
 def _facts(front: Front, paths: Sequence[Path], context: Context) -> Iterator[tuple[str, str]]:

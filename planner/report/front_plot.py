@@ -10,6 +10,7 @@ from planner.pareto import Front, Point
 from planner.report.names import FASTEST, found_text
 from planner.report.scatter import save
 from planner.report.text import gib_text, seconds_text
+from profiles.units import counted, format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,7 +111,7 @@ def _draw_bar(figure: Figure, axes: Axes, colours: ScalarMappable, low: float, h
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [part * 10.0**decade for decade in decades for part in _TICKS if low <= part * 10.0**decade <= high]
     bar.set_ticks(ticks if len(ticks) > 1 else sorted({low, high}))
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_number(value, 4)))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -153,7 +154,8 @@ def _name_points(axes: Axes, front: Front, top_s: float) -> None:
 def _name_axes(figure: Figure, axes: Axes, front: Front) -> None:
     plan, prediction = front.points[0].plan, front.points[0].plan.predicted
     partial = ", incomplete" if front.stopped else ""
-    axes.set_title(f"{plan.model.name} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: {len(front.points)} plans{partial}", pad=12)
+    plans = counted(len(front.points), "plan")
+    axes.set_title(f"{plan.model.name} on {plan.cluster.num_gpus} x {plan.cluster.device.name}: {plans}{partial}", pad=12)
     axes.set_xlabel("peak memory of the fullest GPU, GiB (predicted, analytic)")
     axes.set_ylabel(f"step time, s (predicted, {prediction.step_time_s.kind})")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)

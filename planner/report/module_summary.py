@@ -13,7 +13,7 @@ from planner.report.stages import CLASSES, MOST_ROWS, SHORT, fullest
 from planner.report.summary import EXECUTORS_STACK, Context, print_runners_up, proof, redundancy_line, stack_phrases, time_line
 from planner.report.text import LABEL_WIDTH, aligned, gib_text, joined, labelled, percent, say, seconds_text
 from profiles.provenance import Kind
-from profiles.units import format_count
+from profiles.units import counted, format_count, format_number
 
 _PRICE_NOTES = {
     Kind.ANALYTIC: "the step time is a price from a cost model, not a measurement; traced operators that have no curve of their own are "
@@ -46,7 +46,8 @@ def module_header(plan: ModulePlan, width: int) -> str:
     of = f"{training.global_batch_size} sequences of {training.seq_length}" if traced.unit == "tokens" else (
         f"{training.global_batch_size} {traced.unit}")
     return joined((
-        f"{traced.name}, {format_count(traced.num_parameters)} parameters, {traced.num_operators:,} operators in {len(plan.shards)} shards",
+        f"{traced.name}, {format_count(traced.num_parameters)} parameters, {counted(traced.num_operators, 'operator')} in "
+        f"{counted(len(plan.shards), 'shard')}",
         f"{cluster.num_gpus} x {cluster.device.name} in {cluster.nodes} x {cluster.gpus_per_node}", f"{of}, {training.precision}",
     ), "; ", width)
 
@@ -58,7 +59,7 @@ def _facts(plan: ModulePlan, context: Context) -> Iterator[tuple[str, str, str]]
     yield ("stack", *stack_phrases(plan))
     yield "module", plan.module.text, "unmodified: traced, and cut between its shards"
     step = predicted.step_time_s
-    speed = f"{predicted.tokens_per_s_per_gpu.value:,.4g} {plan.traced.unit}/s/GPU, {percent(predicted.mfu.value)} MFU"
+    speed = f"{format_number(predicted.tokens_per_s_per_gpu.value, 4)} {plan.traced.unit}/s/GPU, {percent(predicted.mfu.value)} MFU"
     yield "step", f"{seconds_text(step.value)} ({step.kind})", speed
     free = worst.capacity - worst.total
     place = f"stage {worst.stage}, the fullest; " if plan.mesh.pp > 1 else ""
@@ -71,7 +72,7 @@ def _stage_phrases(plan: ModulePlan) -> tuple[str, str]:
     zero = Counter(f"ZeRO {stage.zero}" for stage in plan.stages)
     again, whole = sum(len(stage.recompute) for stage in plan.stages), len(plan.shards)
     recompute = "none" if not again else "full" if again == whole else f"{again} of {whole} shards"
-    phrases = (name if len(zero) == 1 else f"{name} on {count} stages" for name, count in zero.items())
+    phrases = (name if len(zero) == 1 else f"{name} on {counted(count, 'stage')}" for name, count in zero.items())
     return ", ".join(phrases), f"recompute {recompute}"
 
 
@@ -91,7 +92,7 @@ def _print_stages(plan: ModulePlan, out: Console, *, whole: bool) -> None:
     for line in lines:
         say(out, line)
     if len(ranks) < plan.mesh.pp:
-        say(out, f"  ({plan.mesh.pp - len(ranks)} less full stages left out: plan show lists them all)", "dim")
+        say(out, f"  ({counted(plan.mesh.pp - len(ranks), 'less full stage')} left out: plan show lists them all)", "dim")
 
 
 def _shards_text(plan: ModulePlan, stage: ShardStage) -> str:

@@ -15,7 +15,7 @@ from profiles.curves import CollectiveCurve
 from profiles.own import Environment, OwnProfile
 from profiles.points import curves_of
 from profiles.schema import document
-from profiles.units import GB, TERA, US_PER_S, format_bytes
+from profiles.units import GB, TERA, US_PER_S, format_bytes, format_number
 
 _MEMORY = ("allocator_share", "context_bytes", "communicator_bytes", "granularity_bytes")
 
@@ -40,7 +40,7 @@ def _facts(profile: OwnProfile) -> Iterator[tuple[str, list[str]]]:
         yield from ((label, phrases) for label, phrases in _machine(here) if phrases)
     chip = chip_of(profile)
     if chip is not None:
-        yield "shares of", [f"{chip.peak_flops_per_s / TERA:.3g} TFLOP/s", f"{chip.bytes_per_s / GB:,.4g} GB/s"]
+        yield "shares of", [f"{format_number(chip.peak_flops_per_s / TERA, 3)} TFLOP/s", f"{format_number(chip.bytes_per_s / GB, 4)} GB/s"]
     yield from ((label, phrases) for label, phrases in (("memory", _memory(profile)), ("transfers", _rates(profile))) if phrases)
     contention = profile.profile and profile.profile.contention
     if contention is not None:
@@ -165,7 +165,7 @@ def _first_line(record: Record) -> str:
 
 def rate_text(rate: float) -> str:
     """Three digits, no exponent: `1.29`, `154`, `1,810`."""
-    return f"{float(f'{rate:.3g}'):,.10g}"
+    return format_number(rate, 3)
 
 
 def profile_document(profile: OwnProfile) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from planner.report.text import joined, print_table, say
 from profiles.cases import Outcome
 from profiles.own import OwnProfile
+from profiles.units import format_number
 
 WORST = 5  # cases of a curve that are named
 FAR = 0.05  # share from 1 from which on the text names them
@@ -118,7 +119,9 @@ def _print_ratios(found: Iterable[Compared], names: tuple[str, str], out: Consol
 
 
 def _print_figures(figures: Mapping[str, tuple[float, float]], names: tuple[str, str], out: Console) -> None:
-    rows = [(name, f"{there:.4g}", f"{here:.4g}", f"{here / there:.3f}" if there else "-") for name, (there, here) in figures.items()]
+    rows = [
+        (name, format_number(there, 4), format_number(here, 4), f"{here / there:.3f}" if there else "-")
+        for name, (there, here) in figures.items()]
     if rows:
         say(out)
         print_table(out, ("figure", *names, "ratio"), rows, left=("figure",), indent=0)

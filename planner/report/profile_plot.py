@@ -15,7 +15,7 @@ from profiles.curves import Chip, CollectiveCurve, FlashCurve, MatmulCurve, Memo
 from profiles.errors import ConfigError
 from profiles.own import OwnProfile
 from profiles.spec import Precision
-from profiles.units import GB, TERA, US_PER_S, format_bytes
+from profiles.units import GB, TERA, US_PER_S, format_bytes, format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,13 +74,13 @@ def _speeds(profile: OwnProfile) -> Iterable[_Panel]:
     for title, kind in (("matrix products", MatmulCurve), ("fused attention", FlashCurve)):
         series = [one for one in found if isinstance(one.curve, kind)]
         if series:
-            limit = (f"peak, {chip.peak_flops_per_s / TERA:.3g} TFLOP/s", chip.peak_flops_per_s / TERA)
+            limit = (f"peak, {format_number(chip.peak_flops_per_s / TERA, 3)} TFLOP/s", chip.peak_flops_per_s / TERA)
             cube = next((one for one in series if one.name == "forward"), None)
             line = _cubes(cube, chip, Precision(profile.precision).num_bytes) if cube and profile.precision else None
             yield _Panel(f"{title} by FLOPs", "FLOPs", "TFLOP/s", limit, _fitted_points(series, line), bytes_across=False)
     streams = [one for one in found if isinstance(one.curve, MemoryCurve)]
     if streams:
-        limit = (f"memory, {chip.bytes_per_s / GB:,.4g} GB/s", chip.bytes_per_s / GB)
+        limit = (f"memory, {format_number(chip.bytes_per_s / GB, 4)} GB/s", chip.bytes_per_s / GB)
         yield _Panel("operations bound by memory, by size", "bytes moved at least", "GB/s", limit, _streams(streams, chip))
 
 

@@ -6,8 +6,10 @@ Columns are set here and not by rich.Table, which shortens numbers when a termin
 from __future__ import annotations
 
 import math
+import os
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from itertools import zip_longest
 from typing import TextIO
 
 from rich.console import Console
@@ -82,6 +84,35 @@ def print_table(out: Console, heading: Sequence[str], rows: Iterable[Sequence[st
     say(out, first, "dim")
     for line in rest:
         say(out, line)
+
+
+def print_wrapped(
+    out: Console, heading: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str], wrapped: Collection[str], width: int,
+) -> None:
+    """A table under its heading, of at most `width` where that is enough for its words: columns named in `wrapped` take more lines.
+
+    Columns stand two spaces apart, or one where that is too wide.
+    """
+    table = [tuple(heading), *map(tuple, rows)]
+    widths, least = [], []
+    for cells in zip(*table, strict=True):
+        widths.append(max(map(len, cells)))
+        words = [word for cell in cells for word in cell.split()]
+        least.append(max(map(len, words)) if cells[0] in wrapped else widths[-1])
+    while len(_GAP) * len(widths) + sum(widths) > width and widths != least:
+        widths[max((i for i, size in enumerate(widths) if size > least[i]), key=widths.__getitem__)] -= 1
+    gap = _GAP if len(_GAP) * len(widths) + sum(widths) <= width else " "
+    for number, row in enumerate(table):
+        parts = [textwrap.wrap(cell, size, break_on_hyphens=False, break_long_words=False) for cell, size in zip(row, widths, strict=True)]
+        for line in zip_longest(*parts, fillvalue=""):
+            shown = [cell.ljust(size) if name in left else cell.rjust(size) for cell, size, name in zip(line, widths, heading, strict=True)]
+            say(out, (_GAP + gap.join(shown)).rstrip(), "" if number else "dim")
+
+
+def asked_width(out: Console) -> int:
+    """The width that COLUMNS asks for, else that of the console."""
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else out.width
 
 
 def percent(share: float) -> str:

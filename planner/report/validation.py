@@ -13,6 +13,7 @@ from planner.report.text import aligned, gib_text, joined, labelled, print_table
 from planner.validation.fitted import FittedTerm
 from planner.validation.priced import Priced
 from planner.validation.score import GridScore, SourceScore, grid_scores, score, unpriced
+from profiles.units import format_number
 
 NOTES = (  # title of a group of columns, what it means
     ("step time", "time: the published step time, or what follows from the published tokens/s or TFLOP/s"),
@@ -183,11 +184,11 @@ def print_fitted(terms: Sequence[FittedTerm], out: Console) -> None:
 
 
 def _in_unit(value: float, unit: str) -> str:
-    return seconds_text(value) if unit == "s" else f"{value:.4g} {unit}".rstrip()
+    return seconds_text(value) if unit == "s" else f"{format_number(value, 4)} {unit}".rstrip()
 
 
 def _range(low: float, high: float, unit: str) -> str:
-    ends = (seconds_text(end) if unit == "s" else f"{end:.4g}" for end in (low, high))
+    ends = (seconds_text(end) if unit == "s" else format_number(end, 4) for end in (low, high))
     return " .. ".join(ends)
 
 

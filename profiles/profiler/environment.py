@@ -21,7 +21,7 @@ from profiles.hardware import Cluster, Device
 from profiles.own import Environment, digest
 from profiles.profiler.smi import gpu_facts, links
 from profiles.spec import Precision
-from profiles.units import GB, TERA, US_PER_S
+from profiles.units import GB, TERA, US_PER_S, format_number
 
 CPU = "cpu"
 ASSUMED_LINK = "a100-80gb-pcie"  # whose node an unknown GPU is taken to stand in: PCIe 4.0 x16, no NVLink
@@ -169,9 +169,9 @@ def _device(environment: Environment, records: list[Record], assumed: Device) ->
 
 def _source(environment: Environment, peaks: Mapping[str, float], bytes_per_s: float) -> str:
     """What the figures of a device without a datasheet are."""
-    shown = ", ".join(f"{peak / TERA:.3g} {precision} TFLOP/s" for precision, peak in peaks.items())
+    shown = ", ".join(f"{format_number(peak / TERA, 3)} {precision} TFLOP/s" for precision, peak in peaks.items())
     of = f"one core of {environment.cpu or 'the host'}" if environment.device == CPU else environment.device
-    return f"measured on {of}: {shown} of its fastest product, {bytes_per_s / GB:.3g} GB/s of its fastest copy; no datasheet"
+    return f"measured on {of}: {shown} of its fastest product, {format_number(bytes_per_s / GB, 3)} GB/s of its fastest copy; no datasheet"
 
 
 def _peaks(records: Iterable[Record]) -> dict[str, float]:

@@ -62,7 +62,11 @@ def _run(command: list[str], lines: deque[str], told: Callable[[str], None]) -> 
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
     ) as process:
         assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line.rstrip())
-            told(lines[-1])
+        try:
+            for line in process.stderr:
+                lines.append(line.rstrip())
+                told(lines[-1])
+        except BaseException:  # torchrun, which would be waited for, ends its ranks
+            process.terminate()
+            raise
     return process.returncode

@@ -132,7 +132,7 @@ def _settled(record: Record | None, retry_failed: bool) -> bool:
 
 @contextlib.contextmanager
 def _noticed_ctrl_c() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C came: looked at between two cases, so that no record is lost half-way.
+    """A list that is not empty once Ctrl-C or SIGTERM came: looked at between two cases, so that no record is lost half-way.
 
     The second one is the usual KeyboardInterrupt.
     """

@@ -14,7 +14,6 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from types import ModuleType
 
 from profiles.cases import Case, Outcome, Record
 from profiles.errors import ConfigError
+from profiles.interrupts import without_signals
 from profiles.profiler.child import Program, measure, out_of_memory, shortened
 from profiles.schema import parse
 from profiles.units import format_seconds
@@ -83,7 +83,7 @@ def _started(program: Program, case: Case, device: str, limit_s: float) -> tuple
     ours, theirs = context.Pipe(duplex=False)
     output = _no_file()
     process = context.Process(target=measure, args=(theirs, output, program, case, device, limit_s), daemon=True)
-    with _no_ctrl_c():
+    with without_signals():
         forkserver.ensure_running()
     with _no_main():
         process.start()
@@ -176,19 +176,6 @@ def _kernel_kills() -> int | None:
         found = re.search(r"^oom_kill (\d+)$", KERNEL_COUNTS.read_text(), re.MULTILINE)
         return int(found[1]) if found else None
     return None
-
-
-@contextlib.contextmanager
-def _no_ctrl_c() -> Iterator[None]:
-    """What is started here never sees Ctrl-C, nor do its children: it is the session's, which ends them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._pytree import tree_leaves, tree_map
 
-from profiles.errors import ConfigError
+from profiles.errors import ConfigError, did_you_mean
 from profiles.module import ModuleSource
 from profiles.stack import AttentionKernel
 from profiles.tracing.batches import IDS, TARGETS, drawn_batch, next_token_batch, next_token_loss
@@ -244,6 +244,7 @@ def _hugging_face(source: ModuleSource, seq_length: int, attention: AttentionKer
         raise ConfigError(f"module: it is a Hugging Face model, and transformers is not installed ({error})",
                           hint="pip install transformers") from None
     require_names(values)
+    require_known_type(values, transformers.CONFIG_MAPPING)
     with users_code(MAKING[0], hint=MAKING[1]):
         config = transformers.AutoConfig.for_model(values["model_type"], **{key: values[key] for key in values if key not in RUN_ONLY})
         _settle(config)
@@ -265,6 +266,15 @@ def require_names(values: Mapping[str, Any]) -> None:
     if classes is not None and not (isinstance(classes, list | tuple) and all(isinstance(name, str) for name in classes)):
         raise ConfigError(
             f"module: architectures is {classes!r}, it must be a list of names", hint="correct architectures in the config.json")
+
+
+def require_known_type(values: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ConfigError for a config.json of a model_type that transformers does not know."""
+    kind = str(values["model_type"])
+    if kind not in known:
+        raise ConfigError(
+            f"module: model_type is {kind!r}, which is none of the {len(known)} that the installed transformers knows",
+            hint=did_you_mean(kind, known) or "python -c 'import transformers; print(*transformers.CONFIG_MAPPING)' lists them")
 
 
 def _in_fp32(values: Mapping[str, Any]) -> dict[str, Any]:
