@@ -124,7 +124,7 @@ def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pi
 
 
 @pytest.mark.parametrize(("text", "other"), [
-    ("zero=3", "dp=1,2"),
+    pytest.param("zero=3", "dp=1,2", marks=pytest.mark.slow),
     pytest.param("recompute=full", "tp=2,4", marks=pytest.mark.slow), pytest.param("tp=8", "schedule=gpipe", marks=pytest.mark.slow)])
 def test_a_ban_that_stands_in_the_way_is_named(text, other):
     others = parse_bans([other])
@@ -198,6 +198,7 @@ def test_the_margin_that_is_named_is_the_largest_that_fits():
         search(replace(asked, options=SearchOptions(memory_margin=margin + 0.002)))
 
 
+@pytest.mark.slow
 def test_a_margin_that_measured_runs_do_not_ask_for_has_no_note():
     asked = request(Constraints(recompute=(Recompute.NONE,), tp=(1,)))
     share = needs(asked) / asked.cluster.device.memory_bytes
@@ -209,6 +210,7 @@ def test_a_margin_that_measured_runs_do_not_ask_for_has_no_note():
     assert one.note == ""
 
 
+@pytest.mark.slow
 def test_a_memory_limit_is_raised_by_no_more_than_a_tenth_of_a_gib():
     asked = request(Constraints(recompute=(Recompute.NONE,)), 8 * GIB)
     need = needs(asked)
