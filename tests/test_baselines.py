@@ -26,6 +26,7 @@ from profiles.measured import machine_for
 from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.units import GIB
+from tests.cases import named
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,8 @@ def test_no_baseline_of_the_megatron_family_beats_its_optimum():
         assert best.price.step_s <= other.price.step_s * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("request_", [Request("gpt-1.5b", 4, 8, limit_gib=limit) for limit in (None, 14.0)], ids=["free", "memory-binds"])
+@pytest.mark.parametrize("request_", named({
+    "free": Request("gpt-1.5b", 4, 8), "memory-binds": Request("gpt-1.5b", 4, 8, limit_gib=14.0)}, {"memory-binds"}))
 def test_megatron_is_the_faster_of_itself_with_and_without_interleaving(request_):
     parts = [request_.baseline(name) for name in ("megatron-1f1b", "megatron-interleaved")]
     whole, fitting = request_.baseline("megatron"), [part.optimum for part in parts if part.optimum]

@@ -24,7 +24,7 @@ from profiles.model import LayerKind
 from tests.cases import mostly_slow
 from tests.instances import every_price, every_strategy, random_instance, redundant_bytes
 
-SEEDS = mostly_slow(range(10), {0, 5, 9})
+SEEDS = mostly_slow(range(10), {5, 9})
 PINNED = [
     pytest.param(Constraints(), id="free"),
     pytest.param(Constraints(recompute=(Recompute.FULL,)), id="full-recompute"),

@@ -178,7 +178,7 @@ def test_a_cluster_file_says_what_and_how_many():
 
 
 def test_explain_groups_the_pruned_candidates_by_reason():
-    output = succeed(*MIDDLE, "--recompute", "full", "--explain").stdout
+    output = succeed(*MIDDLE, "--explain").stdout
 
     assert re.match(r"[\d,]+ candidates: [\d,]+ legal, [\d,]+ pruned before the search\n", output)
     assert re.search(r"^ +\d+  tp 8 does not divide the 20 attention heads", output, re.MULTILINE)

@@ -94,7 +94,7 @@ SLOW = {  # what differs in them from the others is in one of those alone
     "pp2-llama-zbv-few-micro-batches-recompute", "dp2-zero1-one-micro-batch", "dp2-zero3-full-recompute",
     "dp2-llama-a-zero-stage-per-block", "tp2-sp-gpt-unfused-attention-recompute",
     "dp2-zero0", "dp2-zero1", "dp2-zero2", "dp2-zero3", "tp2-gpt", "bf16-dp2-zero0", "bf16-dp2-zero1", "bf16-dp2-zero2", "tp2-llama",
-    "tp2-sp-gpt", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks > 3 and name != "pp2-tp2-sp-on-the-first-stage")}
+    "tp2-sp-gpt", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks > 2 and name != "pp2-tp2-sp-on-the-first-stage")}
 WORLDS = Worlds(PLANS, SLOW)
 
 

@@ -144,7 +144,7 @@ def test_the_front_is_that_of_brute_force(seed):
     assert least_time_s(problem) == pytest.approx(front[0].time_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("sharding", [Sharding(), Sharding(4), Sharding(4, True)], ids=["one", "tp4", "tp4-sp"])
+@pytest.mark.parametrize("sharding", named({"one": Sharding(), "tp4": Sharding(4), "tp4-sp": Sharding(4, True)}, {"tp4-sp"}))
 @pytest.mark.parametrize("solver", list(SolverName))
 def test_the_front_of_a_whole_block_is_that_of_the_integer_program(solver, sharding):
     """At each kept size of the front, of which every third: nothing is faster that keeps no more."""

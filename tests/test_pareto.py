@@ -35,7 +35,7 @@ from tests.instances import (
     same_zero_of_ends,
 )
 
-SEEDS = mostly_slow(range(8), {0, 5})
+SEEDS = mostly_slow(range(8), {5})
 ROUNDED = 2e-5  # relative: six digits of seconds, four of GiB
 DIGIT_GIB = 1e-4
 MIXED = 50  # strategies of each frame whose layers have ZeRO stages of their own, besides all with one for each rank

@@ -19,7 +19,7 @@ from profiles.stack import NEUTRAL, Stack
 from tests.cases import mostly_slow
 from tests.instances import PINS, random_instance
 
-SEEDS = mostly_slow((0, 1, 5, 8), {0, 5})
+SEEDS = mostly_slow((0, 1, 5, 8), {5})
 
 
 def plan_of(seed: int, objective: Objective = Objective.THROUGHPUT) -> Plan:

@@ -149,6 +149,7 @@ def test_a_whole_mesh_that_is_pinned_is_relaxed_with_the_dp_that_follows():
     assert any(one.flags[0].startswith("--tp ") and one.flags[1].startswith("--dp ") for one in found.found)
 
 
+@pytest.mark.slow
 def test_the_cheapest_comes_first_and_more_gpus_last():
     asked = between(PINS["micro-batch"][1], Constraints())
     found = relaxed(asked).found
