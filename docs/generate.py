@@ -91,8 +91,10 @@ def fields_page(kind: str, schema: Mapping[str, Any], explaining: str) -> str:
     choices = {name: body for name, body in definitions.items() if "enum" in body}
     mappings = {name: body for name, body in definitions.items() if name not in choices}
     written = written_meanings(explaining, schema)
-    sections = [_mapping_section(schema["title"], schema, choices, written)]
-    sections += [_mapping_section(name, mappings[name], choices, written) for name in sorted(mappings, key=_public)]
+    root = _root(schema)
+    sections = [_mapping_section(root["title"], root, choices, written)]
+    others = sorted((name for name in mappings if mappings[name] is not root), key=_public)
+    sections += [_mapping_section(name, mappings[name], choices, written) for name in others]
     intro = f"{NOTE} [{kind}-file.md]({kind}-file.md) explains the file as a whole."
     return f"# Fields of the {kind} file\n\n{intro}\n\n" + "\n".join(sections)
 
@@ -122,7 +124,7 @@ def written_meanings(page: str, schema: Mapping[str, Any]) -> dict[tuple[str, st
         if len(cells) != 2 or not re.match(r"`[a-z_]", cells[0]):
             continue
         for path in _paths(cells[0]):
-            root = schema["$defs"]["ModulePlan"] if _is_of_a_traced_module(page, line) else schema
+            root = schema["$defs"]["ModulePlan"] if _is_of_a_traced_module(page, line) else _root(schema)
             meanings.setdefault(_field(path, root, schema), cells[1])
     return meanings
 
@@ -149,6 +151,11 @@ def _field(path: str, root: Mapping[str, Any], schema: Mapping[str, Any]) -> tup
         owner, key = body, word
         body = _inner(body["properties"][word], schema)
     return owner["title"], key
+
+
+def _root(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The mapping of the file itself: the schema, or the first of the kinds of file that it describes."""
+    return schema if "properties" in schema else _inner(schema, schema)
 
 
 def _inner(value: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:

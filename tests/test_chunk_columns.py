@@ -61,7 +61,8 @@ def chunked_frames(found: Instance, pins: Constraints = PINS) -> list[Frame]:
     return [frame for frame in enumerate_space(found.model, found.cluster, found.training, pins).frames if frame.chunked]
 
 
-CASES = [(1, Precision.FP32, 4), (2, Precision.FP32, 4), (2, Precision.BF16, 2), (4, Precision.BF16, 8)]
+CASES = [
+    (1, Precision.FP32, 4), (2, Precision.FP32, 4), (2, Precision.BF16, 2), pytest.param(4, Precision.BF16, 8, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("gpus", "precision", "batch"), CASES)
@@ -132,7 +133,7 @@ def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(gpus: int, pr
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-@pytest.mark.parametrize(("host", "rate"), [(2.0, 5e9), (4.0, 1e11), (6.0, 1e12)])
+@pytest.mark.parametrize(("host", "rate"), [(2.0, 5e9), pytest.param(4.0, 1e11, marks=pytest.mark.slow), (6.0, 1e12)])
 def test_no_mix_that_sends_activations_is_below_the_relaxation(
     gpus: int, host: float, rate: float, monkeypatch: pytest.MonkeyPatch,
 ) -> None:

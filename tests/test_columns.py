@@ -23,6 +23,7 @@ from planner.request import Constraints
 from profiles.catalog import load_stack
 from profiles.model import LayerKind
 from profiles.spec import Precision
+from tests.cases import mostly_slow
 from tests.instances import (
     PINS,
     every_strategy,
@@ -34,7 +35,7 @@ from tests.instances import (
     with_other_ends,
 )
 
-SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed % 2 else ()) for seed in range(8)]
+SEEDS = mostly_slow(range(8), {4})
 DEPTHS = [pytest.param(None, id="shallow"), pytest.param(4, id="with-virtual-stages")]  # 2 ranks x 2 chunks need 4 blocks
 UNLIMITED = math.inf
 
@@ -99,7 +100,8 @@ def test_columns_cost_what_full_pricing_says_for_every_mix_and_zero_stage(seed, 
 
 
 @pytest.mark.parametrize("gradients", [Precision.FP16, Precision.FP32])
-@pytest.mark.parametrize("name", ["megatron-core", "megatron-deepspeed", "nanotron", "torchtitan-2024"])
+@pytest.mark.parametrize("name", mostly_slow(
+    ["megatron-core", "megatron-deepspeed", "nanotron", "torchtitan-2024"], {"megatron-deepspeed", "torchtitan-2024"}))
 def test_columns_hold_what_full_pricing_says_under_every_stack(name, gradients):
     stack, instance = load_stack(name), instance_of(3, 4)
     training = replace(

@@ -32,7 +32,7 @@ from profiles.hardware import CPU
 from profiles.spec import Precision, TrainingSpec
 from profiles.stack import NEUTRAL
 from tests.executor_plans import GPT, LLAMA, make_plan
-from tests.executor_world import run_plans
+from tests.executor_world import Worlds
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -63,9 +63,7 @@ def dry_run(plan: Plan, rank: int) -> DryRun:
     return dry_runs(plan, (rank,))[0]
 
 
-@cache
-def executed() -> dict:
-    return dict(zip(PLANS, run_plans(list(PLANS.values())), strict=True))
+WORLDS = Worlds(PLANS, PLANS.keys() - {"zero3", "tp2-sequence-parallel", "pp2-interleaved"})
 
 
 @cache
@@ -73,20 +71,19 @@ def dry(name: str) -> list[DryRun]:
     return [dry_run(PLANS[name], rank) for rank in range(PLANS[name].mesh.pp)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", WORLDS.params())
 def test_the_states_are_those_of_the_same_ranks_on_gloo(name):
-    states = executed()[name].states
+    states = WORLDS.outcome(name).states
 
     assert {run.pipeline_rank: run.use.states for run in dry(name)} == {
         pp: measured for (pp, dp, tp), (_, measured) in states.items() if dp == tp == 0}
     assert StateBytes() not in [run.use.states for run in dry(name)]
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", WORLDS.params())
 def test_the_collectives_are_those_of_the_same_rank_on_gloo(name):
     expected: Counter[str] = Counter()
-    for operator, calls in executed()[name].collectives.items():
+    for operator, calls in WORLDS.outcome(name).collectives.items():
         if operator in _CALLS:
             expected[_CALLS[operator][0]] += calls
     expected["all_reduce"] -= 1  # the sum of the loss
@@ -103,7 +100,7 @@ def test_the_collectives_are_those_of_the_same_rank_on_gloo(name):
 
 
 @pytest.mark.parametrize("plan", [
-    pytest.param(make_plan(SHORT, dp=2, zero=(2,), num_micro_batches=8, global_batch_size=16), id="one-stage"),
+    pytest.param(make_plan(SHORT, dp=2, zero=(2,), num_micro_batches=8, global_batch_size=16), id="one-stage", marks=pytest.mark.slow),
     pytest.param(
         make_plan(LLAMA, pp=2, num_micro_batches=12, global_batch_size=12, **INTERLEAVED), id="interleaved",
         marks=pytest.mark.slow),
@@ -138,7 +135,7 @@ def test_what_is_never_there_together_is_no_temporary_below_nothing():
     assert use.held == use.states.total + use.activations - use.apart
 
 
-@pytest.mark.parametrize(("model", "zero", "tp"), [("gpt-20b", 3, 1), ("llama3-8b", 1, 2)])
+@pytest.mark.parametrize(("model", "zero", "tp"), [pytest.param("gpt-20b", 3, 1, marks=pytest.mark.slow), ("llama3-8b", 1, 2)])
 def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
     entry = load_model(model)
     spec = dataclasses.replace(entry.spec, num_layers=2)  # gpt-20b drops out: its masks and its attention as on a GPU

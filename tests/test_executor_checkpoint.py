@@ -32,6 +32,7 @@ from planner.plan.plan import Plan
 from profiles.errors import ConfigError, PlannerError
 from profiles.spec import Precision
 from tests import executor_plans
+from tests.cases import mostly_slow
 from tests.executor_world import BF16_LOSS_TOLERANCE, LOSS_TOLERANCE, forward, reference_layers, reference_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
@@ -117,7 +118,7 @@ CHAINS = {
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", mostly_slow(CHAINS, {"llama"}))
 def test_a_run_goes_on_with_the_same_losses_on_other_meshes_and_plans(name, tmp_path):
     chain = CHAINS[name]
     options = {"directory": tmp_path, "every": 100}
@@ -205,7 +206,7 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path, alone):
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("moment", ["finish", "_replace"])
+@pytest.mark.parametrize("moment", mostly_slow(["finish", "_replace"], {"_replace"}))
 def test_a_kill_during_a_save_loses_nothing(tmp_path, alone, monkeypatch, moment):
     whole, _ = train(make_plan(), 2, directory=tmp_path, every=1)
     dist.destroy_process_group()

@@ -54,7 +54,8 @@ PLANS: dict[str, Plan] = {
 }
 
 
-WORLDS = Worlds(PLANS, slow=["ep2-zero1", "tp2", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4)])
+WORLDS = Worlds(PLANS, slow=[
+    "ep2-zero1", "ep2-selective-recompute", "bf16-ep2-zero0", "tp2", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4)])
 
 
 @cache

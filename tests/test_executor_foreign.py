@@ -39,20 +39,20 @@ BF16 = Precision.BF16
 INTERLEAVED = {"schedule": Schedule.INTERLEAVED, "virtual_stages": 2, "num_micro_batches": 4}
 
 PLANS: dict[str, Plan] = {
-    **{f"pp2-{name}": family_plan(name, pp=2) for name in ("gpt_neox", "llama", "opt")},
+    "pp2-gpt_neox": family_plan("gpt_neox", pp=2),
     "pp2-gpt2-tied-interleaved-full-recompute": family_plan("gpt2", pp=2, recompute="full", **INTERLEAVED),
-    "pp2-qwen2-tied-unfused-attention": family_plan("qwen2", pp=2, attention=AttentionKernel.UNFUSED),
-    "pp2-llama-embedding-and-head-alone": family_plan("llama", pp=2, blocks=(0, 2, 2, 0), **INTERLEAVED),
-    "dp2-llama-zero3-full-recompute": family_plan("llama", dp=2, zero=(3,), recompute="full"),
     "dp2-gpt2-bf16-a-zero-stage-per-block": family_plan("gpt2", dp=2, zero=(3, 0, 1, 2), precision=BF16),
-    "tp2-llama": family_plan("llama", tp=2),
     "tp2-sp-llama-tied-full-recompute": family_plan("llama-tied", tp=2, sp=True, recompute="full"),
-    "tp2-sp-gpt_neox": family_plan("gpt_neox", tp=2, sp=True),
-    "pp2-dp2-factory-zero2": factory_plan("small", pp=2, dp=2, zero=(2,), num_micro_batches=4),
 }
 SLOW: dict[str, Plan] = {
     "pp2-llama-interleaved": family_plan("llama", pp=2, **INTERLEAVED),
-    **{f"pp2-{name}": family_plan(name, pp=2) for name in ("gemma", "gpt2", "mistral", "phi3", "stablelm", "starcoder2")},
+    **{f"pp2-{name}": family_plan(name, pp=2) for name in ("llama", "opt", "gemma", "gpt2", "mistral", "phi3", "stablelm", "starcoder2")},
+    "pp2-qwen2-tied-unfused-attention": family_plan("qwen2", pp=2, attention=AttentionKernel.UNFUSED),
+    "tp2-llama": family_plan("llama", tp=2),
+    "tp2-sp-gpt_neox": family_plan("gpt_neox", tp=2, sp=True),
+    "pp2-dp2-factory-zero2": factory_plan("small", pp=2, dp=2, zero=(2,), num_micro_batches=4),
+    "pp2-llama-embedding-and-head-alone": family_plan("llama", pp=2, blocks=(0, 2, 2, 0), **INTERLEAVED),
+    "dp2-llama-zero3-full-recompute": family_plan("llama", dp=2, zero=(3,), recompute="full"),
     "tp2-sp-starcoder2": family_plan("starcoder2", tp=2, sp=True),
     "dp2-opt-zero2": family_plan("opt", dp=2, zero=(2,)),
     "tp2-mistral": family_plan("mistral", tp=2),

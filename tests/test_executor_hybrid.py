@@ -101,7 +101,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     pytest.param(MIXED, {"num_micro_batches": 2}, id="every-home"),
     pytest.param(HOST, {}, id="host", marks=pytest.mark.slow),
     pytest.param(MIXED, {"precision": BF16}, id="bf16", marks=pytest.mark.slow),
-    pytest.param(HOST, {"precision": FP16, "num_micro_batches": 2}, id="fp16"),
+    pytest.param(HOST, {"precision": FP16, "num_micro_batches": 2}, id="fp16", marks=pytest.mark.slow),
 ])
 def test_steps_are_those_of_the_plan_without_chunks_to_the_bit(alone, request_, choices):
     plain, chunked = trainer(chunked_plan(None, SMALL, **choices), steps=4), trainer(tight(request_, **choices), steps=4)

@@ -86,7 +86,8 @@ LEFT_OUT_BYTES = 2 * 8 * 4 * 128 + 128 * 128 + 2 * 128 * 64 * 4
 @pytest.mark.filterwarnings("ignore:.*alltoall.*")
 @pytest.mark.parametrize("name", DIVISIONS)
 @pytest.mark.parametrize(("model", "attention"), [
-    pytest.param(MODEL, AttentionKernel.FLASH, id="gpt-flash"), pytest.param(MODEL, AttentionKernel.UNFUSED, id="gpt-unfused"),
+    pytest.param(MODEL, AttentionKernel.FLASH, id="gpt-flash", marks=pytest.mark.slow),
+    pytest.param(MODEL, AttentionKernel.UNFUSED, id="gpt-unfused"),
     pytest.param(LLAMA, AttentionKernel.FLASH, id="llama-flash")])
 def test_a_block_keeps_of_every_tensor_the_part_that_its_placements_say(mesh, model, attention, name):
     training = dataclasses.replace(TRAINING, attention=attention)

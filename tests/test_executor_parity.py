@@ -91,8 +91,10 @@ PLANS: dict[str, Plan] = {
 
 
 SLOW = {  # what differs in them from the others is in one of those alone
-    "dp2-zero1", "dp2-zero2", "bf16-dp2-zero1", "bf16-dp2-zero2", "tp2-llama", "tp2-sp-gpt", "pp2-dp2-zero2", "pp2-dp2-gpt-tied-zbv-zero1",
-    "pp2-tp2-sp-llama-zbv", "bf16-pp2-dp2-zbv-zero1", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks > 4)}
+    "pp2-llama-zbv-few-micro-batches-recompute", "dp2-zero1-one-micro-batch", "dp2-zero3-full-recompute",
+    "dp2-llama-a-zero-stage-per-block", "tp2-sp-gpt-unfused-attention-recompute",
+    "dp2-zero0", "dp2-zero1", "dp2-zero2", "dp2-zero3", "tp2-gpt", "bf16-dp2-zero0", "bf16-dp2-zero1", "bf16-dp2-zero2", "tp2-llama",
+    "tp2-sp-gpt", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks > 2 and name != "pp2-tp2-sp-on-the-first-stage")}
 WORLDS = Worlds(PLANS, SLOW)
 
 

@@ -159,7 +159,7 @@ def _lists(operators: tuple[str, ...], number: int) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize(("model", "attention"), [
-    pytest.param(GPT, "flash", id="gpt-flash"), pytest.param(GPT, "unfused", id="gpt-unfused"),
+    pytest.param(GPT, "flash", id="gpt-flash", marks=pytest.mark.slow), pytest.param(GPT, "unfused", id="gpt-unfused"),
     # torch has a fused RMS norm on GPUs only; the one on CPUs keeps more
     pytest.param(dataclasses.replace(LLAMA, norm="layer_norm"), "flash", id="llama-flash"),
 ])

@@ -122,6 +122,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path, store, capfd):
         "or stuck outside Python; the others wait for it")
 
 
+@pytest.mark.slow
 @pytest.mark.multiproc
 def test_a_rank_that_dies_is_named_and_the_next_try_goes_on_with_the_losses_of_an_undisturbed_run(tmp_path, store, capfd):
     """As torchrun restarts: new ranks, the same store. benchmarks/recovery.py does it with torchrun itself."""

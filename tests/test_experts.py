@@ -237,7 +237,7 @@ def test_an_estimate_refuses_experts_that_cannot_be_divided(model, mesh, reason)
         estimate_plan(model, cluster_of(8), replace(TRAINING, seq_length=128), frame(**mesh))
 
 
-@pytest.mark.parametrize("nic_share", [pytest.param(1.0, id="fast-network"), pytest.param(0.02, id="slow-network")])
+@pytest.mark.parametrize("nic_share", [pytest.param(1.0, id="fast-network"), pytest.param(0.02, id="slow-network", marks=pytest.mark.slow)])
 def test_the_search_equals_brute_force_with_memory_binding(nic_share):
     cluster = cluster_of(4, 2)
     cluster = replace(cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * nic_share))

@@ -29,6 +29,7 @@ from profiles.catalog import load_cluster, load_model, with_gpus
 from profiles.errors import SolverError
 from profiles.spec import TrainingSpec
 from profiles.stack import NEUTRAL
+from tests.cases import named
 from tests.test_solver import hard_problem, knapsack
 
 REAL = pulp.PULP_CBC_CMD.pulp_cbc_path
@@ -145,7 +146,7 @@ def test_a_solve_cut_off_by_its_limit_is_never_called_proven():
         assert not solution.proven
 
 
-@each_fault
+@pytest.mark.parametrize(("fault", "message"), named(FAULTS, {"an-exit-code", "half-a-file"}))
 def test_a_fault_after_the_first_plan_keeps_it_with_an_honest_gap(fault, message, fake_cbc, whole):
     calls = fake_cbc(fault, after=2)
 

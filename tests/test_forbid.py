@@ -86,7 +86,8 @@ def test_gpipe_is_tried_where_1f1b_is_forbidden():
 @pytest.mark.parametrize(("forbidden", "pinned"), [
     pytest.param(["zero=3"], {"zero": (0, 1, 2)}, id="zero", marks=pytest.mark.slow),
     pytest.param(["recompute=none"], {"recompute": (Recompute.SELECTIVE, Recompute.FULL)}, id="recompute", marks=pytest.mark.slow),
-    pytest.param(["recompute=full,selective", "zero=1,2,3"], {"recompute": (Recompute.NONE,), "zero": (0,)}, id="both"),
+    pytest.param(
+        ["recompute=full,selective", "zero=1,2,3"], {"recompute": (Recompute.NONE,), "zero": (0,)}, id="both", marks=pytest.mark.slow),
     pytest.param(["tp=1", "pp=1,2"], {"tp": (2, 4, 8), "pp": (4, 8)}, id="degrees", marks=pytest.mark.slow),
 ])
 def test_forbidding_is_pinning_all_the_others(forbidden, pinned):

@@ -15,7 +15,7 @@ from planner.plan.plan import read
 from planner.ranks.master import Master
 from tests.commands import run, succeed
 
-FRONT = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "4", "--objective", "pareto", "--points", "5")
+FRONT = ("--model", "gpt-tiny", "--gpu", "cpu", "--gpus", "4", "--objective", "pareto", "--points", "3")
 
 
 @pytest.fixture(autouse=True)

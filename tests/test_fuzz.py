@@ -20,8 +20,9 @@ from benchmarks.fuzzing.plans import edited
 from benchmarks.fuzzing.seeds import CONFIGS, DESCRIBED, Seeds, shipped
 from benchmarks.fuzzing.server import Server
 from benchmarks.fuzzing.verdicts import judge
+from tests.cases import mostly_slow
 
-INPUTS = 100
+INPUTS, ALL_INPUTS = 25, 100
 SLOW = ("family-yaml", "command-line", "surroundings")  # searches: the benchmark runs them
 TINY = "--model gpt-tiny --gpus 2 --gpu cpu"
 
@@ -51,10 +52,11 @@ def _needed(kind: fuzzed.Kind) -> set[str]:
 
 
 @pytest.mark.multiproc
-def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_together_is_read(seeds):
+@pytest.mark.parametrize("count", [INPUTS, pytest.param(ALL_INPUTS, marks=pytest.mark.slow)])
+def test_no_mutated_file_ends_in_a_traceback_and_no_plan_that_does_not_fit_together_is_read(seeds, count):
     failures = []
 
-    run(numbers(INPUTS, without_torch()), 0, seeds, 1, lambda result: failures.append(result) if result.verdict.failure else None)
+    run(numbers(count, without_torch()), 0, seeds, 1, lambda result: failures.append(result) if result.verdict.failure else None)
 
     found = [f"{len(group.results)} x {group.failure}: {group.cause} ({group.results[0].given.name})" for group in grouped(failures)]
     assert found == []
@@ -204,7 +206,8 @@ JSON = {
 
 
 @pytest.mark.parametrize("text", JSON)
-@pytest.mark.parametrize("command", ["show f.json", "calibrate f.json -o -", "estimate --model f.json --gpus 2 --gpu cpu"])
+@pytest.mark.parametrize("command", mostly_slow(
+    ["show f.json", "calibrate f.json -o -", "estimate --model f.json --gpus 2 --gpu cpu"], {"show f.json"}))
 def test_a_json_document_that_is_none_is_refused(server, command, text):
     _refused(server, Input(kind="corpus", number=0, arguments=tuple(command.split()), files={"f.json": JSON[text].encode()}))
 
@@ -222,7 +225,7 @@ def test_a_hugging_face_config_with_a_value_of_another_kind_is_handled(server, k
     assert judge(given, server.run(given)).failure == ""
 
 
-@pytest.mark.parametrize("command", ["show p.yaml", "trace p.yaml -o t.json"])
+@pytest.mark.parametrize("command", mostly_slow(["show p.yaml", "trace p.yaml -o t.json"], {"show p.yaml"}))
 @pytest.mark.parametrize("broken", MISFITS)
 def test_a_plan_that_does_not_fit_together_is_refused_by_every_command(server, seeds, broken, command):
     plan = copy.deepcopy(seeds.tree("plan-pp2-tp2"))
@@ -250,7 +253,7 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("line", mostly_slow(LINES, LINES.keys() - {"one-recompute-level", "ways-out-in-time"}))
 def test_a_command_line_ends_with_a_result_or_one_error(server, seeds, line):
     given = Input(
         kind="corpus", number=0, arguments=tuple(LINES[line].split(" ")), files={"plan.yaml": seeds.content("plan-pp2-tp2")},
@@ -267,7 +270,7 @@ SHOWN = ("show plan.yaml", "--help", f"estimate {TINY} -o -",
     "estimate --model \u00e9t\u00e9.yaml --gpus 2 --gpu cpu")
 
 
-@pytest.mark.parametrize("command", SHOWN)
+@pytest.mark.parametrize("command", mostly_slow(SHOWN, SHOWN[:2]))
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_a_command_ends_well_whatever_its_streams_are(server, seeds, surroundings, command):
     model = shipped("models", "gpt-tiny").replace(b"gpt-tiny", "\u00e9t\u00e9".encode())

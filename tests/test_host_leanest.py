@@ -33,6 +33,7 @@ from planner.search import find_plan
 from profiles.errors import InfeasibleError
 from profiles.spec import Precision
 from profiles.units import GIB
+from tests.cases import mostly_slow
 from tests.instances import Instance
 from tests.test_chunk_columns import STATES, chunked_frames, every_strategy, instance
 
@@ -59,7 +60,7 @@ def peak_gib(plan: Plan) -> float:
 
 
 @pytest.mark.parametrize(("gpus", "states", "precision"), CASES)
-@pytest.mark.parametrize("slowdown", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("slowdown", mostly_slow([0.0, 0.1, 0.5], {0.1}))
 def test_with_the_host_devices_hold_no_more_than_without_it_at_the_same_slowdown(
     gpus: int, states: int, precision: Precision, slowdown: float,
 ) -> None:

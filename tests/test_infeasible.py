@@ -17,10 +17,11 @@ from profiles.spec import TrainingSpec
 from profiles.stack import NEUTRAL
 from profiles.terms import Residuals, Terms, shipped_terms
 from profiles.units import GIB, MIB
+from tests.cases import mostly_slow
 from tests.instances import PINS, every_price, least_peak, peak_bytes, random_instance
 
 A100 = load_cluster("a100-80gb")
-SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed % 3 else ()) for seed in range(12)]
+SEEDS = mostly_slow(range(12), {0, 3})
 
 
 def question(name, num_gpus, batch, seq_length=2048):
@@ -62,7 +63,7 @@ def test_what_is_missing_is_what_the_leanest_of_all_strategies_needs(seed):
         find_plan(*asked, constraints=PINS, options=SearchOptions(memory_limit_bytes=int(least) - 1))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", mostly_slow(range(6), {0, 5}))
 def test_the_least_peak_is_that_of_the_leanest_of_all_strategies_to_1_mib(seed):
     instance = random_instance(seed)
 

@@ -24,6 +24,7 @@ from profiles.model import LayerKind, layer_class
 from profiles.spec import TrainingSpec
 from profiles.stack import AttentionKernel, Stack
 from profiles.transformer import build_graph
+from tests.cases import mostly_slow, named
 
 MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 16))
 NO_HOST = Stack(host_operator_s=0.0)  # what the host needs to launch a layer is a bound of the whole layer
@@ -35,7 +36,7 @@ SHARDINGS = {
     "one": Sharding(), "tp2": Sharding(2), "tp2-sp": Sharding(2, True), "tp4-sp": Sharding(4, True),
     "2x2": Sharding(4, False, (), (2, 2)), "2x2-sp": Sharding(4, True, (), (2, 2)),
 }
-SEEDS = [*range(15), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(15, 50))]
+SEEDS = mostly_slow(range(50), {1, 3, 4, 5, 6, 7})
 HOST_S = 20e-6  # as long as some of these operators
 
 
@@ -48,8 +49,8 @@ def sharding_of(problem, options, sharding):
 
 
 @pytest.mark.parametrize("kernel", list(AttentionKernel))
-@pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("sharding", named(SHARDINGS, {"one", "tp4-sp", "2x2-sp"}))
+@pytest.mark.parametrize("model", named(MODELS, {"gpt", "llama"}))
 def test_options_add_up_to_the_price_of_the_layer(model, sharding, kernel):
     training = replace(TRAINING, attention=kernel, stack=replace(load_stack("megatron-core"), host_operator_s=0.0))
     layer = build_graph(model, training, 4).block
@@ -143,7 +144,7 @@ def test_the_front_is_that_of_brute_force(seed):
     assert least_time_s(problem) == pytest.approx(front[0].time_s, rel=1e-12)
 
 
-@pytest.mark.parametrize("sharding", [Sharding(), Sharding(4), Sharding(4, True)], ids=["one", "tp4", "tp4-sp"])
+@pytest.mark.parametrize("sharding", named({"one": Sharding(), "tp4": Sharding(4), "tp4-sp": Sharding(4, True)}, {"tp4-sp"}))
 @pytest.mark.parametrize("solver", list(SolverName))
 def test_the_front_of_a_whole_block_is_that_of_the_integer_program(solver, sharding):
     """At each kept size of the front, of which every third: nothing is faster that keeps no more."""

@@ -15,10 +15,11 @@ from planner.layers.plans import LayerOption
 from planner.ranks.columns import RankColumns
 from planner.ranks.mix_table import MixTable
 from planner.request import Constraints
+from tests.cases import mostly_slow
 from tests.instances import random_instance
 
 ALL, HEADS = frozenset({"heads", "ffn"}), frozenset({"heads"})
-SEEDS = [pytest.param(seed, marks=pytest.mark.slow if seed % 2 else ()) for seed in range(10)]
+SEEDS = mostly_slow(range(10), {4})
 
 
 def option(time_s, saved, layout=ALL, workspace=0.0):

@@ -30,6 +30,7 @@ from profiles.model import LayerKind
 from profiles.spec import ModelSpec, TrainingSpec
 from profiles.stack import NEUTRAL
 from profiles.units import MIB
+from tests.cases import mostly_slow
 from tests.traced_models import activation, join, linear, model_of, traced_spec, value
 
 GPT = ModelSpec(
@@ -126,7 +127,7 @@ def uneven() -> Sharded:
     return shard(model_of(*operators, join("loss", (x,), "loss", 1), inputs=(value("batch_x", 128),)))
 
 
-@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
+@pytest.mark.parametrize("schedule", mostly_slow([Schedule.ONE_F_ONE_B, Schedule.GPIPE], {Schedule.ONE_F_ONE_B}))
 def test_the_search_finds_what_brute_force_finds(schedule):
     sharded, training = uneven(), TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL)
     cluster = replace(CLUSTER, nodes=1, gpus_per_node=4)

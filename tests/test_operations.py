@@ -21,6 +21,7 @@ from profiles.errors import ConfigError
 from profiles.spec import ModelSpec, Norm, TrainingSpec
 from profiles.stack import NEUTRAL
 from profiles.transformer import build_graph
+from tests.cases import mostly_slow
 
 CPU = torch.device("cpu")
 TINY = {
@@ -44,7 +45,7 @@ def _case(work: str, precision: str = "fp32", passes: tuple[str, ...] | None = N
         passes=tuple(Pass(name=name) for name in (found.passes if passes is None else passes)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", mostly_slow(["fp32", "bf16"], {"bf16"}))
 @pytest.mark.parametrize("work", TIMED)
 def test_every_operator_has_a_time_for_each_of_its_passes(work: str, precision: str) -> None:
     measured = measure(_case(work, precision), "cpu")

@@ -16,9 +16,10 @@ from planner.report.documents import plan_document, plan_schema
 from planner.search import find_plan
 from profiles.errors import ConfigError
 from profiles.stack import NEUTRAL, AvailableKernel, Stack
+from tests.cases import mostly_slow
 from tests.instances import PINS, random_instance
 
-SEEDS = (0, 1, 5, 8)
+SEEDS = mostly_slow((0, 1, 5, 8), {5})
 
 
 def plan_of(seed: int, objective: Objective = Objective.THROUGHPUT) -> Plan:

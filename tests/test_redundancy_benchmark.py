@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -45,6 +44,7 @@ def test_the_classes_add_up_to_the_peak_and_the_tensors_leave_the_reserve_out(ro
         assert row.peak_gib - row.tensors_gib == pytest.approx(row.memory_gib["reserve"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_ours_is_never_slower_than_a_plan_of_the_space_that_ours_contains(setting, rows_and_savings):
     fastest = min(row.step_s for row in rows_and_savings[0] if row.system == "ours" and row.recompute == "best")
 
@@ -52,6 +52,7 @@ def test_ours_is_never_slower_than_a_plan_of_the_space_that_ours_contains(settin
     assert fastest <= alpa.step_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_saving_is_of_the_same_recompute_and_under_the_limit_where_it_says_so(rows_and_savings):
     rows, found = rows_and_savings
 
@@ -70,8 +71,10 @@ def test_a_saving_is_of_the_same_recompute_and_under_the_limit_where_it_says_so(
 
 @pytest.mark.parametrize(("peak_saving", "step_ratio", "reaches"), [
     (0.67, 1.10, True), (0.66, 0.5, False), (0.9, 1.11, False), (0.9, 0.9, True)])
-def test_a_saving_is_reached_with_both_the_memory_and_the_time(rows_and_savings, peak_saving, step_ratio, reaches):
-    saving: Saving = replace(rows_and_savings[1][0], peak_saving=peak_saving, step_ratio=step_ratio)
+def test_a_saving_is_reached_with_both_the_memory_and_the_time(peak_saving, step_ratio, reaches):
+    saving = Saving(
+        model="gpt-2.5b", gpus=2, recompute="none", against="megatron", ours="memory", peak_saving=peak_saving, tensors_saving=0.0,
+        redundant_saving=0.0, step_ratio=step_ratio)
 
     assert saving.reaches is reaches
 

@@ -125,7 +125,7 @@ def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pi
 
 
 @pytest.mark.parametrize(("text", "other"), [
-    ("zero=3", "dp=1,2"),
+    pytest.param("zero=3", "dp=1,2", marks=pytest.mark.slow),
     pytest.param("recompute=full", "tp=2,4", marks=pytest.mark.slow), pytest.param("tp=8", "schedule=gpipe", marks=pytest.mark.slow)])
 def test_a_ban_that_stands_in_the_way_is_named(text, other):
     others = parse_bans([other])
@@ -150,6 +150,7 @@ def test_a_whole_mesh_that_is_pinned_is_relaxed_with_the_dp_that_follows():
     assert any(one.flags[0].startswith("--tp ") and one.flags[1].startswith("--dp ") for one in found.found)
 
 
+@pytest.mark.slow
 def test_the_cheapest_comes_first_and_more_gpus_last():
     asked = between(PINS["micro-batch"][1], Constraints())
     found = relaxed(asked).found
@@ -199,6 +200,7 @@ def test_the_margin_that_is_named_is_the_largest_that_fits():
         search(replace(asked, options=SearchOptions(memory_margin=margin + 0.002)))
 
 
+@pytest.mark.slow
 def test_a_margin_that_measured_runs_do_not_ask_for_has_no_note():
     asked = request(Constraints(recompute=(Recompute.NONE,), tp=(1,)))
     share = needs(asked) / asked.cluster.device.memory_bytes
@@ -210,6 +212,7 @@ def test_a_margin_that_measured_runs_do_not_ask_for_has_no_note():
     assert one.note == ""
 
 
+@pytest.mark.slow
 def test_a_memory_limit_is_raised_by_no_more_than_a_tenth_of_a_gib():
     asked = request(Constraints(recompute=(Recompute.NONE,)), 8 * GIB)
     need = needs(asked)

@@ -33,7 +33,7 @@ def relaxation(flags, step_s=1.0, **others):
 
 
 @pytest.mark.parametrize("asked", [
-    pytest.param(("--recompute", "none", "--memory-limit", "17GiB"), id="a-pin"),
+    pytest.param(("--recompute", "none", "--memory-limit", "17GiB"), id="a-pin", marks=pytest.mark.slow),
     pytest.param(("--tp", "1", "--pp", "1", "--dp", "8", "--zero", "0", "--recompute", "none", "--memory-margin", "0.1"), id="a-mesh"),
     pytest.param(
         ("--forbid", "zero=3", "--tp", "1", "--dp", "8", "--pp", "1", "--memory-limit", "35GiB"), id="a-ban", marks=pytest.mark.slow),

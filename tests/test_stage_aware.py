@@ -119,7 +119,7 @@ FEW, ALL = (Schedule.ONE_F_ONE_B, Schedule.SCP), (Schedule.ONE_F_ONE_B, *sorted(
 
 @pytest.mark.parametrize(("model", "gpu", "gpus", "pp", "tp", "b", "schedules", "limits_gib"), [
     pytest.param("gpt-1.5b", "a10g-24gb", 8, 4, 1, 2, FEW, (9.5, 11), id="gpt-1.5b"),
-    pytest.param("gpt-2.5b", "rtx3090", 8, 2, 2, 2, FEW, (12.5, 16), id="gpt-2.5b-tensor-parallel"),
+    pytest.param("gpt-2.5b", "rtx3090", 8, 2, 2, 2, FEW, (12.5, 16), id="gpt-2.5b-tensor-parallel", marks=pytest.mark.slow),
     *(pytest.param(*case, ALL, (7, 8, 9, 11, 13, 16, 22), marks=pytest.mark.slow, id="-".join(map(str, case))) for case in (
         ("gpt-1.5b", "a10g-24gb", 8, 4, 1, 2), ("gpt-1.5b", "a10g-24gb", 8, 2, 1, 1), ("gpt-2.5b", "rtx3090", 8, 4, 1, 1),
         ("gpt-2.5b", "rtx3090", 8, 2, 2, 2), ("gpt-2.5b", "rtx3090", 16, 8, 1, 1), ("gpt-2.5b", "rtx3090", 16, 4, 2, 2),

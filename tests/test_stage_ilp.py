@@ -15,8 +15,9 @@ from planner.ranks.columns import Column
 from planner.ranks.master import Master, evaluate, lower_bound_s, redundancy_bound_bytes
 from planner.request import SolverName
 from profiles.units import MIB
+from tests.cases import mostly_slow
 
-SEEDS = range(12)
+SEEDS = mostly_slow(range(12), range(4))
 SCALES = [pytest.param(1e-6, id="microseconds"), pytest.param(1e-1, id="tenths-of-seconds")]
 
 
@@ -89,7 +90,7 @@ def test_the_leanest_choice_within_a_slowdown_is_that_of_brute_force(seed, slowd
 
 
 @pytest.mark.parametrize("scale_s", SCALES)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", mostly_slow(range(40), range(10)))
 def test_the_lower_bounds_never_exceed_the_optimum_and_see_what_is_infeasible(seed, scale_s):
     frame, options, num_layers = random_case(seed, scale_s)
     choices = list(every_choice(frame, options, num_layers))

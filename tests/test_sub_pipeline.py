@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from costmodels.sub_pipeline import Part, block_s, linear_s, pace_s, row_s
+from tests.cases import mostly_slow
 
 A_HALF_S, M_HALF_S = 3.0, 5.0  # attention and feed-forward, half a micro-batch each
 X_S = 2 * (A_HALF_S + M_HALF_S)
@@ -72,7 +73,7 @@ def test_between_the_bounds_an_uneven_block_waits_for_its_longer_part():
     assert pace_s(parts) > max(2 * (1.0 + 3.0), 4 * 2.0)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", mostly_slow(range(150), range(30)))
 def test_random_blocks_take_what_two_streams_take(seed):
     draw = random.Random(seed)
 
@@ -85,7 +86,7 @@ def test_random_blocks_take_what_two_streams_take(seed):
         assert row_s(parts, blocks) == pytest.approx(block_s(parts) + (blocks - 1) * pace_s(parts), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", mostly_slow(range(30), range(10)))
 def test_a_higher_level_never_takes_longer_and_no_part_that_takes_longer_speeds_one_up(seed):
     draw = random.Random(seed)
     a, m, c = (draw.random() * draw.choice((0.5, 2.0)) for _ in range(3))

@@ -1,0 +1,23 @@
+"""Which of many cases of one kind the plain run has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import pytest
+
+
+def mostly_slow(cases: Iterable[Any], plain: Collection[Any]) -> list[Any]:
+    """All cases in their order. Those that are not plain are marked slow."""
+    every = list(cases)
+    assert all(case in every for case in plain)
+    return [case if case in plain else pytest.param(case, marks=pytest.mark.slow) for case in every]
+
+
+def named(cases: Mapping[str, Any], plain: Collection[str]) -> list[Any]:
+    """All cases by their names. A case is a value, or a tuple of values. Those that are not plain are marked slow."""
+    assert set(plain) <= set(cases)
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=() if name in plain else pytest.mark.slow)
+        for name, case in cases.items()]
