@@ -80,10 +80,10 @@ def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
         assert redundancy_bound_bytes(frame, table) <= best_bytes[frame] * (1 + 1e-9) + 1
 
 
-def gpt_2_5b_on_8():
+def gpt_2_5b_on_16():
     entry = load_model("gpt-2.5b")
     training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
-    return entry.spec, with_gpus(load_cluster("a100-80gb"), 8), training
+    return entry.spec, with_gpus(load_cluster("a100-80gb"), 16), training
 
 
 def gpt_20b_on_64():
@@ -94,22 +94,22 @@ def gpt_20b_on_64():
 
 @pytest.fixture(scope="module")
 def whole():
-    return find_plan(*gpt_2_5b_on_8())
+    return find_plan(*gpt_2_5b_on_16())
 
 
 @pytest.fixture(scope="module")
 def in_14_gib():
-    return find_plan(*gpt_2_5b_on_8(), options=SearchOptions(memory_limit_bytes=14 * GIB))
+    return find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB))
 
 
 @pytest.mark.slow
 def test_the_same_request_gives_the_same_bytes_twice(whole):
-    assert to_yaml(find_plan(*gpt_2_5b_on_8())) == to_yaml(whole)
+    assert to_yaml(find_plan(*gpt_2_5b_on_16())) == to_yaml(whole)
 
 
 @pytest.mark.slow
 def test_cbc_and_highs_find_the_same_optimum(in_14_gib):
-    highs = find_plan(*gpt_2_5b_on_8(), options=SearchOptions(memory_limit_bytes=14 * GIB, solver=SolverName.HIGHS))
+    highs = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, solver=SolverName.HIGHS))
 
     assert in_14_gib.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
 
@@ -126,14 +126,14 @@ def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_14_gib):
 @pytest.mark.slow
 def test_the_memory_objective_is_leaner_and_within_the_slowdown(whole):
     fast = whole
-    lean = find_plan(*gpt_2_5b_on_8(), Objective.MEMORY, options=SearchOptions(max_slowdown=0.1))
+    lean = find_plan(*gpt_2_5b_on_16(), Objective.MEMORY, options=SearchOptions(max_slowdown=0.1))
 
     assert lean.predicted.redundancy_gib.total < fast.predicted.redundancy_gib.total
     assert lean.predicted.step_time_s.value <= 1.1 * fast.predicted.step_time_s.value * 1.02  # simulated against closed form
 
 
 def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap(in_14_gib):
-    plan, ended = find_plan(*gpt_2_5b_on_8(), options=SearchOptions(memory_limit_bytes=14 * GIB, deadline=NEVER.first_plan())), in_14_gib
+    plan, ended = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, deadline=NEVER.first_plan())), in_14_gib
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= ended.search.bound <= plan.search.value
@@ -148,7 +148,7 @@ def test_an_interrupt_after_the_first_plan_returns_it_as_feasible():
         if progress.incumbent is not None:
             raise KeyboardInterrupt
 
-    plan = find_plan(*gpt_2_5b_on_8(), on_progress=interrupt)
+    plan = find_plan(*gpt_2_5b_on_16(), on_progress=interrupt)
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= plan.search.value
@@ -169,7 +169,7 @@ def test_the_margin_of_the_stack_is_what_a_search_keeps_free(monkeypatch):
     residuals = Residuals(time_rows=50, time_band=0.001, memory_rows=50, memory_band=0.05, memory_margin=0.6)
     every = replace(residuals, memory_margin=0.0)
     monkeypatch.setattr("planner.band.shipped_terms", lambda: Terms(residuals={"all": every, "s": residuals}))
-    model, cluster, training = gpt_2_5b_on_8()
+    model, cluster, training = gpt_2_5b_on_16()
 
     kept = find_plan(model, cluster, replace(training, stack=Stack(name="s")))
     full = find_plan(model, cluster, training)
@@ -180,7 +180,7 @@ def test_the_margin_of_the_stack_is_what_a_search_keeps_free(monkeypatch):
 
 
 def test_pins_are_respected():
-    plan = find_plan(*gpt_2_5b_on_8(), constraints=Constraints(tp=(2,), pp=(1, 2), zero=(1,)))
+    plan = find_plan(*gpt_2_5b_on_16(), constraints=Constraints(tp=(2,), pp=(1, 2), zero=(1,)))
 
     assert plan.mesh.tp == 2
     assert plan.mesh.pp in (1, 2)
@@ -214,7 +214,7 @@ def test_an_interrupt_in_the_memory_search_falls_back_to_the_fastest_plan(whole,
         raise KeyboardInterrupt
 
     monkeypatch.setattr("planner.ranks.master.Master.leanest", interrupt)
-    plan = find_plan(*gpt_2_5b_on_8(), "memory")
+    plan = find_plan(*gpt_2_5b_on_16(), "memory")
 
     assert plan.search.status is Status.FEASIBLE
     assert plan.search.bound <= plan.search.value
