@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-import cli_largest
-import cli_module
-import cli_profile
-import cli_run
-import cli_show
-from cli_options import (
+from parplan.commands import largest as cli_largest
+from parplan.commands import profile as cli_profile
+from parplan.commands import run_commands as cli_run
+from parplan.commands import show as cli_show
+from parplan.commands import traced_module as cli_module
+from parplan.commands.common_options import (
     AIM,
     BASELINES,
     EVICTION,
@@ -31,16 +31,25 @@ from cli_options import (
     searching,
     tracing,
 )
-from cli_output import STDOUT, deliver, require_output
-from cli_style import INTERRUPTED, List, Main, Whole, noticing_ctrl_c, option, print_json, show_version
+from parplan.commands.output import STDOUT, deliver, require_output
+from parplan.commands.style import (
+    INTERRUPTED,
+    List,
+    Main,
+    Whole,
+    noticing_ctrl_c,
+    option,
+    print_json,
+    show_version,
+)
 
 if TYPE_CHECKING:
-    from planner.options.options import Question
-    from planner.pareto import Front
-    from planner.plan.plan import Plan
-    from planner.report.summary import Context
-    from planner.request import Constraints, SearchOptions
-    from planner.validation.priced import Priced
+    from parplan.commands.requests.described import Question
+    from parplan.planner.plan.plan import Plan
+    from parplan.planner.request import Constraints, SearchOptions
+    from parplan.planner.search.pareto import Front
+    from parplan.planner.validation.priced_rows import Priced
+    from parplan.report.plans.summary import Context
 
 
 
@@ -77,7 +86,7 @@ def main(ctx: click.Context, **options: Any) -> int | None:
 
 
 def _search(options: dict[str, Any]) -> int:
-    from planner.options.options import (
+    from parplan.commands.requests.described import (
         all_assumed,
         constraints,
         offload_assumed,
@@ -86,7 +95,7 @@ def _search(options: dict[str, Any]) -> int:
         require_possible,
         search_options,
     )
-    from planner.report.summary import Context
+    from parplan.report.plans.summary import Context
 
     output: Path = options["output"]
     require_no_front(options)
@@ -113,11 +122,18 @@ def _files(options: dict[str, Any]) -> dict[str, str]:
 
 
 def _front(options: dict[str, Any]) -> int:
-    from planner.options.options import all_assumed, constraints, question_of, require_front, require_possible, search_options
-    from planner.pareto import find_front
-    from planner.report.progress import front_bar
-    from planner.report.summary import Context
-    from planner.report.text import console
+    from parplan.commands.requests.described import (
+        all_assumed,
+        constraints,
+        question_of,
+        require_front,
+        require_possible,
+        search_options,
+    )
+    from parplan.planner.search.pareto import find_front
+    from parplan.report.plans.summary import Context
+    from parplan.report.progress_bars import front_bar
+    from parplan.report.text import console
 
     require_front(options)
     question, pins, how = question_of(options), constraints(options), search_options(options)
@@ -137,10 +153,10 @@ def _front(options: dict[str, Any]) -> int:
 
 def _deliver_front(front: Front, context: Context, output: Path, plot: Path | None, *, as_json: bool) -> None:
     """A plan file for every point, the table to the terminal, the picture; what cannot be written does not lose the table."""
-    from planner.pareto import plan_paths
-    from planner.plan.plan import write
-    from planner.report.front import front_document, print_front
-    from planner.report.text import console
+    from parplan.planner.plan.plan import write
+    from parplan.planner.search.pareto import plan_paths
+    from parplan.report.searches.front_table import front_document, print_front
+    from parplan.report.text import console
 
     paths = plan_paths(output, len(front.points))
     try:
@@ -155,7 +171,7 @@ def _deliver_front(front: Front, context: Context, output: Path, plot: Path | No
     if beyond.exists():
         click.echo(f"note: {beyond} and what follows is of an earlier front", err=True)
     if plot:
-        from planner.report.front_plot import draw_front
+        from parplan.report.plots.front_plot import draw_front
 
         draw_front(front, plot)
         click.echo(f"wrote {plot}", err=as_json)
@@ -163,10 +179,10 @@ def _deliver_front(front: Front, context: Context, output: Path, plot: Path | No
 
 def _find(question: Question, pins: Constraints, how: SearchOptions, objective: str) -> tuple[Plan, list[int]]:
     """The plan, with a bar on stderr while it is searched; and whether Ctrl-C ended the search early."""
-    from planner.report.progress import progress_bar
-    from planner.report.relaxations import explained_error
-    from planner.report.text import console
-    from planner.search import find_plan
+    from parplan.planner.search.find_plan import find_plan
+    from parplan.report.progress_bars import progress_bar
+    from parplan.report.searches.infeasible_text import explained_error
+    from parplan.report.text import console
 
     with noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
         plan = find_plan(
@@ -177,7 +193,7 @@ def _find(question: Question, pins: Constraints, how: SearchOptions, objective: 
 
 def _with_module(plan: Plan, question: Question) -> Plan:
     """`plan` for the module that was asked for. Raises ConfigError for what the executor cannot run on it."""
-    from executor.foreign.rules import validate_module
+    from parplan.executor.rules.external_rules import validate_module
 
     plan = replace(plan, module=question.module)
     validate_module(plan)
@@ -185,10 +201,10 @@ def _with_module(plan: Plan, question: Question) -> Plan:
 
 
 def _explain(question: Question, pins: Constraints, how: SearchOptions, *, to_stderr: bool) -> None:
-    from planner.frames.left_out import left_out
-    from planner.report.explain import print_pruned
-    from planner.report.text import console
-    from planner.session import Prices
+    from parplan.planner.candidates.never_searched import left_out
+    from parplan.planner.search.search_session import Prices
+    from parplan.report.searches.pruned_table import print_pruned
+    from parplan.report.text import console
 
     prices = Prices(question.model, question.cluster, question.training, pins, how.deadline)
     print_pruned(prices.space, left_out(pins, question.training.stack), console(sys.stderr if to_stderr else sys.stdout))
@@ -213,13 +229,20 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
 
     Says where the difference comes from: compute, bubble, exposed communication, recompute, memory by class.
     """
-    from planner.baselines.systems import baseline_names
-    from planner.compare import compare
-    from planner.options.options import all_assumed, constraints, offload_assumed, question_of, require_possible, search_options
-    from planner.plan.plan import read
-    from planner.report.compare import comparison_document, print_comparison
-    from planner.report.text import console
-    from planner.request import Constraints
+    from parplan.commands.requests.described import (
+        all_assumed,
+        constraints,
+        offload_assumed,
+        question_of,
+        require_possible,
+        search_options,
+    )
+    from parplan.planner.baselines.systems import baseline_names
+    from parplan.planner.plan.plan import read
+    from parplan.planner.request import Constraints
+    from parplan.planner.search.comparison import compare
+    from parplan.report.searches.comparison_tables import comparison_document, print_comparison
+    from parplan.report.text import console
 
     if plan_file:
         _require_alone(ctx)
@@ -286,11 +309,11 @@ _MEASURED = "Measured steps"
 @as_json
 def estimate(**options: Any) -> None:
     """Price one layout by hand: the same breakdown and the same plan file, without a search."""
-    from costmodels.recompute import Recompute
-    from planner.estimate import estimate_plan
-    from planner.options.chunk_options import chunk_request
-    from planner.options.options import frame, question_of
-    from planner.report.summary import Context
+    from parplan.commands.requests.chunk_options import chunk_request
+    from parplan.commands.requests.described import frame, question_of
+    from parplan.costmodels.layers.recompute import Recompute
+    from parplan.planner.search.estimate import estimate_plan
+    from parplan.report.plans.summary import Context
 
     output = options["output"]
     require_output(output)
@@ -314,10 +337,10 @@ def estimate(**options: Any) -> None:
 @as_json
 def explain(**options: Any) -> None:
     """List the strategies of every operator with their prices, and the rejected ones with the reason."""
-    from planner.layers.strategies import operator_strategies
-    from planner.options.options import layout_book, question_of
-    from planner.report.strategies import print_strategies, strategies_document
-    from planner.report.text import console
+    from parplan.commands.requests.described import layout_book, question_of
+    from parplan.planner.layer_options.operator_strategies import operator_strategies
+    from parplan.report.plans.strategy_table import print_strategies, strategies_document
+    from parplan.report.text import console
 
     frame, book = layout_book(question_of(options), options)
     found = list(operator_strategies(frame, options["zero"], book, options["operator"]))
@@ -337,10 +360,10 @@ def explain(**options: Any) -> None:
 @as_json
 def validate(steps: Path | None, sources: tuple[str, ...], rows: bool, fitted: bool, plot: Path | None, as_json: bool) -> None:
     """Price published training steps as they were run, and print how far the prices are from what was measured."""
-    from planner.report import validation as report
-    from planner.report.scatter import draw, require_plot
-    from planner.report.text import console
-    from planner.validation.fitted import fitted_terms
+    from parplan.planner.validation.fitted_terms import fitted_terms
+    from parplan.report import validation_tables as report
+    from parplan.report.plots.scatter_plot import draw, require_plot
+    from parplan.report.text import console
 
     if plot:
         require_plot(plot)
@@ -364,10 +387,10 @@ def validate(steps: Path | None, sources: tuple[str, ...], rows: bool, fitted: b
 
 def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[Priced]:
     """The rows of a table, by default of the shipped one, priced; a bar on stderr while it lasts."""
-    from planner.report.progress import count_bar
-    from planner.report.text import console
-    from planner.validation.rows import read_table
-    from planner.validation.table import of_sources, price_table
+    from parplan.planner.validation.step_rows import read_table
+    from parplan.planner.validation.step_table import of_sources, price_table
+    from parplan.report.progress_bars import count_bar
+    from parplan.report.text import console
 
     found = of_sources(read_table(steps), sources)
     with count_bar(console(sys.stderr), "pricing", len(found)) as on_row:
@@ -378,7 +401,7 @@ def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[Priced]:
 @as_json
 def models(as_json: bool) -> None:
     """List the models that come with the planner: any of them goes after --model."""
-    from planner.report import catalogue
+    from parplan.report.machines import catalogue_tables as catalogue
 
     _list(catalogue.model_rows, catalogue.print_models, as_json=as_json)
 
@@ -387,7 +410,7 @@ def models(as_json: bool) -> None:
 @as_json
 def clusters(as_json: bool) -> None:
     """List the GPUs that come with the planner, each in its usual node: any of them goes after --gpu."""
-    from planner.report import catalogue
+    from parplan.report.machines import catalogue_tables as catalogue
 
     _list(catalogue.cluster_rows, catalogue.print_clusters, as_json=as_json)
 
@@ -396,13 +419,13 @@ def clusters(as_json: bool) -> None:
 @as_json
 def stacks(as_json: bool) -> None:
     """List the software stacks that come with the planner, with the error of their prices: any of them goes after --stack."""
-    from planner.report import catalogue
+    from parplan.report.machines import catalogue_tables as catalogue
 
     _list(catalogue.stack_rows, catalogue.print_stacks, as_json=as_json)
 
 
 def _list(rows: Callable[[], Sequence[object]], show_table: Callable[[Any], None], *, as_json: bool) -> None:
-    from planner.report.text import console
+    from parplan.report.text import console
 
     if as_json:
         print_json(rows())
@@ -414,8 +437,8 @@ def _list(rows: Callable[[], Sequence[object]], show_table: Callable[[Any], None
 @option(OUTPUT, "--profile", is_flag=True, help="Of the profile file instead.")
 def schema(profile: bool) -> None:
     """Print the JSON Schema of the plan file."""
-    from planner.report.documents import plan_schema
-    from profiles.own import schema as profile_schema
+    from parplan.profiles.machines.user_profile import schema as profile_schema
+    from parplan.report.plan_documents import plan_schema
 
     print_json(profile_schema() if profile else plan_schema())
 

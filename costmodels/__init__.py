@@ -1,0 +1,1 @@
+"""PRICE: pure functions from numbers to seconds and bytes."""

@@ -6,7 +6,7 @@ Two times are given. The *closed form* is what the integer program minimises (EQ
 
 with a = 1/v, or for schedules that split the backward what their list says (`bubble_share`), t_s the seconds of one
 micro-batch on rank s (compute, recompute, exposed communication) and tail_s what follows its last backward pass (exposed
-gradient reduction, optimizer). Where recompute runs ahead of the gradient, part of it is hidden (costmodels/passes.py).
+gradient reduction, optimizer). Where recompute runs ahead of the gradient, part of it is hidden (costmodels/schedules/hidden_recompute.py).
 The *simulated* time replays the schedule's action list and is the one reported.
 """
 
@@ -17,26 +17,26 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from costmodels.actions import Work
-from costmodels.book import PriceBook
-from costmodels.chunks.memory import device_memory, prices_of
-from costmodels.chunks.time import chunk_time
-from costmodels.collectives import Collective, collective_time
-from costmodels.copies import exposed_copies
-from costmodels.layer import DataParallelTime, contention, summed_inside
-from costmodels.layer_book import LayerBook
-from costmodels.mesh import Axis, place_axis
-from costmodels.occupancy import RankMemory, rank_layers
-from costmodels.pace import layouts_of
-from costmodels.passes import Ahead, hidden_passes, plain_and_ramp
-from costmodels.redundancy import RedundantBytes, rank_redundancy
-from costmodels.schedules import LAST_KEEPS_ALL, Schedule
-from costmodels.simulate import SimulatedStep, StageCost, replay
-from costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
-from profiles.errors import ConfigError
-from profiles.model import LayerKind
-from profiles.provenance import ZERO, Seconds
-from profiles.spec import TrainingSpec
+from parplan.costmodels.chunks.chunk_memory import device_memory, prices_of
+from parplan.costmodels.chunks.chunk_time import chunk_time
+from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.mesh import Axis, place_axis
+from parplan.costmodels.layers.layer_price import DataParallelTime, contention, summed_inside
+from parplan.costmodels.layers.layer_price_cache import LayerBook
+from parplan.costmodels.memory.activation_copies import exposed_copies
+from parplan.costmodels.memory.rank_memory import RankMemory, rank_layers
+from parplan.costmodels.operators.host_launch import layouts_of
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.hidden_recompute import Ahead, hidden_passes, plain_and_ramp
+from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL, Schedule
+from parplan.costmodels.schedules.simulator import SimulatedStep, StageCost, replay
+from parplan.costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
+from parplan.costmodels.usage.redundancy import RedundantBytes, rank_redundancy
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.provenance import ZERO, Seconds
 
 SCALAR_BYTES = 8
 STEPS = 50  # of the proportions that a bubble is replayed with: 2 % of a micro-batch
@@ -165,7 +165,7 @@ def transfer_time(rank: int, frame: Frame, book: PriceBook) -> Seconds:
 def time_between(here: int, there: int, frame: Frame, book: PriceBook) -> Seconds:
     """The same from one pipeline rank to another, nothing from a rank to itself.
 
-    Where the stack hides transfers of the interleaved schedule, what they slow down is left (costmodels/layer.py).
+    Where the stack hides transfers of the interleaved schedule, what they slow down is left (costmodels/layers/layer_price.py).
     The ranks of a stage that sits inside a node send together and share its NICs. What each sends: `PriceBook.transfer`.
     """
     gpus_per_node, stride = book.machine.cluster.gpus_per_node, frame.mesh.stride(Axis.PP)
@@ -227,7 +227,7 @@ def simulated_step(strategy: Strategy, costs: StepCosts, *, keep_events: bool = 
 def price_step(strategy: Strategy, book: PriceBook) -> StepPrice:
     """Time, memory and redundancy of `strategy`.
 
-    Raises AssertionError when the strategy is not legal for its schedule; legality is decided in planner/frames/space.py.
+    Raises AssertionError when the strategy is not legal for its schedule; legality is decided in planner/candidates/enumeration.py.
     """
     frame = strategy.frame
     ranks = range(frame.mesh.pp)

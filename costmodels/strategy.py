@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from costmodels.actions import Action, orders_of, placement_of
-from costmodels.chunks.home import Home
-from costmodels.mesh import Mesh
-from costmodels.recompute import Again
-from costmodels.schedules import AHEAD, LAST_KEEPS_ALL, SPLIT, Schedule, actions, rank_of, stages_of
-from costmodels.sharding import Sharding
-from profiles.model import LayerKind
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.layers.recompute import Again
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.schedules.actions import Action, orders_of, placement_of
+from parplan.costmodels.schedules.schedule import (
+    AHEAD,
+    LAST_KEEPS_ALL,
+    SPLIT,
+    Schedule,
+    actions,
+    rank_of,
+    stages_of,
+)
+from parplan.profiles.models.operator_graph import LayerKind
 
 TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 
@@ -21,7 +29,7 @@ class LayerChoice:
     """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not the frame's.
 
     home: of a block whose frame holds states in chunks, where they lie
-    on_host: operators of a block, in their order, whose kept tensors the host keeps (costmodels/copies.py)
+    on_host: operators of a block, in their order, whose kept tensors the host keeps (costmodels/memory/activation_copies.py)
     """
 
     kind: LayerKind
@@ -37,7 +45,7 @@ class Frame:
     """The outer choices that the layers of a strategy share (EQUATIONS I1).
 
     sequence_parallel: between layers, activations are divided by token over the tensor-parallel ranks
-    actions: of a custom schedule the lists, one CSV line per pipeline rank (costmodels/actions.py)
+    actions: of a custom schedule the lists, one CSV line per pipeline rank (costmodels/schedules/actions.py)
     tp_overlap: level of sub-pipelined tensor parallelism in the blocks, 0 (none) to 3 (EQUATIONS P8)
     chunked: whether the states of the blocks are held in chunks (EQUATIONS O3), which data-parallel ranks own and gather as ZeRO 3
     """

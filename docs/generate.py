@@ -2,7 +2,7 @@
 
     python -m docs.generate
 
-`tests/test_reference.py` fails while a page differs from what the code gives.
+`tests/docs/test_reference.py` fails while a page differs from what the code gives.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ JSON_WORDS = {"boolean": "true or false", "null": "null", "object": "mapping", "
 
 def pages() -> dict[str, str]:
     """The content of every generated page by its file name."""
-    from planner.report.documents import plan_schema
-    from planner.run.runs import Run
-    from profiles.own import schema as profile_schema
-    from profiles.schema import json_schema
+    from parplan.planner.runs.run_file import Run
+    from parplan.profiles.documents.schema import json_schema
+    from parplan.profiles.machines.user_profile import schema as profile_schema
+    from parplan.report.plan_documents import plan_schema
 
     schemas = {"plan": plan_schema(), "profile": profile_schema(), "run": json_schema(Run)}
     fields = {f"{kind}-fields.md": fields_page(kind, schema, _explaining(kind)) for kind, schema in schemas.items()}
@@ -38,12 +38,12 @@ def _explaining(kind: str) -> str:
 
 def _commands() -> dict[str, click.Command]:
     """Every command by what is typed to start it."""
-    import cli
-    from executor.__main__ import main as executor
-    from profiles.profile_comm import main as profile_comm
+    from parplan import cli
+    from parplan.executor.__main__ import main as executor
+    from parplan.profiles.profile_comm import main as profile_comm
 
     subcommands = {f"plan {name}": command for name, command in sorted(cli.main.commands.items())}
-    return {"plan": cli.main, **subcommands, "torchrun ... -m executor": executor, "torchrun ... -m profiles.profile_comm": profile_comm}
+    return {"plan": cli.main, **subcommands, "torchrun ... -m parplan.executor": executor, "torchrun ... -m parplan.profiles.profile_comm": profile_comm}
 
 
 def commands_page(commands: Mapping[str, click.Command]) -> str:

@@ -86,7 +86,7 @@ def make_plan(folder: Path, name: str, *options: str) -> None:
 def losses(folder: Path, ranks: int, plan: str, steps: int) -> list[float]:
     """Train until `steps`, from the newest checkpoint; the loss of every step that ran."""
     lines = run(
-        folder, "torchrun", "--nproc-per-node", str(ranks), "-m", "executor", plan, "--data", "tokens.bin", "--steps", str(steps),
+        folder, "torchrun", "--nproc-per-node", str(ranks), "-m", "parplan.executor", plan, "--data", "tokens.bin", "--steps", str(steps),
         "--learning-rate", "1e-3", "--warmup-steps", "10",
         "--checkpoint-dir", "checkpoints", "--checkpoint-every", "20", "--resume", "auto")
     return [float(line.split()[3]) for line in lines if line.startswith("step ")]

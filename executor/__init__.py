@@ -1,0 +1,1 @@
+"""RUN: a plan on GPUs through NCCL, or on CPUs through gloo."""

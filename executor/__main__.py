@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node N -m executor plan.yaml`: run a plan on the machine's GPUs, or on CPUs through gloo."""
+"""`torchrun --nproc-per-node N -m parplan.executor plan.yaml`: run a plan on the machine's GPUs, or on CPUs through gloo."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from cli_style import LONGEST_S, Command, Number, fail, option, run_command
-from executor import launch, layout
-from executor.check.meter import table
-from executor.checkpoint.checkpoints import Checkpoints
-from executor.checkpoint.resume import CheckpointOptions
-from executor.compiled import validate_compiled
-from executor.data.tokens import TOKEN_TYPES
-from executor.foreign.rules import has_even_shards
-from executor.options import LARGEST_SEED, LearningRateSchedule, Options
-from executor.rules.all import validate
-from executor.traced.rules import validate_module_plan
-from executor.traced.train import ModuleTrainer, build_module_trainer, opened_of
-from executor.train import StepResult, build_trainer
-from executor.watch.measured import RunFiles, collect
-from executor.watch.progress import Progress
-from executor.watch.watch import SLACK_S, Watch, own_connection
-from planner.plan.module_plan import ModulePlan, read
-from planner.plan.plan import Plan
-from profiles.errors import ConfigError, PlannerError, RunError
-from profiles.files import explained_file_errors
-from profiles.trust import trusted_note
+from parplan.commands.style import LONGEST_S, Command, Number, fail, option, run_command
+from parplan.executor import launch
+from parplan.executor import placed_layers as layout
+from parplan.executor.checkpoint.checkpoints import Checkpoints
+from parplan.executor.checkpoint.resume import CheckpointOptions
+from parplan.executor.data.tokens import TOKEN_TYPES
+from parplan.executor.rules.all_rules import validate
+from parplan.executor.rules.external_rules import has_even_shards
+from parplan.executor.rules.traced_rules import validate_module_plan
+from parplan.executor.run_options import LARGEST_SEED, LearningRateSchedule, Options
+from parplan.executor.traced.traced_trainer import ModuleTrainer, build_module_trainer, opened_of
+from parplan.executor.training.compiled import validate_compiled
+from parplan.executor.training.train import StepResult, build_trainer
+from parplan.executor.watch.rank_progress import Progress
+from parplan.executor.watch.run_recorder import RunFiles, collect
+from parplan.executor.watch.state_bytes import table
+from parplan.executor.watch.watch import SLACK_S, Watch, own_connection
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.traced_plan import ModulePlan, read
+from parplan.profiles.documents.files import explained_file_errors
+from parplan.profiles.errors import ConfigError, PlannerError, RunError
+from parplan.profiles.models.module_trust import trusted_note
 
-PROGRAM = "python -m executor"
+PROGRAM = "python -m parplan.executor"
 EXAMPLE = (
-    "  torchrun --nproc-per-node 8 -m executor plan.yaml --steps 5\n"
-    "  torchrun --nproc-per-node 8 -m executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50\n"
-    "  torchrun --nproc-per-node 8 --max-restarts 3 -m executor plan.yaml --steps 1000 --checkpoint-dir checkpoints")
+    "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 5\n"
+    "  torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --data tokens.bin --steps 1000 --lr-schedule cosine --warmup-steps 50\n"
+    "  torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --steps 1000 --checkpoint-dir checkpoints")
 
 
 DATA, OPTIMIZER, CHECKPOINTS, RUN = "Data", "Optimizer", "Checkpoints", "Run"

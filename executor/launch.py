@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from profiles.errors import ConfigError
+from parplan.profiles.errors import ConfigError
 
 _START = "start it with torchrun, or take that variable away"
 

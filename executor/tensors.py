@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from profiles.spec import Precision
+from parplan.profiles.models.spec import Precision
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 

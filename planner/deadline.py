@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TypeVar
 
-from profiles.errors import ConfigError, OutOfTimeError
+from parplan.profiles.errors import ConfigError, OutOfTimeError
 
 GRACE_S = 1.5  # after the limit, for a first plan
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from costmodels.recompute import Recompute
-from costmodels.schedules import Schedule
-from profiles.errors import ConfigError, unknown_name_error
-from profiles.reader import MAX_DIGITS
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.profiles.documents.reader import MAX_DIGITS
+from parplan.profiles.errors import ConfigError, unknown_name_error
 
 Value = int | bool | StrEnum
 _SWITCH = {"true": True, "false": False}

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from costmodels.offload import Offload
-from costmodels.recompute import Recompute
-from costmodels.schedules import Schedule
-from costmodels.strategy import TP_OVERLAP_LEVELS
-from planner.deadline import NEVER, Deadline
-from planner.forbid import NAMES, Ban, Value
-from planner.plan.prediction import Objective
-from profiles.errors import ConfigError
-from profiles.ranges import require_range
-from profiles.stack import EVERY_RECOMPUTE, NEUTRAL, Stack
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import TP_OVERLAP_LEVELS
+from parplan.planner.deadline import NEVER, Deadline
+from parplan.planner.forbid import NAMES, Ban, Value
+from parplan.planner.plan.prediction import Objective
+from parplan.profiles.documents.ranges import require_range
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.stack import EVERY_RECOMPUTE, NEUTRAL, Stack
 
 ZERO_STAGES = (0, 1, 2, 3)
 SEARCHED_OFFLOAD = (Offload.OPTIMIZER, Offload.PARAMETERS, Offload.ACTIVATIONS, Offload.LOOKUP)
@@ -107,7 +107,7 @@ DEFAULT_MAX_SLOWDOWN = 0.10
 class SearchOptions:
     """How to search. `max_slowdown` bounds the objectives memory and peak; `memory_limit_bytes` replaces capacity minus margin.
 
-    memory_margin: share of the device kept free; None for what the measured runs of the stack ask for (planner/band.py)
+    memory_margin: share of the device kept free; None for what the measured runs of the stack ask for (planner/plan/error_band.py)
     deadline: of all that is done with these options together
     """
 

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 
 import pulp
 
-from planner.request import SolverName
-from profiles.errors import SolverError
-from profiles.interrupts import signals_later
+from parplan.planner.request import SolverName
+from parplan.profiles.errors import SolverError
+from parplan.profiles.interrupts import signals_later
 
 T = TypeVar("T")
 GRACE_S = 5.0  # how long after its limit a CBC that has not stopped is ended; it overruns by tenths of a second

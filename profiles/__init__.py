@@ -1,0 +1,1 @@
+"""KNOW: models, machines and what was measured of them."""

@@ -17,18 +17,18 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
 
-from profiles.calibration import Calibration
-from profiles.errors import ConfigError, unknown_name_error
-from profiles.families import Family, family_of
-from profiles.hardware import Cluster, Device, Link
-from profiles.huggingface import entry_from_config
-from profiles.reader import read_json, read_yaml
-from profiles.schema import document, json_schema, parse
-from profiles.spec import ModelEntry, ModelSpec
-from profiles.speeds import Profile
-from profiles.stack import Stack
-from profiles.terms import Terms, shipped_terms
-from profiles.units import GB, GIB, TERA, US_PER_S
+from parplan.profiles.documents.reader import read_json, read_yaml
+from parplan.profiles.documents.schema import document, json_schema, parse
+from parplan.profiles.errors import ConfigError, unknown_name_error
+from parplan.profiles.machines.calibration_factors import Calibration
+from parplan.profiles.machines.hardware import Cluster, Device, Link
+from parplan.profiles.machines.speeds import Profile
+from parplan.profiles.machines.stack_terms import Terms, shipped_terms
+from parplan.profiles.models.families import Family, family_of
+from parplan.profiles.models.huggingface import entry_from_config
+from parplan.profiles.models.spec import ModelEntry, ModelSpec
+from parplan.profiles.stack import Stack
+from parplan.profiles.units import GB, GIB, TERA, US_PER_S
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -320,18 +320,18 @@ def with_gpus(cluster: Cluster, num_gpus: int, gpus_per_node: int | None = None)
 
 
 def _names(folder: str) -> tuple[str, ...]:
-    found = (entry.name for entry in files("configs").joinpath(folder).iterdir())
+    found = (entry.name for entry in files("parplan.configs").joinpath(folder).iterdir())
     return tuple(sorted(name.removesuffix(".yaml") for name in found if name.endswith(".yaml")))
 
 
 def _packaged(folder: str, name: str) -> Traversable:
-    return files("configs").joinpath(folder, f"{name}.yaml")
+    return files("parplan.configs").joinpath(folder, f"{name}.yaml")
 
 
 def _where(source: Traversable) -> str:
     """A path as the user gave it; a packaged file by its place in the package, not in one machine's site-packages."""
     text = str(source)
-    root = str(files("configs"))
+    root = str(files("parplan.configs"))
     return f"configs{text.removeprefix(root)}" if text.startswith(root) else text
 
 

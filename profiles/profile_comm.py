@@ -1,4 +1,4 @@
-"""`torchrun --nproc-per-node N -m profiles.profile_comm -o comm.yaml`: times the communication of the ranks that were started."""
+"""`torchrun --nproc-per-node N -m parplan.profiles.profile_comm -o comm.yaml`: times the communication of the ranks that were started."""
 
 from __future__ import annotations
 
@@ -16,17 +16,34 @@ import click
 import torch
 import torch.distributed as dist
 
-from profiles.cases import Case, Record
-from profiles.errors import ConfigError, PlannerError
-from profiles.files import explained_file_errors
-from profiles.profiler.comm_cases import comm_cases
-from profiles.profiler.comm_file import COMM_VERSION, CommFile, in_flight_of, write
-from profiles.profiler.comm_run import ATTEMPTS, Chief, InFlight, run_cases
-from profiles.profiler.groups import World
-from profiles.profiler.journal import beside, open_journal
-from profiles.profiler.ranks import chosen_device, joined, world_of_environment
-from profiles.streams import sturdy_streams
-from profiles.units import GB, GIB, MIB, US_PER_S, format_number, format_seconds, parse_size
+from parplan.profiles.documents.files import explained_file_errors
+from parplan.profiles.errors import ConfigError, PlannerError
+from parplan.profiles.machines.measurements import Case, Record
+from parplan.profiles.profiler.communication.comm_cases import comm_cases
+from parplan.profiles.profiler.communication.comm_file import (
+    COMM_VERSION,
+    CommFile,
+    in_flight_of,
+    write,
+)
+from parplan.profiles.profiler.communication.comm_run import ATTEMPTS, Chief, InFlight, run_cases
+from parplan.profiles.profiler.communication.group_shapes import World
+from parplan.profiles.profiler.communication.measuring_ranks import (
+    chosen_device,
+    joined,
+    world_of_environment,
+)
+from parplan.profiles.profiler.journal import beside, open_journal
+from parplan.profiles.standard_streams import sturdy_streams
+from parplan.profiles.units import (
+    GB,
+    GIB,
+    MIB,
+    US_PER_S,
+    format_number,
+    format_seconds,
+    parse_size,
+)
 
 LARGEST_BYTES = {"cuda": GIB, "cpu": 64 * MIB}
 PRECISION = {"cuda": "bf16", "cpu": "fp32"}
@@ -34,8 +51,8 @@ PRODUCT = {"cuda": 4096, "cpu": 512}  # rows and columns of the product that ove
 TIMEOUT_S = 120.0  # of one collective
 EXAMPLE = (
     "\b\nExample:\n"
-    "  torchrun --nproc-per-node 8 -m profiles.profile_comm -o comm.yaml\n"
-    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m profiles.profile_comm -o comm.yaml --minutes 5")
+    "  torchrun --nproc-per-node 8 -m parplan.profiles.profile_comm -o comm.yaml\n"
+    "  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m parplan.profiles.profile_comm -o comm.yaml --minutes 5")
 
 
 @click.command(epilog=EXAMPLE, context_settings={"help_option_names": ["-h", "--help"]})
@@ -118,7 +135,7 @@ def run() -> int:
     with sturdy_streams():
         try:
             with explained_file_errors():
-                main(prog_name="python -m profiles.profile_comm", standalone_mode=False)
+                main(prog_name="python -m parplan.profiles.profile_comm", standalone_mode=False)
         except PlannerError as error:
             if os.environ.get("RANK", "0") == "0":
                 click.echo(f"error: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), err=True)

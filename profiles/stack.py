@@ -2,8 +2,8 @@
 
 Two frameworks that run the same plan on the same devices differ by tens of percent: in their attention kernel, in what
 they hide under compute, in how fast their host launches work. What can be read in a framework's code is a fact of its file
-in `configs/stacks`; what cannot is one of a few terms that `planner/validation/fit.py` fits to measured steps
-(`profiles/terms.py`).
+in `configs/stacks`; what cannot is one of a few terms that `planner/validation/term_fit.py` fits to measured steps
+(`profiles/machines/stack_terms.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, get_args
 
-from profiles.errors import ConfigError, choose
-from profiles.units import MIB
+from parplan.profiles.errors import ConfigError, choose
+from parplan.profiles.units import MIB
 
 _FORBID = {"extra": "forbid"}
 
@@ -67,7 +67,7 @@ class Stack:
     async_tensor_parallel   without sequence parallelism, input gradients are all-reduced under the weight gradient's product
     partitioned_transfers   each tensor-parallel rank sends its part of a pipeline boundary tensor, and gathers what it receives
     overlap_tensor_parallel the gathers and reductions of sequence parallelism run under the products that they feed and follow
-    tp_overlap              the highest level of sub-pipelined tensor parallelism that it runs, 0 to 3 (costmodels/sub_pipeline.py)
+    tp_overlap              the highest level of sub-pipelined tensor parallelism that it runs, 0 to 3 (costmodels/layers/sub_pipeline.py)
     overlap_transfers       under the interleaved schedule, transfers between stages run under the compute of other micro-batches
     overlap_grad_reduce     gradient reduction and parameter gathering run under compute
     fused_accumulation      the weight gradient's product adds to the gradient; otherwise it is written and added by another kernel
@@ -94,7 +94,7 @@ class Stack:
     plain_dropout_on_cpu           it runs torch's dropout, which on CPUs keeps a mask of its input's type, and attention then its scores
     workspace_bytes                libraries' workspaces that the allocator holds all the time (cuBLAS, Transformer Engine)
 
-    Terms, of which the first four are fitted to measured steps (planner/validation/fit.py has their bounds):
+    Terms, of which the first four are fitted to measured steps (planner/validation/term_fit.py has their bounds):
     kernel_slowdown    by what factor kernels take longer in a step than alone: gaps, clocks, kernels that are not priced
     host_operator_s    seconds in which the host launches one operator of the graph; a layer is never faster than its operators
     transfer_share     share of a link's bandwidth that transfers between stages reach, of what single messages reach on it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from profiles.errors import ConfigError
+from parplan.profiles.errors import ConfigError
 
 KIB = 1024
 MIB = 1024**2

@@ -46,13 +46,13 @@ def _one_thread() -> Iterator[None]:
 def _before_fork() -> None:
     """Tests are other ranks in one process before they fork a world: a group that only torch's caches remember ends here, where its
     threads are, for which the end of it in a fork would wait."""
-    tensors = sys.modules.get("executor.tensors")
+    tensors = sys.modules.get("parplan.executor.tensors")
     if tensors is not None:
         tensors.forget_meshes()
 
 
 def _after_fork() -> None:
-    tensors = sys.modules.get("executor.tensors")
+    tensors = sys.modules.get("parplan.executor.tensors")
     if tensors is not None:
         tensors.begin_fork()
 

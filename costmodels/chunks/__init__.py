@@ -1,0 +1,1 @@
+"""Model states in chunks: their layout, their schedule, their memory and their time."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from costmodels.actions import Work
-from costmodels.chunks.schedule import Group
-from costmodels.strategy import LayerChoice, Strategy
-from profiles.errors import ConfigError
-from profiles.model import LayerKind
+from parplan.costmodels.chunks.chunk_operations import Group
+from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.strategy import LayerChoice, Strategy
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.operator_graph import LayerKind
 
 
 @dataclass(frozen=True, slots=True)

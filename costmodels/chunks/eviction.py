@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from costmodels.chunks.home import Eviction
+from parplan.costmodels.host.state_location import Eviction
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from costmodels.chunks.accesses import Uses
-from costmodels.chunks.eviction import Stay
-from costmodels.chunks.home import Home
-from costmodels.chunks.schedule import Does, Group, Op
-from costmodels.kernels import FP32_BYTES
+from parplan.costmodels.chunks.accesses import Uses
+from parplan.costmodels.chunks.chunk_operations import Does, Group, Op
+from parplan.costmodels.chunks.eviction import Stay
+from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.operators.kernels import FP32_BYTES
 
 OpKey = tuple[Does, int, int, int]  # what is done with which communication group of which group, and the moment
 

@@ -1,0 +1,1 @@
+"""Checkpoints are written, read and resumed from."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from executor.checkpoint.folder import (
+from parplan.executor.checkpoint.folder import (
     AtomicWriter,
     CheckedReader,
     Document,
@@ -30,12 +30,27 @@ from executor.checkpoint.folder import (
     damage,
     remove_temporaries,
 )
-from executor.checkpoint.resume import CheckpointOptions, Choice, Note, choose, describe, differences, no_whole_checkpoint, refused
-from executor.checkpoint.states import Tensors, make_optimizer_states, random_states, set_random_states, training_tensors
-from executor.options import LARGEST_SEED
-from executor.train import Trainer
-from profiles.errors import PlannerError, RunError
-from profiles.spec import Precision
+from parplan.executor.checkpoint.resume import (
+    CheckpointOptions,
+    Choice,
+    Note,
+    choose,
+    describe,
+    differences,
+    no_whole_checkpoint,
+    refused,
+)
+from parplan.executor.run_options import LARGEST_SEED
+from parplan.executor.training.train import Trainer
+from parplan.executor.training.training_states import (
+    Tensors,
+    make_optimizer_states,
+    random_states,
+    set_random_states,
+    training_tensors,
+)
+from parplan.profiles.errors import PlannerError, RunError
+from parplan.profiles.models.spec import Precision
 
 
 class Checkpoints:

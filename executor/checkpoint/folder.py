@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from executor.checkpoint.index import INDEX, index_document, metadata_of
-from profiles.errors import ConfigError
-from profiles.reader import read_json
+from parplan.executor.checkpoint.index import INDEX, index_document, metadata_of
+from parplan.profiles.documents.reader import read_json
+from parplan.profiles.errors import ConfigError
 
 FORMAT = 2
 DOCUMENT = "checkpoint.json"

@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from executor.checkpoint.folder import Document, checkpoint_paths, checkpoint_step, read_document, remove_temporaries
-from planner.plan.module_plan import ModulePlan
-from planner.plan.plan import Plan
-from profiles.errors import ConfigError
-from profiles.schema import document, parse
-from profiles.spec import ModelSpec
+from parplan.executor.checkpoint.folder import (
+    Document,
+    checkpoint_paths,
+    checkpoint_step,
+    read_document,
+    remove_temporaries,
+)
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.profiles.documents.schema import document, parse
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.spec import ModelSpec
 
 AUTO, NEVER = "auto", "never"
 FREE = ("name", "dropout")  # of a model: what its parameters do not depend on

@@ -1,0 +1,1 @@
+"""Model states are moved in chunks between device and host."""

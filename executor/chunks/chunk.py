@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from costmodels.chunks.home import Home
-from costmodels.memory import StateBytes
-from executor.chunks.memory import Buffer, Copies, Holds, Ledger, host_tensor
-from executor.tensors import local, memory_of
+from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.layers.model_states import StateBytes
+from parplan.executor.chunks.chunk_buffers import Buffer, Copies, Holds, Ledger, host_tensor
+from parplan.executor.tensors import local, memory_of
 
 # torch 2.13 deprecates the names that 2.9 has
 _GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

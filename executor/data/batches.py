@@ -3,7 +3,7 @@ mesh trains on the same data and data-parallel rank r reads rows [r n, (r + 1) n
 
 The order of a file: it is cut into sequences, each from where the last ended (and one id on, for its targets). Row r of
 step s is global index s B + r, with B the global batch size. Every pass over the file takes each sequence once, in an
-order that the seed and the number of the pass decide (`executor.data.shuffle`), or in the file's with --no-shuffle. To go on
+order that the seed and the number of the pass decide (`parplan.executor.data.shuffle`), or in the file's with --no-shuffle. To go on
 after step s nothing has to be kept but s.
 """
 
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.data.shuffle import shuffled
-from executor.data.tokens import TOKEN_TYPES, read_sidecar
-from executor.options import Options, derived_seed
-from planner.plan.plan import Plan
-from profiles.errors import ConfigError, unknown_name_error
-from profiles.files import require_regular
+from parplan.executor.data.shuffle import shuffled
+from parplan.executor.data.tokens import TOKEN_TYPES, read_sidecar
+from parplan.executor.run_options import Options, derived_seed
+from parplan.planner.plan.plan import Plan
+from parplan.profiles.documents.files import require_regular
+from parplan.profiles.errors import ConfigError, unknown_name_error
 
 ARRAY_TYPES = ("uint16", "uint32", "int32", "int64")  # of .npy files, whose headers say which
 _OTHER_DATA = "check --data and --data-dtype"

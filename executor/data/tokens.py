@@ -17,12 +17,12 @@ from typing import IO, Any
 
 import numpy as np
 
-from profiles.errors import ConfigError, unknown_name_error
-from profiles.files import replacing
-from profiles.hub import allow_download, refusals
-from profiles.reader import Hints, read_json
-from profiles.schema import parse
-from profiles.units import MIB
+from parplan.profiles.documents.files import replacing
+from parplan.profiles.documents.reader import Hints, read_json
+from parplan.profiles.documents.schema import parse
+from parplan.profiles.errors import ConfigError, unknown_name_error
+from parplan.profiles.models.hub import allow_download, refusals
+from parplan.profiles.units import MIB
 
 SIDECAR_VERSION = 1
 _FORBID = {"extra": "forbid"}

@@ -1,0 +1,1 @@
+"""Recompute, saved tensors, host copies and the token table on the host."""

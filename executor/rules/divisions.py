@@ -20,9 +20,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from planner.plan.plan import OperatorPlacement, Plan
-from profiles.model import LayerKind, Operator, OperatorKind
-from profiles.transformer import build_graph
+from parplan.planner.plan.plan import OperatorPlacement, Plan
+from parplan.profiles.models.operator_graph import LayerKind, Operator, OperatorKind
+from parplan.profiles.models.transformer import build_graph
 
 Entries = tuple[str, ...]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.plan.plan import Plan
+from parplan.planner.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

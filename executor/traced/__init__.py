@@ -1,0 +1,1 @@
+"""A traced module's plan is run here."""

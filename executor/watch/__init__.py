@@ -1,0 +1,1 @@
+"""A run is observed here: spans, memory and progress."""

@@ -24,9 +24,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from costmodels.mesh import Mesh
-from executor.watch.progress import Progress
-from profiles.errors import RunError
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.executor.watch.rank_progress import Progress
+from parplan.profiles.errors import RunError
 
 BEAT_S = 0.2
 RANKS_PER_BEAT = 64  # more ranks write less often, so that their store has as little to do

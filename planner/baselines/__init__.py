@@ -1,0 +1,1 @@
+"""Other systems' strategies are priced here under the same prices."""

@@ -1,6 +1,6 @@
 """The fastest of a list of strategies that fits, proven: every one is priced, none is left out by a rule of thumb.
 
-Memory first; then those that fit in the order of a lower bound of their simulated step (costmodels/simulate.py). The
+Memory first; then those that fit in the order of a lower bound of their simulated step (costmodels/schedules/simulator.py). The
 simulation of all whose bound is below the best so far makes the answer the optimum of the price that is reported.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from costmodels.book import PriceBook
-from costmodels.occupancy import rank_memory
-from costmodels.simulate import least_step_s
-from costmodels.step import StepPrice, price_step, step_costs
-from costmodels.strategy import Strategy
-from planner.deadline import NEVER, Deadline, in_time
+from parplan.costmodels.memory.rank_memory import rank_memory
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.schedules.simulator import least_step_s
+from parplan.costmodels.step import StepPrice, price_step, step_costs
+from parplan.costmodels.strategy import Strategy
+from parplan.planner.deadline import NEVER, Deadline, in_time
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ from functools import lru_cache
 from itertools import accumulate
 from math import floor
 
-from costmodels.actions import Work
-from costmodels.book import PriceBook
-from costmodels.occupancy import rank_memory
-from costmodels.recompute import Recompute
-from costmodels.schedules import Schedule
-from costmodels.strategy import Frame, Strategy
-from planner.baselines.space import staged
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.memory.rank_memory import rank_memory
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import Frame, Strategy
+from parplan.planner.baselines.uniform_strategies import staged
 
 Counts = tuple[int, ...]
 

@@ -12,7 +12,7 @@ multi-GPU training"; activation checkpointing "for extreme cases"), with the tak
 depends on the model and is looked for).
 
 DeepSpeed's pipeline engine refuses ZeRO 2 and 3 (deepspeed/runtime/pipe/engine.py) and cuts the model by one of its own rules
-(planner/baselines/partitions.py); with Megatron's layers it recomputes whole layers or nothing and has no sequence parallelism
+(planner/baselines/deepspeed_stages.py); with Megatron's layers it recomputes whole layers or nothing and has no sequence parallelism
 (--deepspeed-activation-checkpointing of bigscience-workshop/Megatron-DeepSpeed 58d92042, pretrain_gpt.py with
 partition_method type:transformer). Merak's runtime is the one of planner/baselines/stage_aware.py on equal stages.
 
@@ -25,16 +25,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from costmodels.book import PriceBook
-from costmodels.mesh import Mesh
-from costmodels.recompute import Recompute
-from costmodels.strategy import Frame, Strategy
-from planner.baselines.merak import merak_strategies
-from planner.baselines.optimum import Leanest, Optimum, fastest, leanest
-from planner.baselines.partitions import Partition, blocks_of_stages
-from planner.baselines.space import any_stages, data_parallel_frames, megatron_frames, megatron_meshes, plain_frames, staged, strategies
-from planner.deadline import NEVER, Deadline
-from profiles.errors import unknown_name_error
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.strategy import Frame, Strategy
+from parplan.planner.baselines.deepspeed_stages import Partition, blocks_of_stages
+from parplan.planner.baselines.merak_runtime import merak_strategies
+from parplan.planner.baselines.optimum import Leanest, Optimum, fastest, leanest
+from parplan.planner.baselines.uniform_strategies import (
+    any_stages,
+    data_parallel_frames,
+    megatron_frames,
+    megatron_meshes,
+    plain_frames,
+    staged,
+    strategies,
+)
+from parplan.planner.deadline import NEVER, Deadline
+from parplan.profiles.errors import unknown_name_error
 
 LEVELS = tuple(Recompute)
 WHOLE_LAYERS = (Recompute.NONE, Recompute.FULL)

@@ -1,1 +1,1 @@
-"""When nothing fits: by how much, and what would."""
+"""When nothing fits, the shortfall is explained here."""

@@ -7,28 +7,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
-from costmodels.book import PriceBook
-from costmodels.chunks.memory import device_memory
-from costmodels.chunks.price import Chunking
-from costmodels.recompute import Recompute
-from costmodels.strategy import Frame
-from planner.band import memory_margin
-from planner.deadline import NEVER, Deadline
-from planner.frames.bounds import in_reach, may_fit
-from planner.frames.space import enumerate_space
-from planner.host.homes import has_chunks
-from planner.ranks.blocks import block_counts, to_strategy
-from planner.ranks.chunk_columns import rank_columns
-from planner.ranks.columns import Column
-from planner.ranks.mix_table import MixTable
-from planner.request import Constraints, SearchOptions
-from profiles.errors import InfeasibleError, OutOfTimeError
-from profiles.hardware import Cluster
-from profiles.measured import machine_for
-from profiles.model import LayerKind
-from profiles.spec import ModelSpec, TrainingSpec
-from profiles.stack import Stack
-from profiles.units import GIB, MIB, gib
+from parplan.costmodels.chunks.chunk_memory import device_memory
+from parplan.costmodels.layers.chunked_layer import Chunking
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.strategy import Frame
+from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.candidates.lower_bounds import in_reach, may_fit
+from parplan.planner.deadline import NEVER, Deadline
+from parplan.planner.host_options.state_locations import has_chunks
+from parplan.planner.plan.error_band import memory_margin
+from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
+from parplan.planner.stage_columns.chunk_columns import rank_columns
+from parplan.planner.stage_columns.columns import Column
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.profiles.errors import InfeasibleError, OutOfTimeError
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.stack import Stack
+from parplan.profiles.units import GIB, MIB, gib
 
 STATE_BYTES = 24  # of a parameter on the host, padding included: more than any home needs
 FILLED = 4  # micro-batches for each virtual stage: the pipeline is full, and no pass is the first and the last of its chunk
@@ -263,7 +263,7 @@ def _shorter(frame: Frame) -> Frame:
 def infeasible_error(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
 ) -> InfeasibleError:
-    """The error that says what binds, and how many GPUs are enough; planner/infeasible/relax.py looks for other ways out.
+    """The error that says what binds, and how many GPUs are enough; planner/search/relaxations.py looks for other ways out.
 
     It takes EXPLAINED_S at most, and says what it did not come to.
     """

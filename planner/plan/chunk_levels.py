@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from costmodels.book import PriceBook
-from costmodels.chunks.home import Home
-from costmodels.chunks.memory import chunk_states
-from costmodels.chunks.schedule import Does, Moment, Op, RankChunks
-from profiles.spec import Precision
+from parplan.costmodels.chunks.chunk_memory import chunk_states
+from parplan.costmodels.chunks.chunk_operations import Does, Moment, Op, RankChunks
+from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.price_cache import PriceBook
+from parplan.profiles.models.spec import Precision
 
 CLASSES = ("always", "pool", "gathered", "other")
 

@@ -9,23 +9,23 @@ from typing import Any, Protocol
 
 import yaml
 
-from costmodels.chunks.home import Eviction, Home
-from costmodels.mesh import Mesh
-from costmodels.offload import Offload
-from costmodels.strategy import Frame
-from planner.plan.pipeline import Pipeline
-from planner.plan.prediction import Prediction, SearchRecord
-from planner.plan.whole import require_whole
-from profiles.catalog import cluster_document, cluster_from_document
-from profiles.errors import ConfigError
-from profiles.files import write_text
-from profiles.hardware import Cluster
-from profiles.model import LayerKind
-from profiles.module import ModuleSource
-from profiles.provenance import Kind
-from profiles.reader import Hints, read_yaml
-from profiles.schema import document, parse
-from profiles.spec import ModelSpec, TrainingSpec
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import Eviction, Home
+from parplan.costmodels.strategy import Frame
+from parplan.planner.plan.consistency import require_whole
+from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.planner.plan.prediction import Prediction, SearchRecord
+from parplan.profiles.catalog import cluster_document, cluster_from_document
+from parplan.profiles.documents.files import write_text
+from parplan.profiles.documents.reader import Hints, read_yaml
+from parplan.profiles.documents.schema import document, parse
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.models.module_source import ModuleSource
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.provenance import Kind
 
 PLAN_VERSION = 1
 _FORBID = {"extra": "forbid"}

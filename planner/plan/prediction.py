@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from costmodels.mesh import Mesh
-from planner.plan.pipeline import Pipeline
-from profiles.provenance import Kind
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.profiles.provenance import Kind
 
 _FORBID = {"extra": "forbid"}
 
@@ -217,7 +217,7 @@ class SearchRecord:
     """What was proven: `value` of the objective (s or GiB) under the closed-form price, a lower `bound`, their `gap`.
 
     `fastest_step_time_s` is the closed form of the fastest plan, which the slowdown of the objectives memory and peak is measured by.
-    front: where the plan is on a front (planner/pareto.py), None for the plan of a single search
+    front: where the plan is on a front (planner/search/pareto.py), None for the plan of a single search
     solver_failure: on how many candidates the solver failed, and how; None when it did not
     """
 

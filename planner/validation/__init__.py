@@ -1,0 +1,1 @@
+"""Published steps are priced, and the errors of the prices are scored."""

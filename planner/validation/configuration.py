@@ -12,12 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from costmodels.mesh import Mesh
-from costmodels.recompute import Recompute
-from costmodels.schedules import Schedule
-from costmodels.strategy import Frame
-from planner.validation.division import blocks_by_compute
-from planner.validation.frameworks import (
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import Frame
+from parplan.planner.validation.frameworks import (
     DEVICES,
     DROPOUT,
     FOLDS,
@@ -39,11 +38,12 @@ from planner.validation.frameworks import (
     STACKS,
     UNKNOWN_STACK,
 )
-from profiles.catalog import load_cluster, load_stack, with_gpus
-from profiles.hardware import Cluster
-from profiles.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
-from profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
-from profiles.terms import Terms, shipped_terms
+from parplan.planner.validation.uneven_divisions import blocks_by_compute
+from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.machines.stack_terms import Terms, shipped_terms
+from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
+from parplan.profiles.stack import AttentionKernel, AvailableKernel, FlashKernel, Stack
 
 Row = Mapping[str, str]
 

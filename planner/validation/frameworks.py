@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from costmodels.recompute import Recompute
-from profiles.spec import Precision
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.profiles.models.spec import Precision
 
 DEVICES = {  # how a gpu cell begins, up to the end of a word -> the cluster file
     "a100-80g-pcie": "a100-80gb-pcie", "a100-40g-pcie": "a100-40gb-pcie", "a100-80g": "a100-80gb", "a100-40g": "a100-40gb",

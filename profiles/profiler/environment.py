@@ -14,14 +14,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from profiles.cases import Outcome, Record
-from profiles.catalog import load_cluster, with_gpus
-from profiles.errors import ConfigError
-from profiles.hardware import Cluster, Device
-from profiles.own import Environment, digest
-from profiles.profiler.smi import gpu_facts, links
-from profiles.spec import Precision
-from profiles.units import GB, TERA, US_PER_S, format_number
+from parplan.profiles.catalog import load_cluster, with_gpus
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.hardware import Cluster, Device
+from parplan.profiles.machines.measurements import Outcome, Record
+from parplan.profiles.machines.user_profile import Environment, digest
+from parplan.profiles.models.spec import Precision
+from parplan.profiles.profiler.nvidia_smi import gpu_facts, links
+from parplan.profiles.units import GB, TERA, US_PER_S, format_number
 
 CPU = "cpu"
 ASSUMED_LINK = "a100-80gb-pcie"  # whose node an unknown GPU is taken to stand in: PCIe 4.0 x16, no NVLink

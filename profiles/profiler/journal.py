@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from profiles.cases import Record
-from profiles.errors import ConfigError
-from profiles.reader import json_of
-from profiles.schema import document, parse
+from parplan.profiles.documents.reader import json_of
+from parplan.profiles.documents.schema import document, parse
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.measurements import Record
 
 JOURNAL_VERSION = 1
 _START = b'{"journal_version":'

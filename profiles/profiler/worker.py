@@ -23,12 +23,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 
-from profiles.cases import Case, Outcome, Record
-from profiles.errors import ConfigError
-from profiles.interrupts import without_signals
-from profiles.profiler.child import Program, measure, out_of_memory, shortened
-from profiles.schema import parse
-from profiles.units import format_seconds
+from parplan.profiles.documents.schema import parse
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.interrupts import without_signals
+from parplan.profiles.machines.measurements import Case, Outcome, Record
+from parplan.profiles.profiler.measuring_child import Program, measure, out_of_memory, shortened
+from parplan.profiles.units import format_seconds
 
 GRACE_S = 2.0  # for a process to end by itself at its limit, or after a signal
 KERNEL_COUNTS = Path("/proc/vmstat")
@@ -56,7 +56,7 @@ class Child:
 
 def preload(modules: Sequence[str]) -> None:
     """Have the server import these before it forks, where it does not run yet: a process then starts in milliseconds."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["profiles.profiler.child", *modules])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["parplan.profiles.profiler.measuring_child", *modules])
 
 
 def start(program: Program, case: Case, device: str, limit_s: float) -> Child:

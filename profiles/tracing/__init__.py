@@ -1,0 +1,1 @@
+"""Any module is recorded as the same operator graph that described models have."""

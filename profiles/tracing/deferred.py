@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from profiles.units import KIB
+from parplan.profiles.units import KIB
 
 AT_LEAST_BYTES = 64 * KIB
 _META = torch.device("meta")

@@ -1,4 +1,4 @@
-"""Program -> TracedModel: what each torch call computes, reads, gives and keeps, as operators of profiles/model.py.
+"""Program -> TracedModel: what each torch call computes, reads, gives and keeps, as operators of profiles/models/operator_graph.py.
 
 Products and attention have their dims and model FLOPs, a backward pass twice the forward's where both operands have gradients
 (EQUATIONS K2, K4); all else is priced by its bytes. What autograd keeps was observed while recording; tensors that share memory are
@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from profiles import model
-from profiles.errors import ConfigError
-from profiles.model import Dim, Operator, OperatorKind, Parameter
-from profiles.traced import BATCH, TracedModel, TracedOperator
-from profiles.tracing.functions import Computation, computation, fused_kernel
-from profiles.tracing.program import PARAMETER, Program, memory_of
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models import operator_graph as model
+from parplan.profiles.models.operator_graph import Dim, Operator, OperatorKind, Parameter
+from parplan.profiles.models.traced_model import BATCH, TracedModel, TracedOperator
+from parplan.profiles.tracing.program import PARAMETER, Program, memory_of
+from parplan.profiles.tracing.torch_functions import Computation, computation, fused_kernel
 
 _MASK_BYTES, _FP32_BYTES = 1, 4
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from profiles.tracing.source import Workload
+from parplan.profiles.tracing.traced_source import Workload
 
 PARAMETER, BUFFER, CONSTANT = "parameter", "buffer", "constant"
 

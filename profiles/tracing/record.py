@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from profiles.errors import ConfigError
-from profiles.spec import Precision
-from profiles.tracing.assigned import keep_assigned
-from profiles.tracing.lines import Paths
-from profiles.tracing.program import BUFFER, PARAMETER, Program, memory_of
-from profiles.tracing.recorder import APPLY, Recorder
-from profiles.tracing.source import Workload
-from profiles.tracing.stand_ins import stand_ins
-from profiles.tracing.users import users_code
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.spec import Precision
+from parplan.profiles.tracing.assigned_buffers import keep_assigned
+from parplan.profiles.tracing.program import BUFFER, PARAMETER, Program, memory_of
+from parplan.profiles.tracing.recorder import APPLY, Recorder
+from parplan.profiles.tracing.source_lines import Paths
+from parplan.profiles.tracing.stand_ins import stand_ins
+from parplan.profiles.tracing.traced_source import Workload
+from parplan.profiles.tracing.user_code import users_code
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 

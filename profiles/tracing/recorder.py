@@ -17,9 +17,9 @@ from torch.fx.node import map_aggregate
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from profiles.errors import ConfigError
-from profiles.tracing.lines import Paths, line_of_caller
-from profiles.tracing.program import BUFFER, CONSTANT, PARAMETER, memory_of, tensors_of
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.tracing.program import BUFFER, CONSTANT, PARAMETER, memory_of, tensors_of
+from parplan.profiles.tracing.source_lines import Paths, line_of_caller
 
 APPLY = torch.autograd.Function.__dict__["apply"]
 _READS_VALUES = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from profiles.module import ModuleSource
-from profiles.spec import Precision
-from profiles.stack import AttentionKernel
-from profiles.traced import TracedModel
-from profiles.tracing.describe import describe
-from profiles.tracing.record import record
-from profiles.tracing.source import open_workload
+from parplan.profiles.models.module_source import ModuleSource
+from parplan.profiles.models.spec import Precision
+from parplan.profiles.models.traced_model import TracedModel
+from parplan.profiles.stack import AttentionKernel
+from parplan.profiles.tracing.describe import describe
+from parplan.profiles.tracing.record import record
+from parplan.profiles.tracing.traced_source import open_workload
 
 
 def trace(

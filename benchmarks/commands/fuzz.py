@@ -1,0 +1,168 @@
+"""15,000 hostile inputs: does every command end with an exit code and one error, in time, and run no plan that does not fit together?
+
+    python benchmarks/commands/fuzz.py                          # about an hour on two cores
+    python benchmarks/commands/fuzz.py --inputs 300             # a minute
+    python benchmarks/commands/fuzz.py --kind plan-fields       # only these, as many as of the whole
+    python benchmarks/commands/fuzz.py --replay plan-fields:17  # one input: its files, its command and its output
+
+An input writes in its own folder alone and reaches no network (benchmarks/commands/fuzzing/contained.py).
+
+Mutations of every file that a command reads, of command lines, of what a process finds around it, and of plans whose parts parse and
+do not fit together. The same seed gives the same inputs. Each runs in a fork, with 6 GiB of address space and 20 s; a failure is a
+traceback, a hang, a death by a signal, another exit code, a warning of Python, an error that is not one line, or exit code 0 of a plan
+that benchmarks/commands/fuzzing/consistent.py finds inconsistent. Ends with 1 if there is one; the smallest input of each cause is saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.commands.fuzzing.campaign import (
+    WHOLE,
+    Group,
+    Result,
+    command,
+    grouped,
+    make_seeds,
+    numbers,
+    run,
+    save,
+    write_result,
+)
+from benchmarks.commands.fuzzing.kinds import KINDS, Kind, build
+from benchmarks.commands.fuzzing.seeds import Seeds
+from benchmarks.commands.fuzzing.server import Server
+from benchmarks.commands.fuzzing.verdicts import judge
+from parplan.report.text import console, print_table, say
+
+CODES = (0, 2, 3, 4, 130)
+OWN_COLUMN = ("traceback", "hang", "signal", "inconsistent")
+HEADER = ("kind", "inputs", *map(str, CODES), "other", "traceback", "hang", "signal", "misfit", "others", "most s")
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """The inputs of one kind."""
+
+    inputs: int = 0
+    codes: Counter[int] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    inconsistent: int = 0
+    refused: int = 0
+    slowest_s: float = 0.0
+
+    def add(self, result: Result) -> None:
+        self.inputs += 1
+        self.codes[result.ended.code] += 1
+        self.slowest_s = max(self.slowest_s, result.ended.seconds)
+        self.inconsistent += bool(result.given.inconsistent)
+        self.refused += bool(result.given.inconsistent) and result.ended.code != 0
+        if result.verdict.failure:
+            self.failures[result.verdict.failure] += 1
+
+    def row(self, name: str) -> list[str]:
+        codes = [self.codes[code] for code in CODES]
+        own = [self.failures[failure] for failure in OWN_COLUMN]
+        others = sum(self.failures.values()) - sum(own)
+        return [name, *map(str, (self.inputs, *codes, self.inputs - sum(codes), *own, others)), f"{self.slowest_s:.1f}"]
+
+
+@dataclass(kw_only=True)
+class Report:
+    """What is known so far, and a line on standard error while it grows."""
+
+    total: int
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    failures: list[Result] = field(default_factory=list)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.monotonic)
+
+    def add(self, result: Result) -> None:
+        self.tallies.setdefault(result.given.kind, Tally()).add(result)
+        for note in result.verdict.notes:
+            self.notes.setdefault(note, []).append(result.given.name)
+        if result.verdict.failure:
+            self.failures.append(result)
+        done = sum(tally.inputs for tally in self.tallies.values())
+        if done % 100 == 0:
+            print(f"{done} of {self.total}, {len(self.failures)} failures, {time.monotonic() - self.started_s:.0f} s", file=sys.stderr,
+                flush=True)
+
+    def print(self, groups: list[Group]) -> None:
+        out = console(sys.stdout)
+        names = [kind.name for kind in KINDS if kind.name in self.tallies]
+        rows = [self.tallies[name].row(name) for name in names]
+        whole = Tally(
+            inputs=sum(tally.inputs for tally in self.tallies.values()), codes=sum((t.codes for t in self.tallies.values()), Counter()),
+            failures=sum((t.failures for t in self.tallies.values()), Counter()),
+            slowest_s=max((tally.slowest_s for tally in self.tallies.values()), default=0.0))
+        print_table(out, HEADER, [*rows, whole.row("all")], left=HEADER[:1])
+        refused, inconsistent = (sum(getattr(t, name) for t in self.tallies.values()) for name in ("refused", "inconsistent"))
+        say(out, f"{inconsistent} plans did not fit together, {refused} of them were refused; {time.monotonic() - self.started_s:.0f} s")
+        for note, names in sorted(self.notes.items()):
+            say(out, f"note: {note}: {len(names)}, such as {', '.join(names[:3])}")
+        for place, group in enumerate(groups):
+            first = group.results[0]
+            print(f"{place:03} {len(group.results):5} x {group.failure}: {group.cause}")
+            print(f"            {first.given.name} {command(first.given)[:160]!r}")
+
+
+def replay(name: str, seed: int, seeds: Seeds, folder: Path) -> int:
+    """Run one input again and print how it ended."""
+    kind_name, _, number = name.partition(":")
+    kind = next(kind for kind in KINDS if kind.name == kind_name)
+    make_seeds([kind], seeds)
+    given = build(kind, int(number), seed, seeds)
+    with Server(torch=kind.torch) as server:
+        ended = server.run(given)
+    result = Result(given=given, ended=ended, verdict=judge(given, ended))
+    write_result(result, folder / name.replace(":", "-"))
+    print(f"{command(given)!r}\nexit code {ended.code}, {ended.seconds:.2f} s\n{ended.stdout}\n{ended.stderr}\n{ended.stack}")
+    print(f"{result.verdict.failure or 'handled'} {result.verdict.cause}; inconsistent: {given.inconsistent or 'no'}; in {folder}")
+    return 1 if result.verdict.failure else 0
+
+
+def chosen_kinds(names: list[str]) -> list[Kind]:
+    """The kinds of these names, all where there are none."""
+    unknown = [name for name in names if name not in {kind.name for kind in KINDS}]
+    if unknown:
+        sys.exit(f"no kind {unknown[0]}, there are {', '.join(kind.name for kind in KINDS)}")
+    return [kind for kind in KINDS if not names or kind.name in names]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--inputs", type=int, help=f"of all kinds together, default {WHOLE}; with --kind its share of them")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--kind", action="append", default=[])
+    parser.add_argument("--replay", metavar="KIND:NUMBER")
+    parser.add_argument("--save", type=Path, default=Path(tempfile.gettempdir()) / "fuzz-failures")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="fuzz-seeds-") as folder:
+        seeds = Seeds(Path(folder))
+        if given.replay:
+            return replay(given.replay, given.seed, seeds, given.save)
+        kinds = chosen_kinds(given.kind)
+        inputs = given.inputs or round(WHOLE * sum(kind.weight for kind in kinds) / sum(kind.weight for kind in KINDS))
+        make_seeds(kinds, seeds)
+        chosen = numbers(inputs, kinds)
+        report = Report(total=len(chosen))
+        run(chosen, given.seed, seeds, given.jobs, report.add)
+    groups = grouped(report.failures)
+    report.print(groups)
+    save(groups, given.save)
+    print(f"the smallest input of each is in {given.save}" if groups else "no failure")
+    return 1 if groups else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

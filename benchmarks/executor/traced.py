@@ -1,0 +1,85 @@
+"""Modules that are not GPT or Llama, as they are: traced, planned, cut and trained on gloo ranks, beside one process.
+
+    python benchmarks/executor/traced.py [NAME ...]
+
+Of each: the plan, how far losses of three steps and first-step gradients (over the largest entry) are from those of the module in one
+process, which takes the same micro-batches one after the other, and the largest peak of a rank's host memory with Python and libraries.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.executor.checking.parity import gradient_errors, joined, loss_errors, run_ranks
+from parplan.executor.traced.traced_parity import run_module_reference, train_module
+from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.request import Constraints
+from parplan.planner.traced.plan_traced import find_module_plan
+from parplan.profiles.catalog import load_cluster, with_gpus
+from parplan.profiles.models.module_source import ModuleSource
+from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.stack import NEUTRAL
+from parplan.profiles.tracing.trace import trace
+from parplan.profiles.units import KIB, format_bytes
+from tests.helpers.traced_modules import HUGGING_FACE
+
+SEQ_LENGTH = 16
+PINS: dict[str, Mapping[str, Any]] = {
+    "t5": {"pp": (2,), "dp": (2,), "zero": (1,)},
+    "bert": {"pp": (4,), "dp": (1,)},
+    "vit": {"pp": (2,), "dp": (2,), "zero": (3,)},
+    "albert": {"pp": (2,), "dp": (2,), "zero": (1,)},
+    "unet": {"pp": (2,), "dp": (2,), "zero": (3,)},
+    "translator": {"pp": (4,), "dp": (1,)},
+}
+COLUMNS = "{:<12}{:<34}{:>6}{:>10}{:>10}{:>12}"
+
+
+def planned(name: str) -> ModulePlan:
+    """The plan that the search finds for 4 ranks on the mesh of PINS, 1F1B over 4 micro-batches."""
+    source = ModuleSource(huggingface=HUGGING_FACE[name]) if name in HUGGING_FACE else ModuleSource(factory=f"tests.helpers.traced_modules:{name}")
+    pins = PINS[name]
+    training = TrainingSpec(global_batch_size=8 * pins["dp"][0], seq_length=SEQ_LENGTH, precision=Precision.FP32, stack=NEUTRAL)
+    model = trace(source, seq_length=SEQ_LENGTH, precision=Precision.FP32)
+    return find_module_plan(
+        model, with_gpus(load_cluster("a100-80gb"), 4), training, cross_skips=name == "unet",
+        constraints=Constraints(**pins, micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,))).plan
+
+
+def _train(plan: ModulePlan) -> Any:
+    return train_module(plan), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+
+
+def _recomputing(plan: ModulePlan) -> ModulePlan:
+    return replace(plan, stages=tuple(replace(stage, recompute=(stage.first,)) for stage in plan.stages))
+
+
+def main() -> None:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    print(COLUMNS.format("model", "plan", "world", "loss", "gradient", "host memory"))
+    for name in sys.argv[1:] or PINS:
+        found = planned(name)
+        for plan in (found, _recomputing(found)):
+            (ranks,), expected = run_ranks([plan], _train), run_module_reference(plan, by_micro_batch=True)
+            outcome = joined([result for result, _ in ranks])
+            stages = plan.stages
+            text = f"pp {plan.mesh.pp} x dp {plan.mesh.dp}, ZeRO {stages[0].zero}" + (", recompute" if stages[0].recompute else "")
+            print(COLUMNS.format(
+                name, text, plan.mesh.num_ranks, f"{max(loss_errors(outcome, expected)):.1e}",
+                f"{max(gradient_errors(outcome, expected).values()):.1e}", format_bytes(max(peak for _, peak in ranks))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

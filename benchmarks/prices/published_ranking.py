@@ -1,0 +1,345 @@
+"""Where the published tuned configurations of a 20B-class GPT stand among all candidates, by predicted step time.
+
+    python benchmarks/prices/published_ranking.py                                   # gpt-20b on 64 h100-80gb, the model's batch
+    python benchmarks/prices/published_ranking.py --global-batch-size 256 --fp8 --bf16-gradients --max-zero 1   # what NeMo's runs chose from
+
+Every legal candidate is solved under its own best layers that fit, with the columns and the program of the search, and
+replayed. A published configuration is priced as published (ZeRO 1, no recompute, an even split), and its mesh, schedule
+and micro-batch also with their own best layers. Facts that no source states (a micro-batch) are left to the price.
+
+The published runs have tensor-parallel communication under the products (userbuffers; all rows with tp > 1). The stack that is
+taken by default has not; with `--stack nemo` every candidate has.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from parplan.commands.requests.described import DEFAULT_STACK, Asked, question
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.step import StepPrice, price_step
+from parplan.costmodels.strategy import Frame
+from parplan.planner.candidates.enumeration import describe, enumerate_space
+from parplan.planner.candidates.lower_bounds import time_bound
+from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.master import Choice, Master
+from parplan.planner.plan.error_band import error_band
+from parplan.planner.request import Constraints, SearchOptions, SolverName
+from parplan.planner.search.estimate import default_blocks, uniform_strategy
+from parplan.planner.solver import Unsolved
+from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
+from parplan.planner.stage_columns.columns import RankColumns
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.profiles.errors import PlannerError
+from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.spec import Precision
+from parplan.profiles.units import GIB
+
+LAUNCHER = "NVIDIA/NeMo-Framework-Launcher@26e42fa91d"
+NEMO = "NVIDIA/NeMo@000e8c17a3 scripts/performance/recommended_model_configs/model_configs_h100.csv"
+MEGATRON = "NVIDIA/Megatron-LM@d98e8a64dd images/model_table.png; README.md (TP overlap, so sequence parallel; distributed optimizer)"
+WIDTH = 165
+SOLVE_S = 1.0  # for the layers of one frame: equal ranks of a deep pipeline take CBC minutes, and the even split is there
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """One tuned configuration as its source states it, of a model of `num_layers`.
+
+    micro_batch_size: None where the source does not say. All rows: sequence parallel where tp > 1, distributed optimizer
+    (ZeRO 1), no recompute where it is stated. gpus, batch and numbers: what it was published for
+    """
+
+    name: str
+    gpus: str
+    batch: str
+    numbers: str
+    num_layers: int
+    tp: int
+    pp: int
+    virtual_stages: int
+    micro_batch_size: int | None
+    citation: str
+
+
+PUBLISHED = (
+    Published(
+        name="NeMo gpt3-20b", gpus="64 H100", batch="256; 2,048", numbers="fp8 and bf16, bf16 gradients", num_layers=44, tp=2, pp=1,
+        virtual_stages=1, micro_batch_size=2,
+        citation=f"{LAUNCHER} examples/README.md, examples/training/gpt/h100/20b_fp8_8node.sh and 20b_bf16_8node.sh "
+                 "(grad_sync_dtype=bf16), launcher_scripts/conf/training/gpt3/20b.yaml (sequence_parallel, no recompute)"),
+    Published(
+        name="NeMo gpt3-20b, A100", gpus="64 A100", batch="2,048", numbers="bf16, bf16 gradients", num_layers=44, tp=4, pp=1,
+        virtual_stages=1, micro_batch_size=4,
+        citation=f"{LAUNCHER} examples/training/gpt/a100/20b_8node.sh (grad_sync_dtype=bf16)"),
+    Published(
+        name="NeMo nemotron-22b, 2024", gpus="64 H100", batch="256", numbers="fp8", num_layers=40, tp=2, pp=4, virtual_stages=10,
+        micro_batch_size=2,
+        citation=f"{LAUNCHER} examples/README.md; virtual stages, no recompute: launcher_scripts/conf/training/nemotron/nemotron_22b.yaml"),
+    Published(
+        name="NeMo nemotron3-22b", gpus="64 H100", batch="256", numbers="bf16", num_layers=40, tp=2, pp=4, virtual_stages=10,
+        micro_batch_size=1, citation=f"{NEMO} (nemotron3 22b bf16)"),
+    Published(
+        name="NeMo nemotron3-22b, fp8", gpus="64 H100", batch="256", numbers="fp8", num_layers=40, tp=1, pp=4, virtual_stages=10,
+        micro_batch_size=1, citation=f"{NEMO} (nemotron3 22b fp8)"),
+    Published(
+        name="NeMo nemotron4-15b", gpus="64 H100", batch="256", numbers="bf16 and fp8", num_layers=32, tp=2, pp=1, virtual_stages=1,
+        micro_batch_size=2, citation=f"{NEMO} (nemotron4 15b)"),
+    Published(
+        name="Megatron-LM 16B", gpus="192 H100", batch="192", numbers="bf16", num_layers=32, tp=4, pp=1, virtual_stages=1,
+        micro_batch_size=None, citation=MEGATRON),
+    Published(
+        name="Megatron-LM 32B", gpus="384 H100", batch="192", numbers="bf16", num_layers=48, tp=8, pp=1, virtual_stages=1,
+        micro_batch_size=None, citation=MEGATRON),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A legal frame and the price of its best layers that fit."""
+
+    frame: Frame
+    price: StepPrice
+
+    @property
+    def step_s(self) -> float:
+        return self.price.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """A published configuration among the candidates; ranks count from 1.
+
+    price, fits: as published, and rank and mesh_rank with it, None where it does not fit
+    own, own_rank: the same frame with its best layers, None where nothing of the frame fits
+    """
+
+    published: Published
+    frame: Frame
+    price: StepPrice
+    fits: bool
+    rank: int | None
+    mesh_rank: int | None
+    own: Candidate | None
+    own_rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is ranked: the prices of a model, cluster and training, the bytes that a plan may fill of a device, and the pins."""
+
+    book: PriceBook
+    limit_bytes: float
+    pins: Constraints
+
+    def frames(self, pins: Constraints | None = None) -> tuple[Frame, ...]:
+        """The legal candidates that `pins` allow, by default those of the request."""
+        book = self.book
+        return enumerate_space(book.model, book.machine.cluster, book.training, pins or self.pins).frames
+
+
+def request_of(
+    model: str, gpus: int, gpu: str, global_batch_size: int | None = None, *, fp8: bool = False, bf16_gradients: bool = False,
+    max_zero: int = 3, stack: str = DEFAULT_STACK,
+) -> Request:
+    """The request of the options, with the memory margin that a search takes by default."""
+    asked = question(Asked(model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=stack))
+    gradients = Precision.BF16 if bf16_gradients else asked.training.gradient_precision
+    training = replace(asked.training, fp8_matmuls=fp8, gradient_precision=gradients)
+    book = PriceBook(asked.model, training, machine_for(asked.cluster))
+    pins = Constraints(zero=tuple(range(max_zero + 1)))
+    return Request(book, limit_bytes(asked.cluster, training.stack, SearchOptions()), pins)
+
+
+def _solve(frame: Frame, table: MixTable, limit: float, counts: Sequence[Iterable[int]]) -> Choice | None:
+    """The fastest choice with `counts[rank]` blocks on a rank, by the columns and the master of the search; None when nothing fits.
+
+    Raises Unsolved when the time of a frame ends before the solver has any.
+    """
+    options = []
+    for rank, allowed in enumerate(counts):
+        columns = RankColumns(rank, frame, table)
+        options.append([column for count in allowed for column in columns.fastest(count, limit)])
+        if not options[-1]:
+            return None
+    return Master(frame, options, table.book.model.num_layers, tied=table.book.tied).fastest(SolverName.CBC, SOLVE_S)
+
+
+def _splits(frame: Frame, table: MixTable, limit: float) -> Iterator[Choice]:
+    """The best of the even split, then the best of all splits that can beat it, if the solver finds it in its time."""
+    num_layers = table.book.model.num_layers
+    even = _solve(frame, table, limit, [(count,) for count in default_blocks(frame, num_layers)])
+    if even is not None:
+        yield even
+    if frame.virtual_stages > 1 or frame.mesh.pp == 1:
+        return
+    longest = time_bound(frame, table).longest_rank(frame, even.step_s if even else float("inf"))
+    with suppress(Unsolved):
+        choice = _solve(frame, table, limit, [block_counts(rank, frame, num_layers, longest) for rank in range(frame.mesh.pp)])
+        if choice is not None:
+            yield choice
+
+
+def best_of(frame: Frame, table: MixTable, limit: float) -> Candidate | None:
+    """The fastest layers of `frame` within `limit` bytes; None when nothing fits."""
+    choice = min(_splits(frame, table, limit), key=lambda choice: choice.step_s, default=None)
+    return None if choice is None else Candidate(frame, price_step(to_strategy(frame, choice.columns), table.book))
+
+
+def ranked(request: Request) -> list[Candidate]:
+    """All candidates that fit, fastest first."""
+    table = MixTable(request.book, request.pins)
+    found = (best_of(frame, table, request.limit_bytes) for frame in request.frames())
+    return sorted(filter(None, found), key=lambda candidate: candidate.step_s)
+
+
+def frames_of(published: Published, request: Request) -> list[Frame]:
+    """The candidates that a row describes: several where its micro-batch is not stated, none where it is not legal.
+
+    A virtual stage keeps its number of blocks: 10 virtual stages of 40 layers are 11 of 44.
+    """
+    size, num_layers = published.micro_batch_size, request.book.model.num_layers
+    virtual_stages = published.virtual_stages * num_layers / published.num_layers if published.virtual_stages > 1 else 1
+    pins = Constraints(
+        pp=(published.pp,), tp=(published.tp,), micro_batch_size=None if size is None else (size,),
+        sequence_parallel=(published.tp > 1,), schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED))
+    return [frame for frame in request.frames(pins) if frame.virtual_stages == virtual_stages]
+
+
+def as_published(frame: Frame, book: PriceBook) -> StepPrice:
+    """The price of an even split at ZeRO 1 without recompute."""
+    blocks = default_blocks(frame, book.model.num_layers)
+    return price_step(uniform_strategy(frame, blocks, zero=1, recompute=Recompute.NONE, book=book), book)
+
+
+def peak_bytes(price: StepPrice) -> float:
+    """Bytes of the fullest stage."""
+    return max(memory.total for memory in price.memory)
+
+
+def place(published: Published, candidates: Sequence[Candidate], request: Request) -> Placing | None:
+    """Where a row stands; of several micro-batches the fastest that fits. None when it is not legal here."""
+    priced = [(as_published(frame, request.book), frame) for frame in frames_of(published, request)]
+    if not priced:
+        return None
+    price, frame = min(priced, key=lambda found: (peak_bytes(found[0]) > request.limit_bytes, found[0].step_s))
+    own_rank, own = next(((rank, found) for rank, found in enumerate(candidates, 1) if found.frame == frame), (None, None))
+    rank = mesh_rank = None
+    if peak_bytes(price) <= request.limit_bytes:
+        others = {found.frame.mesh: found.step_s for found in reversed(candidates) if found.frame.mesh != frame.mesh}
+        rank = _rank([found.step_s for found in candidates if found.frame != frame], price.step_s)
+        mesh_rank = _rank(sorted(others.values()), price.step_s)
+    return Placing(published, frame, price, rank is not None, rank, mesh_rank, own, own_rank)
+
+
+def _rank(others_s: Sequence[float], step_s: float) -> int:
+    return 1 + bisect_left(others_s, step_s)
+
+
+def _share(part: int | None, of: int) -> str:
+    return "-" if part is None else f"{part} of {of}"
+
+
+def _cells(placing: Placing, candidates: Sequence[Candidate], band: float | None) -> tuple[str, ...]:
+    frame, own, step_s = placing.frame, placing.own, placing.price.step_s
+    meshes = {candidate.frame.mesh for candidate in candidates}
+
+    def loss(of_s: float) -> float:
+        return of_s / candidates[0].step_s - 1
+
+    best_layers = ("-", "-", "-") if own is None else (f"{own.step_s:.3f} s", str(placing.own_rank), f"{100 * loss(own.step_s):+.1f} %")
+    judged_s = step_s if placing.fits else own.step_s if own else None
+    verdict = "" if judged_s is None or band is None else "inside" if loss(judged_s) <= band else "outside"
+    return (
+        placing.published.name, str(frame.mesh), f"{frame.micro_batch_size} x {frame.num_micro_batches}", str(frame.virtual_stages),
+        f"{step_s:.3f} s", f"{peak_bytes(placing.price) / GIB:.1f}", "yes" if placing.fits else "no", _share(placing.rank, len(candidates)),
+        _share(placing.mesh_rank, len(meshes)), f"{100 * loss(step_s):+.1f} %", *best_layers, verdict)
+
+
+def _ranking_table(placings: Sequence[Placing], candidates: Sequence[Candidate], band: float | None) -> Table:
+    """One row a published configuration: as published, then with the best layers of its mesh, schedule and micro-batch."""
+    table = Table(box=None)
+    left = {"published", "mesh", "band"}
+    as_published = ("published", "mesh", "micro", "virtual", "step", "GiB", "fits", "rank", "of meshes", "loss")
+    for name in (*as_published, "best layers", "rank", "loss", "band"):
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for placing in placings:
+        table.add_row(*_cells(placing, candidates, band))
+    return table
+
+
+def _breakdown_table(named: Iterable[tuple[str, StepPrice]]) -> Table:
+    """Seconds by cause on the rank that takes longest; what is left of the step is the bubble."""
+    causes = ("compute", "recompute", "tp_comm", "dp_comm", "pp_comm", "optimizer")
+    table = Table(box=None)
+    for index, name in enumerate(("seconds", *causes, "bubble")):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for name, price in named:
+        slowest = max(price.ranks, key=lambda rank: rank.total.value_s)
+        parts = [*(getattr(slowest, cause).value_s for cause in causes), max(0.0, price.step_s - slowest.total.value_s)]
+        table.add_row(name, *(f"{part:.3f}" for part in parts))
+    return table
+
+
+def _headline(candidates: Sequence[Candidate], request: Request, band: float | None) -> str:
+    best = candidates[0]
+    inside = "" if band is None else f" of +- {100 * band:.1f} %, {sum(c.step_s <= (1 + band) * best.step_s for c in candidates)} inside it"
+    return (
+        f"best: {describe(best.frame)}: {best.step_s:.3f} s\n{len(candidates)} of {len(request.frames())} candidates fit "
+        f"{request.limit_bytes / GIB:.1f} GiB; error band{inside or ' unknown'}")
+
+
+def report(request: Request, console: Console) -> None:
+    """Print the rank of every row, the breakdowns and the sources. Raises ClickException when nothing fits."""
+    candidates = ranked(request)
+    if not candidates:
+        raise click.ClickException("nothing fits")
+    bands = error_band(request.book.machine, request.book.training.stack)
+    band = None if bands is None else bands.time.share
+    found = [(row, place(row, candidates, request)) for row in PUBLISHED]
+    placings = [placing for _, placing in found if placing]
+    console.print(_headline(candidates, request, band))
+    console.print(_ranking_table(placings, candidates, band))
+    published = ((f"{placing.published.name}, as published", placing.price) for placing in placings)
+    console.print(_breakdown_table((("the best", candidates[0].price), *published)))
+    for row, placing in found:
+        note = "" if placing else "; not legal here"
+        console.print(f"{row.name}: for {row.gpus}, batch {row.batch}, {row.numbers}{note}. {row.citation}", soft_wrap=True)
+
+
+@click.command()
+@click.option("--model", default="gpt-20b", show_default=True)
+@click.option("--gpus", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--gpu", default="h100-80gb", show_default=True)
+@click.option("--global-batch-size", type=click.IntRange(min=1), help="Sequences of a step; the model's by default.")
+@click.option("--fp8", is_flag=True, help="The products of the blocks in FP8.")
+@click.option("--bf16-gradients", is_flag=True, help="Gradients in bf16, as NeMo's published runs of gpt3-20b; fp32 by default.")
+@click.option("--stack", default=DEFAULT_STACK, show_default=True, help="A name of `plan stacks`.")
+@click.option("--max-zero", type=click.IntRange(0, 3), default=3, show_default=True, help="1: what Megatron's distributed optimizer does.")
+def main(
+    model: str, gpus: int, gpu: str, global_batch_size: int | None, fp8: bool, bf16_gradients: bool, stack: str, max_zero: int,
+) -> None:
+    """Rank the published configurations of the 20B class among all candidates."""
+    try:
+        request = request_of(model, gpus, gpu, global_batch_size, fp8=fp8, bf16_gradients=bf16_gradients, max_zero=max_zero, stack=stack)
+    except PlannerError as error:
+        raise click.ClickException(f"{error.message}; {error.hint}") from None
+    training, console = request.book.training, Console(width=WIDTH, highlight=False)
+    console.print(
+        f"{request.book.model.name} on {gpus} x {gpu}, {training.global_batch_size:,} x {training.seq_length:,} tokens, "
+        f"{training.precision}{' with fp8 products' if fp8 else ''}, {training.gradient_precision} gradients, ZeRO up to {max_zero}, "
+        f"{training.stack.name}")
+    report(request, console)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What the token table on the host is worth: a large vocabulary over few blocks, with the table on the devices and wherever it pays.
+
+    python benchmarks/prices/token_table.py                # three minutes of one core
+    python benchmarks/prices/token_table.py --json
+
+Blocks of GPT's width 4096, 256k tokens, a head of its own; the same search twice, with and without `lookup` in what the host may keep.
+Nothing here is run: every figure is predicted, all of them analytic. docs/design/chunks.md has the table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import click
+
+from parplan.commands.requests.described import Asked, asked_training
+from parplan.costmodels.host.offload import Offload
+from parplan.planner.plan.plan import Plan
+from parplan.planner.request import SEARCHED_OFFLOAD, Constraints
+from parplan.planner.search.find_plan import find_plan
+from parplan.profiles.catalog import load_cluster, load_family, with_gpus
+from parplan.profiles.errors import InfeasibleError
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.models.spec import ModelSpec
+from parplan.profiles.units import GIB
+from parplan.report.searches.largest_table import host_gib, peak_gib
+from parplan.report.text import console, gib_text, print_table, say, seconds_text
+
+VOCABULARY = 256_000
+WIDTH = 4096
+SEQUENCES = 64
+HOST_BYTES = 240 * GIB
+NODES = (  # GPUs of a node, blocks
+    ("a100-40gb", 1, 12), ("rtx3090-24gb", 8, 12), ("l4-24gb", 8, 12), ("v100-32gb", 2, 12), ("v100-32gb", 8, 60))
+HEADING = ("node", "blocks", "table", "step", "GPU GiB", "host GiB", "plan")
+
+
+def model_of(num_blocks: int) -> ModelSpec:
+    """The blocks under a table of their own."""
+    return replace(load_family("gpt").of_width(WIDTH, num_blocks).spec, name="gpt-256k", vocab_size=VOCABULARY, tied_embeddings=False)
+
+
+def plan_of(model: ModelSpec, cluster: Cluster, offload: tuple[Offload, ...]) -> Plan | None:
+    """The fastest plan, None where nothing fits."""
+    training, _ = asked_training(Asked(), SEQUENCES, model.max_seq_length, None, cluster.device)
+    try:
+        return find_plan(model, cluster, training, constraints=Constraints(offload=offload))
+    except InfeasibleError:
+        return None
+
+
+def rows_of(gpu: str, gpus: int, num_blocks: int) -> list[tuple[str, ...]]:
+    """With the table on the devices, and where the search puts it."""
+    cluster = replace(with_gpus(load_cluster(gpu), gpus), host_memory_bytes=HOST_BYTES)
+    node, found = f"{gpus} x {gpu}", []
+    for offload in (tuple(what for what in SEARCHED_OFFLOAD if what is not Offload.LOOKUP), SEARCHED_OFFLOAD):
+        plan = plan_of(model_of(num_blocks), cluster, offload)
+        found.append((node, str(num_blocks), *_cells(plan)))
+    return found
+
+
+def _cells(plan: Plan | None) -> tuple[str, ...]:
+    if plan is None:
+        return ("device", "none fits", "", "", "")
+    table = "host" if Offload.LOOKUP in plan.layer_plans["embedding"].offload else "device"
+    batch = f"micro-batch {plan.pipeline.micro_batch_size} x {plan.pipeline.num_micro_batches}"
+    return (
+        table, seconds_text(plan.predicted.step_time_s.value), gib_text(peak_gib(plan)), gib_text(host_gib(plan)),
+        f"{plan.mesh}, {batch}{', chunks' if plan.chunks else ''}")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON and nothing else.")
+def main(*, as_json: bool) -> None:
+    """Print the table."""
+    rows = [row for node in NODES for row in rows_of(*node)]
+    if as_json:
+        click.echo(json.dumps([dict(zip(HEADING, row, strict=True)) for row in rows], indent=2))
+        return
+    out = console(sys.stdout)
+    say(out, f"{VOCABULARY:,} tokens, width {WIDTH}, {SEQUENCES} sequences; predicted, all of it analytic")
+    print_table(out, HEADING, rows, left=("node", "table", "plan"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""How a strategy differs from another, in words: what the attack changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from benchmarks.search.attacks.moves import block_counts, is_block
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.planner.candidates.enumeration import describe
+
+
+def kinds(plan: Strategy, attack: Strategy) -> tuple[str, ...]:
+    """What differs: the frame's choices, else blocks by stage, ZeRO stages, recompute, and the ends."""
+    if plan.frame != attack.frame:
+        return tuple(_frame_kinds(plan.frame, attack.frame))
+    found = ["blocks moved"] if block_counts(plan) != block_counts(attack) else []
+    for name, part in (("zero", lambda c: c.zero), ("recompute", lambda c: c.recompute), ("division", lambda c: c.sharding)):
+        if Counter(map(part, _blocks(plan))) != Counter(map(part, _blocks(attack))):
+            found.append(name)
+    if _ends(plan) != _ends(attack):
+        found.append("ends")
+    return tuple(found) or ("order",)
+
+
+def _frame_kinds(one: Frame, other: Frame) -> Iterator[str]:
+    names = {
+        "mesh": "mesh", "schedule": "schedule", "virtual_stages": "virtual stages", "micro_batch_size": "micro-batch",
+        "sequence_parallel": "sequence parallel", "tp_overlap": "tp overlap"}
+    yield from (text for name, text in names.items() if getattr(one, name) != getattr(other, name))
+
+
+def _blocks(strategy: Strategy) -> Iterator[LayerChoice]:
+    return (choice for stage in strategy.stages for choice in stage if is_block(choice))
+
+
+def _ends(strategy: Strategy) -> tuple[int, ...]:
+    return tuple(choice.zero for stage in strategy.stages for choice in stage if not is_block(choice))
+
+
+def text(strategy: Strategy) -> str:
+    """The frame, and by pipeline rank the runs of equal blocks."""
+    frame = strategy.frame
+    stages = [f"{stage}: {_stage_text(layers)}" for stage, layers in enumerate(strategy.stages)]
+    embedding, head = _ends(strategy)
+    return f"{describe(frame)}; ends ZeRO {embedding}, {head}; " + " | ".join(stages)
+
+
+def _stage_text(layers: tuple[LayerChoice, ...]) -> str:
+    runs: list[tuple[LayerChoice, int]] = []
+    for choice in filter(is_block, layers):
+        if runs and runs[-1][0] == choice:
+            runs[-1] = choice, runs[-1][1] + 1
+        else:
+            runs.append((choice, 1))
+    return ", ".join(f"{count} x ZeRO {choice.zero} {_again(choice)}" for choice, count in runs)
+
+
+def _again(choice: LayerChoice) -> str:
+    names = choice.recompute.value if isinstance(choice.recompute, Recompute) else "+".join(choice.recompute) or "none"
+    return names + ("" if choice.sharding is None else " divided otherwise")

@@ -1,0 +1,74 @@
+"""The ways to run a block of a frame that an attack chooses from, within the pins of its request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from benchmarks.search.attacks.allowed import zero_stages
+from parplan.costmodels.layers.recompute import Again, Recompute
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.strategy import Frame, LayerChoice
+from parplan.executor.rules.layer_rules import DRAWS_MASK
+from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
+from parplan.planner.request import Constraints
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.profiles.models.operator_graph import LayerKind
+
+RANDOM_LISTS = 6  # of recomputed operators, beside those of the catalogue
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A list of recomputed operators with a division of the operators, None for the frame's own."""
+
+    recompute: Again
+    sharding: Sharding | None
+
+    def at(self, zero: int) -> LayerChoice:
+        return LayerChoice(LayerKind.BLOCK, self.recompute, zero, self.sharding)
+
+
+class Palette:
+    """By frame, the ways of the catalogue, the levels of recompute and some random lists of operators; each made once."""
+
+    def __init__(self, table: MixTable, pins: Constraints, seed: int) -> None:
+        self.table, self.pins, self.seed = table, pins, seed
+        self._ways: dict[tuple[Frame, int], tuple[Way, ...]] = {}
+        self._choices: dict[tuple[Frame, int], tuple[LayerChoice, ...]] = {}
+
+    def ways(self, frame: Frame, rank: int) -> tuple[Way, ...]:
+        """Those of one pipeline rank."""
+        key = frame, rank if frame.keeps_all(rank) else -1
+        if key not in self._ways:
+            self._ways[key] = tuple(dict.fromkeys(self._found(frame, rank)))
+        return self._ways[key]
+
+    def choices(self, frame: Frame, rank: int) -> tuple[LayerChoice, ...]:
+        """The same at every ZeRO stage."""
+        key = frame, rank if frame.keeps_all(rank) else -1
+        if key not in self._choices:
+            self._choices[key] = tuple(way.at(zero) for zero in zero_stages(frame, self.pins) for way in self.ways(frame, rank))
+        return self._choices[key]
+
+    def _found(self, frame: Frame, rank: int) -> Iterator[Way]:
+        names = self.table.book.recompute_operators
+        for option in self.table.options(frame, rank):
+            own = option.sharding if frame.mesh.tp > 1 and option.sharding != frame.sharding else None
+            yield Way(names(LayerKind.BLOCK, option.recompute), own)
+        if frame.keeps_all(rank):
+            return
+        for level in self.pins.resolved(self.table.book.training.stack).recompute or tuple(Recompute):
+            if level is not Recompute.FULL or not illegal_full_recompute(frame.tp_overlap, self.table.book.model):
+                yield Way(names(LayerKind.BLOCK, level), None)
+        if self.table.catalogue.by_operator:
+            yield from self._lists(random.Random(self.seed))
+
+    def _lists(self, chance: random.Random) -> Iterator[Way]:
+        """Random lists of operators, none of which draws a mask when it runs again."""
+        model, block = self.table.book.model, self.table.book.graph(1).block
+        names = [operator.name for operator in block.operators if not (model.dropout and operator.name in DRAWS_MASK)]
+        for _ in range(RANDOM_LISTS):
+            chosen = frozenset(chance.sample(names, chance.randint(1, len(names) - 1)))
+            yield Way(tuple(name for name in names if name in chosen), None)

@@ -1,0 +1,128 @@
+"""The requests whose plans are attacked: those that were found wanting once, and ordinary ones drawn with a fixed seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+from benchmarks.search.attacks.allowed import frames
+from parplan.commands.requests.described import Asked, Question, question
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.plan.prediction import Objective
+from parplan.planner.request import Constraints, SearchOptions
+from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.units import GIB, gib
+
+MODELS = ("gpt-1.5b", "gpt-2.5b", "gpt-7.5b", "gpt-8.3b", "gpt-20b", "llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b")
+CLUSTERS = ("a100-40gb", "a100-80gb", "h100-80gb", "v100-32gb")
+GPUS = (4, 8, 16, 24, 32, 64)
+STACKS = (None, None, "parplan", "nemo", "torchtitan")  # the default twice as often
+STATE_BYTES = 18  # of a parameter in mixed precision, in all
+FILLED = 0.7  # of the memory that states may fill in a request that is drawn: a larger model has no plan, or one with the host alone
+PINS = (
+    Constraints(), Constraints(), Constraints(), Constraints(), Constraints(pp=(1,), tp=(1,)), Constraints(pp=(2, 4, 8)),
+    Constraints(tp=(2, 4)), Constraints(zero=(1, 2)), Constraints(recompute=(Recompute.NONE, Recompute.FULL)),
+    Constraints(schedule=(Schedule.ONE_F_ONE_B,)), Constraints(micro_batch_size=(1, 2)), Constraints(megatron_sharding=True))
+
+
+@dataclass(frozen=True)
+class Request:
+    """A question to the planner, its pins, and how it searches."""
+
+    asked: Asked
+    pins: Constraints = field(default_factory=Constraints)
+    options: SearchOptions = field(default_factory=SearchOptions)
+    objective: Objective = Objective.THROUGHPUT
+
+    @cached_property
+    def question(self) -> Question:
+        return question(self.asked)
+
+    def __str__(self) -> str:
+        """As on the command line, without `plan`."""
+        words = [_words(name.name, getattr(self.asked, name.name)) for name in fields(Asked)]
+        words += [_words(name.name, getattr(self.pins, name.name)) for name in fields(Constraints)]
+        if self.options.memory_limit_bytes:
+            words.append(f"--memory-limit {gib(self.options.memory_limit_bytes):g}GiB")
+        if self.objective is not Objective.THROUGHPUT:
+            words.append(f"--objective {self.objective}")
+        return " ".join(word for word in words if word)
+
+
+def _words(name: str, value: object) -> str:
+    if value is None or value is False or value == ():
+        return ""
+    option = f"--{name.replace('_', '-')}"
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return option if value is True else f"{option} {text}"
+
+
+def _asked(model: str, gpus: int, gpu: str = "a100-80gb", **others: object) -> Asked:
+    return Asked(model=model, gpus=gpus, gpu=gpu, **others)  # type: ignore[arg-type]
+
+
+NAMED = (
+    Request(
+        _asked("llama3-8b", 16, "h100-80gb", gpus_per_node=1), Constraints(pp=(1,), tp=(1,), recompute=(Recompute.NONE,))),
+    Request(_asked("llama3-8b", 16, "h100-80gb")),
+    Request(_asked("llama3-8b", 32)),
+    Request(_asked("llama3-8b", 16, stack="parplan")),
+    Request(_asked("llama3-8b", 24)),
+    Request(_asked("gpt-7.5b", 32), Constraints(pp=(8,))),
+    Request(
+        _asked("gpt-1.5b", 2, "v100-32gb", stack="parplan", global_batch_size=2),
+        options=SearchOptions(memory_limit_bytes=int(13.5 * GIB))),
+    Request(_asked("llama3-8b", 4, stack="parplan", global_batch_size=4)),
+    Request(_asked("llama3-8b", 8, global_batch_size=4), Constraints(pp=(8,))),
+    Request(_asked("gpt-1.5b", 8, "a100-40gb", global_batch_size=64)),
+)
+SMALL = (  # for a test: few GPUs and micro-batches, one for each kind of change that beat a plan once
+    Request(
+        _asked("llama3-8b", 16, "h100-80gb", gpus_per_node=1, global_batch_size=64),
+        Constraints(pp=(1,), tp=(1,), recompute=(Recompute.NONE,))),
+    Request(
+        _asked("gpt-1.5b", 2, "v100-32gb", stack="parplan", global_batch_size=2),
+        options=SearchOptions(memory_limit_bytes=int(13.5 * GIB))),
+    Request(_asked("llama3-8b", 8, global_batch_size=4), Constraints(pp=(8,))),
+    Request(_asked("llama3-8b", 4, stack="parplan", global_batch_size=4), Constraints(tp=(2,), micro_batch_size=(2,))),
+    Request(_asked("gpt-1.5b", 8, "v100-32gb", stack="parplan", global_batch_size=16), Constraints(pp=(8,), micro_batch_size=(1,))),
+    Request(_asked("gpt-7.5b", 16, global_batch_size=64), Constraints(pp=(4,), tp=(1,))),
+)
+
+
+def drawn(seed: int) -> Iterator[Request]:
+    """Ordinary requests without end, the same for a seed: a model whose states have room, a batch, a stack and sometimes legal pins."""
+    chance = random.Random(seed)
+    while True:
+        model, gpus, gpu = chance.choice(MODELS), chance.choice(GPUS), chance.choice(CLUSTERS)
+        stack, pins, batch = chance.choice(STACKS), chance.choice(PINS), chance.choice((None, None, 64, 128))
+        per_node = 1 if chance.random() < 0.1 else None
+        asked = _asked(model, gpus, gpu, stack=stack, global_batch_size=batch, gpus_per_node=per_node)
+        request = Request(asked, pins)
+        if _has_room(request) and any(frames(request.question, request.pins)):
+            yield request
+
+
+def _has_room(request: Request) -> bool:
+    asked = request.question
+    needed = STATE_BYTES * build_graph(asked.model, asked.training, 1).num_parameters
+    return needed <= FILLED * asked.cluster.num_gpus * asked.cluster.device.memory_bytes
+
+
+def requests(number: int, seed: int) -> Iterator[Request]:
+    """The named requests and drawn ones, `number` in all, each once."""
+    seen, more = list(NAMED[:number]), drawn(seed)
+    while len(seen) < number:
+        request = next(more)
+        if request not in seen:
+            seen.append(request)
+    yield from seen
+
+
+def memory_requests(number: int, seed: int) -> Iterator[Request]:
+    """As many other requests for the least redundant memory."""
+    more = drawn(seed + 1)
+    yield from (replace(next(more), objective=Objective.MEMORY) for _ in range(number))

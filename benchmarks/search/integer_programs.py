@@ -1,0 +1,184 @@
+"""How large each integer program is, how long it takes to build and to solve, and how far its answer is from proven.
+
+    python benchmarks/search/integer_programs.py                   # gpt-20b on 64 A100: one block, all blocks, all stages; CBC and HiGHS
+    python benchmarks/search/integer_programs.py --time-limit 60
+
+One block: strategy pairs against placement pairs at tp 4, under half of the range of its memory. All blocks of one GPU: every
+block by itself (flat) against the best mix of the catalogue, under the same memory. All stages: numbers of blocks as integers
+(collapsed) against one column a stage. The gap of an answer is to the best bound known of its case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import click
+import numpy as np
+from rich.console import Console
+
+from benchmarks.search.formulations import Collapsed, Flat, StrategyPairs
+from parplan.commands.requests.described import Asked, question
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.memory.rank_memory import usable_bytes
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.schedules.schedule import Schedule, in_flight
+from parplan.costmodels.strategy import Frame
+from parplan.planner.layer_options.layer_front import layer_front
+from parplan.planner.layer_options.layer_problem import LayerProblem, layer_problem
+from parplan.planner.layer_options.layer_program import LayerProgram, evaluate
+from parplan.planner.layer_options.mixes import make_mixes
+from parplan.planner.master import Master
+from parplan.planner.request import Constraints, SolverName
+from parplan.planner.solver import Problem, Unsolved
+from parplan.planner.stage_columns.block_counts import block_counts
+from parplan.planner.stage_columns.columns import RankColumns
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.report.text import print_table
+
+HEADING = ("program", "solver", "variables", "rows", "build s", "solve s", "value ms", "over the best known")
+Answer = tuple[float, bool] | None  # milliseconds, and whether they are proven
+Solve = Callable[[SolverName, float], Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One program: how it is built, and a lower bound of its value where another program gives one."""
+
+    name: str
+    build: Callable[[], tuple[Problem, Solve]]
+    bound_ms: float = 0.0
+
+
+def timed(case: Case, solver: SolverName, limit_s: float) -> tuple[str, ...]:
+    """A row of the table."""
+    started = time.perf_counter()
+    program, solve = case.build()
+    built_s = time.perf_counter() - started
+    started = time.perf_counter()
+    try:
+        found = solve(solver, limit_s)
+    except Unsolved:
+        found = None
+    solved_s = time.perf_counter() - started
+    variables, rows = program.size
+    value, gap = "-", "no point in its time"
+    if found:
+        value, gap = f"{found[0]:.3f}", "proven" if found[1] else f"{100 * (found[0] / case.bound_ms - 1):.2f} %, not proven"
+    return case.name, solver.value, f"{variables:,}", f"{rows:,}", f"{built_s:.3f}", f"{solved_s:.3f}", value, gap
+
+
+def block_cases(problem: LayerProblem) -> Iterator[Case]:
+    """One block within half of the range between the most and the least memory on its front."""
+    sizes = [evaluate(problem, options).memory_bytes(1) for options in layer_front(problem)]
+    budget = (max(sizes) + min(sizes)) / 2
+
+    def of(make: Callable[[LayerProblem], LayerProgram | StrategyPairs]) -> Callable[[], tuple[Problem, Solve]]:
+        def build() -> tuple[Problem, Solve]:
+            layer = make(problem)
+
+            def solve(solver: SolverName, _: float) -> Answer:
+                found = layer.fastest(budget, solver)
+                return found and (found.cost.time_s * 1e3, found.proven)
+
+            return layer.program, solve
+
+        return build
+
+    yield Case("one block, strategy pairs", of(StrategyPairs))
+    yield Case("one block, placement pairs", of(LayerProgram))
+
+
+def flat_cases(table: MixTable, frame: Frame) -> Iterator[Case]:
+    """All blocks on one GPU, kept tensors and workspace within half of their range; the mix is found without a program."""
+    book, copies = table.book, table.book.model.num_layers
+    problem = layer_problem(book.graph(frame.micro_batch_size).block, frame.sharding, book.machine, book.training)
+    states = evaluate(problem, layer_front(problem)[0]).cost.state_bytes
+    started = time.perf_counter()
+    mixes = make_mixes(table.options(frame), copies, 1)
+    memory, times_ms = mixes.saved_bytes + mixes.workspace_bytes, mixes.counts @ np.array([o.time_s * 1e3 for o in mixes.options])
+    budget = (memory.max() + memory.min()) / 2
+    best_ms = float(times_ms[memory <= budget].min())
+    mixed_s = time.perf_counter() - started
+    click.echo(f"  {copies} blocks, best of {len(times_ms):,} mixes of {len(mixes.options)} options: {best_ms:.3f} ms in {mixed_s:.3f} s")
+
+    def build() -> tuple[Problem, Solve]:
+        flat = Flat(problem, copies, 1.0)
+
+        def solve(solver: SolverName, limit_s: float) -> Answer:
+            found = flat.fastest(budget + copies * states, solver, limit_s)
+            return found and (found.objective / 1e3, found.proven)
+
+        return flat.program, solve
+
+    yield Case(f"{copies} blocks, flat (mix: {best_ms:.3f})", build, best_ms)
+
+
+def stage_cases(table: MixTable, frame: Frame, limit_bytes: float) -> Iterator[Case]:
+    """All stages of a pipeline under a limit that makes most of them recompute."""
+    book, num_layers, pp = table.book, table.book.model.num_layers, frame.mesh.pp
+    usable = usable_bytes(limit_bytes, frame.mesh, book)
+    stashes = [in_flight(frame.schedule, rank, pp, frame.num_micro_batches) for rank in range(pp)]
+    options = table.options(frame)
+    state = book.states(LayerKind.BLOCK, frame.mesh, frame.sharding, 1).states.total
+    room = [usable - max(option.workspace_bytes for option in options)] * pp
+
+    def collapsed() -> tuple[Problem, Solve]:
+        made = Collapsed(frame, options, num_layers, stashes, room, state)
+
+        def solve(solver: SolverName, limit_s: float) -> Answer:
+            found = made.fastest(solver, limit_s)
+            return found and (found.objective / 1e3, found.proven)
+
+        return made.program, solve
+
+    def columns() -> tuple[Problem, Solve]:
+        found = [
+            [c for count in block_counts(rank, frame, num_layers) for c in RankColumns(rank, frame, table).fastest(count, limit_bytes)]
+            for rank in range(pp)]
+        master = Master(frame, found, num_layers)
+
+        def solve(solver: SolverName, limit_s: float) -> Answer:
+            choice = master.fastest(solver, limit_s)
+            return choice and (choice.step_s * 1e3, choice.proven)
+
+        return master.problem, solve
+
+    yield Case(f"{pp} stages, collapsed", collapsed, _continuous_ms(frame, options, num_layers))
+    yield Case(f"{pp} stages, columns", columns)
+
+
+def _continuous_ms(frame: Frame, options: tuple[object, ...], num_layers: int) -> float:
+    """Every block on the fastest option, the stages equal: no answer of the collapsed program is below it."""
+    fastest_s = min(option.time_s for option in options)  # type: ignore[attr-defined]
+    return 1e3 * ((frame.num_micro_batches - 1) * fastest_s * num_layers / frame.mesh.pp + num_layers * fastest_s)
+
+
+@click.command()
+@click.option("--model", default="gpt-20b", show_default=True)
+@click.option("--gpus", default=64, show_default=True)
+@click.option("--time-limit", default=30.0, show_default=True, help="Seconds of one solve.")
+def main(model: str, gpus: int, time_limit: float) -> None:
+    """Build and solve every formulation with both solvers."""
+    asked = question(Asked(model=model, gpus=gpus, gpu="a100-80gb"))
+    book = PriceBook(asked.model, asked.training, machine_for(asked.cluster))
+    table = MixTable(book, Constraints(zero=(1,)))
+
+    def frame(pp: int, tp: int, micro_batch_size: int) -> Frame:
+        dp = gpus // pp // tp
+        return Frame(
+            mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=micro_batch_size,
+            num_micro_batches=asked.training.global_batch_size // dp // micro_batch_size, sequence_parallel=False)
+
+    tensor = frame(1, 4, 4)
+    one = layer_problem(book.graph(4).block, tensor.sharding, book.machine, book.training)
+    cases = [*block_cases(one), *flat_cases(table, frame(1, 1, 4)), *stage_cases(table, frame(8, 1, 2), 50 * 2**30)]
+    rows = [timed(case, solver, time_limit) for case in cases for solver in SolverName]
+    print_table(Console(width=140), HEADING, rows, left=("program", "solver", "over the best known"))
+
+
+if __name__ == "__main__":
+    main()

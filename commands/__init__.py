@@ -1,0 +1,1 @@
+"""ASK: one file a command; options are typed where they are parsed."""

@@ -1,0 +1,83 @@
+"""What commands do with a plan of either kind, and what they need before. All but click is imported where it is used."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from parplan.commands.style import print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from parplan.planner.plan.plan import Plan
+    from parplan.planner.plan.traced_plan import ModulePlan
+    from parplan.report.plans.summary import Context
+
+STDOUT = Path("-")
+
+
+def require_output(output: Path | None) -> None:
+    """Raises ConfigError when a result could not be put at `output`: found before the search, not after it."""
+    from parplan.profiles.documents.files import require_writable
+    from parplan.profiles.errors import ConfigError
+
+    if output == STDOUT:
+        if sys.__stdout__ is None:
+            raise ConfigError("--output - is stdout, which is closed", hint="choose a file with --output")
+    elif output is not None:
+        require_writable(output)
+
+
+def deliver(plan: Plan | ModulePlan, context: Context, output: Path | None, *, as_json: bool) -> None:
+    """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
+    from parplan.executor.placed_layers import torchrun_line
+    from parplan.planner.plan.plan import to_yaml, write
+    from parplan.report.text import console
+
+    if output == STDOUT and not as_json:
+        click.echo(to_yaml(plan), nl=False)
+        print_plan(plan, console(sys.stderr), context)
+        return
+    try:
+        if output not in (None, STDOUT):
+            write(plan, output)
+    finally:
+        if as_json:
+            print_plan_json(plan, context.elapsed_s)
+        else:
+            print_plan(plan, console(sys.stdout), context)
+    if output is not None and not as_json:
+        click.echo(f"wrote {output}; run it with\n  {torchrun_line(plan, shlex.quote(str(output)))}")
+
+
+def print_plan(plan: Plan | ModulePlan, out: Console, context: Context) -> None:
+    """The summary of a plan."""
+    from parplan.planner.plan.traced_plan import ModulePlan
+    from parplan.report.plans.summary import print_summary
+    from parplan.report.plans.traced_summary import print_module_summary
+
+    if isinstance(plan, ModulePlan):
+        print_module_summary(plan, out, context)
+    else:
+        print_summary(plan, out, context)
+
+
+def print_plan_json(plan: Plan | ModulePlan, elapsed_s: float | None = None) -> None:
+    """The plan for programs."""
+    from parplan.report.plan_documents import plan_document
+
+    print_json(plan_document(plan, elapsed_s))
+
+
+def require_torch(what: str) -> None:
+    """Raises ConfigError that says `what` needs it, where it is not installed."""
+    from parplan.profiles.errors import ConfigError
+
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"{what}: it is not installed", hint="pip install 'parplan[torch]'")

@@ -1,0 +1,1 @@
+"""The user's options become one request."""

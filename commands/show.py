@@ -1,0 +1,97 @@
+"""plan show: what a plan file holds. All but click is imported where it is used."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from parplan.commands.common_options import as_json
+from parplan.commands.output import print_plan, print_plan_json
+from parplan.commands.style import Command, option, print_json
+
+_CHUNKS = "Chunks"
+
+
+@click.command("show", cls=Command, epilog=(
+    "  plan show plan.yaml\n  plan show plan.yaml --json | jq .predicted.step_time_s\n"
+    "  plan show plan.yaml --chunks --plot moments.png\n  plan show run.json"))
+@click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+@option(_CHUNKS, "--chunks", is_flag=True, help="Instead the fullest moments of a GPU whose plan has chunks.")
+@option(_CHUNKS, "--rank", type=click.IntRange(0), metavar="N", help="Of this pipeline rank. [default: the one that moves most]")
+@option(_CHUNKS, "--plot", type=click.Path(path_type=Path), metavar="FILE", help="Draw every moment: .png, .svg or .pdf.")
+@as_json
+def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_json: bool) -> None:
+    """Print the summary of a plan file, its layer plans, its chunks, the placement of every operator, and what is redundant.
+
+    Of a run's file, run.json, what was predicted beside what was measured.
+    """
+    from parplan.planner.plan.traced_plan import ModulePlan, read
+    from parplan.planner.runs.run_file import is_run
+    from parplan.report.plans.chunk_tables import print_chunks
+    from parplan.report.plans.layer_table import print_layers
+    from parplan.report.plans.redundancy_table import print_redundancy
+    from parplan.report.plans.summary import Context
+    from parplan.report.text import console
+
+    if is_run(plan_file):
+        if chunks or rank is not None or plot is not None:
+            raise click.UsageError(f"{plan_file} is of a run, --chunks is for plans: give the plan that was run")
+        _show_run(plan_file, as_json=as_json)
+        return
+    if chunks:
+        _show_chunks(plan_file, rank, plot, as_json=as_json)
+        return
+    if rank is not None or plot is not None:
+        raise click.UsageError(f"{'--plot' if rank is None else '--rank'} is for --chunks")
+    plan = read(plan_file)
+    if as_json:
+        print_plan_json(plan)
+        return
+    out = console(sys.stdout)
+    print_plan(plan, out, Context(whole=True, plan_file=str(plan_file)))
+    if isinstance(plan, ModulePlan):
+        return
+    print_layers(plan, out)
+    print_chunks(plan, out)
+    print_redundancy(plan, out)
+
+
+def _show_run(run_file: Path, *, as_json: bool) -> None:
+    from parplan.planner.runs.run_file import read
+    from parplan.profiles.documents.schema import document
+    from parplan.report.runs.run_table import print_record
+    from parplan.report.text import console
+
+    run = read(run_file)
+    if as_json:
+        print_json(document(run))
+    else:
+        print_record(run, console(sys.stdout))
+
+
+def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_json: bool) -> None:
+    from parplan.planner.plan.chunk_levels import levels
+    from parplan.planner.plan.plan import read
+    from parplan.planner.plan.plan_chunks import busiest_rank, rank_chunks_of
+    from parplan.planner.plan.plan_strategy import book_of
+    from parplan.report.plans.chunk_tables import levels_document, print_levels
+    from parplan.report.plots.chunk_plot import draw_levels
+    from parplan.report.plots.scatter_plot import require_plot
+    from parplan.report.text import console
+
+    if plot:
+        require_plot(plot)
+    plan = read(plan_file)
+    rank = busiest_rank(plan) if rank is None else rank
+    found = rank_chunks_of(plan, rank)
+    moments = levels(found, book_of(plan))
+    if plot:
+        draw_levels(moments, plan, rank, found.device_bytes, plot)
+    if as_json:
+        print_json(levels_document(moments, rank, found.device_bytes))
+    else:
+        print_levels(moments, rank, found, console(sys.stdout))
+    if plot:
+        click.echo(f"wrote {plot}", err=as_json)

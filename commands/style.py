@@ -1,0 +1,239 @@
+"""How every command looks and fails: sections and examples in its help, `error:` and `hint:` lines, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import click
+
+from parplan.profiles.documents.files import explained_file_errors
+from parplan.profiles.documents.ranges import require_range
+from parplan.profiles.errors import ConfigError, PlannerError, unknown_name_error
+from parplan.profiles.interrupts import on_ctrl_c, sigterm_as_ctrl_c
+from parplan.profiles.models.hub import stay_offline
+from parplan.profiles.standard_streams import Streams, sturdy_streams
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it; SIGTERM ends a command in the same way
+LONGEST_S = 1e9  # 30 years: the timers of the operating system end at 2^63 ns, about ten times later
+
+
+class List(click.ParamType):
+    """Comma-separated values of one type: `1,2,4`."""
+
+    name = "list"
+
+    def __init__(self, item: click.ParamType) -> None:
+        self.item = item
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        return tuple(self.item.convert(part.strip(), param, ctx) for part in value.split(","))
+
+
+class Whole(click.ParamType):
+    """An integer in the range of a name (profiles/documents/ranges.py)."""
+
+    name = "integer"
+
+    def __init__(self, of: str) -> None:
+        self.of = of
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number: int = click.INT.convert(value, param, ctx)
+        require_range(self.of, number, param.opts[0] if param else self.of)
+        return number
+
+
+class Number(click.FloatRange):
+    """A number in a range that may lack either end; never nan, never infinite."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not a finite number", param, ctx)
+        return number
+
+
+class Option(click.Option):
+    """An option that stands under `section` in the help."""
+
+    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class Command(click.Command):
+    """A command whose help shows options by section and whose examples keep their lines."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record:
+                sections.setdefault(getattr(param, "section", "Other"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.epilog:
+            formatter.write(f"\nExample:\n{self.epilog.rstrip()}\n")
+
+
+class Main(Command, click.Group):
+    """The group: turns errors into `error:` and `hint:` lines and exit codes, a Ctrl-C or SIGTERM into 130."""
+
+    command_class = Command
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        Command.format_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands:
+            raise unknown_name_error("command", args[0], self.commands)
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            what = f"{ctx.invoked_subcommand} was done" if ctx.invoked_subcommand else "a plan was found"
+            click.echo(f"interrupted before {what}; nothing was written", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+
+    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
+        kwargs.setdefault("prog_name", self.name)
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **kwargs)
+        with sigterm_as_ctrl_c():
+            code = run_command(super().main, *args, **kwargs)
+        sys.exit(code)
+
+
+def run_command(main: Callable[..., Any], args: Sequence[str] | None = None, *, speaks: bool = True, **kwargs: Any) -> int:
+    """Call a command with `args`, or those of the process; its exit code, once its errors are said if it `speaks`.
+
+    What it prints may be lost, but not what it does: a stdout that cannot be written is said after everything else.
+    """
+    try:
+        return _run(main, args, speaks=speaks, **kwargs)
+    except KeyboardInterrupt:  # before the command began, or after it ended
+        return INTERRUPTED
+
+
+def _run(main: Callable[..., Any], args: Sequence[str] | None, *, speaks: bool, **kwargs: Any) -> int:
+    stay_offline()
+    with sturdy_streams() as streams:
+        try:
+            require_utf8(sys.argv[1:] if args is None else args)
+            with explained_file_errors():
+                code = main(args, standalone_mode=False, **kwargs) or 0
+        except PlannerError as error:
+            hint = error.hint or f"{kwargs['prog_name']} --help lists the options"
+            code = fail(error.message, hint, error.exit_code, speaks=speaks)
+        except click.ClickException as error:
+            code = fail(*_usage(error), error.exit_code, speaks=speaks)
+        except click.Abort:
+            code = INTERRUPTED
+        return _printed(streams, code)
+
+
+def require_utf8(args: Sequence[str]) -> None:
+    """Raises ConfigError for an argument that no file of ours could name: its bytes are not UTF-8, or one of them is 0."""
+    for arg in args:
+        try:
+            os.fsencode(arg).decode("utf-8")
+        except UnicodeError:
+            raise ConfigError(f"argument {arg!r} is not UTF-8 text", hint="rename the file, or correct the argument") from None
+        if "\0" in arg:
+            raise ConfigError(f"argument {arg!r} has a null character", hint="correct the argument")
+
+
+def _printed(streams: Streams, code: int) -> int:
+    """`code`, or the error that what was printed is lost."""
+    failure = streams.failure()
+    if failure is None or code:
+        return code
+    hint = "send stdout elsewhere; what goes to files was written"
+    return fail(f"cannot write to stdout: {failure.strerror}", hint, ConfigError.exit_code)
+
+
+def fail(message: str, hint: str, code: int, *, speaks: bool = True) -> int:
+    """Say what went wrong and what to do, and give the exit code. What a message quotes of a file stays on its line."""
+    if speaks:
+        lines = (escaped(line) for line in hint.splitlines() or [""])
+        click.echo(f"error: {escaped(message)}\nhint: " + "\n".join(lines), err=True)
+    return code
+
+
+def escaped(text: str) -> str:
+    """The text with its control characters as escapes, which a terminal would obey."""
+    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode("ascii") for character in text)
+
+
+def _usage(error: click.ClickException) -> tuple[str, str]:
+    """click's message in the house's form, and what to do."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "plan"
+    possibilities = getattr(error, "possibilities", None)
+    message = error.message if possibilities else error.format_message()
+    message = " ".join(message.split()).rstrip(".")
+    hint = f"did you mean {possibilities[0]!r}?" if possibilities else f"see {command} --help"
+    return message[:1].lower() + message[1:], hint
+
+
+def together(*decorators: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several options as one decorator, in the order of the help."""
+
+    def apply(function: Any) -> Any:
+        for decorate in reversed(decorators):
+            function = decorate(function)
+        return function
+
+    return apply
+
+
+def option(section: str, *names: str, **settings: Any) -> Callable[[Any], Any]:
+    """An option under a section of the help."""
+    return click.option(*names, cls=Option, section=section, **settings)
+
+
+def show_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    """The callback of --version."""
+    if not value:
+        return
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        click.echo(f"plan, version {version('parplan')}")
+    except PackageNotFoundError:
+        click.echo("plan, from a source tree that is not installed")
+    ctx.exit()
+
+
+@contextlib.contextmanager
+def noticing_ctrl_c() -> Iterator[list[int]]:
+    """A list that is not empty once Ctrl-C or SIGTERM came: the search answers it with its best plan, which is not an error."""
+    interrupts: list[int] = []
+
+    def on_interrupt(number: int, _: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    with on_ctrl_c(on_interrupt):
+        yield interrupts
+
+
+def print_json(value: object) -> None:
+    """A result for programs: nothing else may go to stdout."""
+    click.echo(json.dumps(value, indent=2))

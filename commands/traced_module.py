@@ -1,0 +1,140 @@
+"""Traced modules on the command line: their search, their summary and their check. All but click is imported where it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from parplan.commands.output import STDOUT, deliver, require_output, require_torch
+from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, print_json
+
+if TYPE_CHECKING:
+    from parplan.executor.checking.parity import Outcome
+    from parplan.planner.plan.plan import Plan
+    from parplan.planner.plan.traced_plan import ModulePlan
+    from parplan.profiles.models.module_source import ModuleSource
+
+NOT_EQUAL = 2  # the plan does not train as one process does
+NOT_AS_PREDICTED = 3  # it does, with other bytes than the plan says: as where a stage does not fit
+
+
+def source_of(options: Mapping[str, Any]) -> ModuleSource | None:
+    """The module that the options ask to trace, None for a model that is described. Raises ConfigError."""
+    from parplan.commands.requests.traced import traced_source
+    from parplan.profiles.errors import ConfigError
+
+    source = traced_source(options["model"], trace=options["trace"])
+    for name in ("stages", "cross_skips") if source is None else ():
+        if options[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} is for traced modules, --model is {options['model']}", hint="leave it out")
+    return source
+
+
+def search(options: Mapping[str, Any], source: ModuleSource) -> int:
+    """Trace the module, search its plan, write it and print its summary; the exit code."""
+    from parplan.commands.requests.described import all_assumed, constraints, search_options
+    from parplan.commands.requests.traced import assumed_of, module_question
+    from parplan.planner.traced.plan_traced import plan_module
+    from parplan.planner.traced.stage_rules import StageRule, parse_stages
+    from parplan.report.plans.summary import Context
+    from parplan.report.progress_bars import progress_bar
+    from parplan.report.text import console
+
+    output: Path = options["output"]
+    require_output(output)
+    question, pins = module_question(options, source), constraints(options)
+    stages = parse_stages(options["stages"]) if options["stages"] else StageRule()
+    require_torch("a module is traced, which needs torch")
+    importlib.import_module("torch")  # takes seconds, which are of the start and not of the time limit
+    how = search_options(options)
+    started_s = time.monotonic()
+    with users_modules(), noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
+        plan = plan_module(
+            source, question.cluster, question.training, constraints=pins, options=how, how=stages, cross_skips=options["cross_skips"],
+            on_progress=on_progress)
+    if plan.search.solver_failure:
+        click.echo(f"warning: {plan.search.solver_failure}", err=True)
+    context = Context(
+        assumed=all_assumed(assumed_of(plan, question), options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
+        plan_file="" if output == STDOUT else str(output))
+    deliver(plan, context, output, as_json=options["as_json"])
+    return INTERRUPTED if interrupts else 0
+
+
+def require_executed(*, execute: bool) -> None:
+    """Raises ConfigError for a check of a traced module's plan that does not execute it."""
+    from parplan.profiles.errors import ConfigError
+
+    if not execute:
+        raise ConfigError("a plan of a traced module has no dry run", hint="add --execute: it is trained as planned on gloo processes")
+
+
+def check(plan: ModulePlan, *, as_json: bool) -> int:
+    """Train the module as planned on gloo processes, and as it is in one process; the exit code of `say_parity`."""
+    import torch
+
+    from parplan.executor.traced.traced_parity import (
+        comparable,
+        run_module_plans,
+        run_module_reference,
+    )
+    from parplan.report.text import console
+
+    torch.set_num_threads(1)  # a fork must not inherit a pool of threads
+    with console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
+        small = comparable(plan)
+        (found,), expected = run_module_plans([small]), run_module_reference(small, by_micro_batch=True)
+    return say_parity(plan, small, found, expected, as_json=as_json)
+
+
+def say_parity(
+    plan: Plan | ModulePlan, small: Plan | ModulePlan, found: Outcome, expected: Outcome, *, as_json: bool,
+) -> int:
+    """Print how far ranks are from one process; the exit code of `plan check --execute`."""
+    from parplan.executor.checking.parity import (
+        GRADIENT_TOLERANCE,
+        LOSS_TOLERANCE,
+        gradient_errors,
+    )
+    from parplan.report.runs.parity_table import Parity, parity_document, print_parity
+    from parplan.report.text import console
+
+    result = Parity(
+        plan=plan, small=small, losses=tuple(zip(found.losses, expected.losses, strict=True)), gradients=gradient_errors(found, expected),
+        agree=found.agree, as_predicted=all(predicted == measured for predicted, measured in found.states.values()),
+        moved=tuple(found.moved.values()),
+        loss_tolerance=LOSS_TOLERANCE, gradient_tolerance=GRADIENT_TOLERANCE)
+    if as_json:
+        print_json(parity_document(result))
+    else:
+        print_parity(result, console(sys.stdout))
+    if not result.passed:
+        return NOT_EQUAL
+    return 0 if result.bytes_as_predicted else NOT_AS_PREDICTED
+
+
+def say_module(plan: Plan | ModulePlan, plan_file: Path, *, trust: bool) -> None:
+    """Say on stderr which module the plan imports from where. Raises ConfigError for one that needs --trust-module."""
+    from parplan.profiles.models.module_trust import trusted_note
+
+    note = trusted_note(plan.module, str(plan_file), trust=trust)
+    if note is not None:
+        click.echo(f"note: {note}", err=True)
+
+
+@contextlib.contextmanager
+def users_modules() -> Iterator[None]:
+    """Modules of the folder that the command runs in can be imported, as with python -m."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)

@@ -1,0 +1,1 @@
+"""The mesh, the collectives on it, and the change from one placement to another."""

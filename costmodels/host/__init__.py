@@ -1,0 +1,1 @@
+"""States and the token table are priced where the host holds them."""

@@ -1,0 +1,93 @@
+"""The token table on the host (`Offload.LOOKUP`, EQUATIONS O11): rows cross PCIe instead of the table, which never comes to a device.
+
+Each of D data-parallel ranks has h / D columns of the table, of all V rows, in fp32 with their gradient and Adam's moments: 16 V h / D
+bytes of its host. In a micro-batch of n = b S tokens a rank
+
+    forward     gathers the tokens of all ranks (8 D n bytes), looks up its columns of them on the host, copies n h elements to the
+                device and exchanges them, so that it has all columns of its own tokens
+    backward    exchanges the gradients, copies n h elements to the host and adds them to the rows of its columns
+
+in the precision of compute. Adam updates all rows once a step. All of it is waited for: the pass behind it needs it, and the host is
+the process that launches kernels. The price of a look-up is that of its bytes. Left out: that rows lie apart in memory, and the zeros
+that the gradients start from. [derived]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.mesh import Axis, Mesh, place
+from parplan.costmodels.host.offload import HOST_STATE_BYTES, copy_time, host_adam_time, host_time
+from parplan.profiles.machines.shipped_profiles import Machine
+from parplan.profiles.models.operator_graph import (
+    LayerClass,
+    Operator,
+    OperatorKind,
+    Parameter,
+    layer_class,
+)
+from parplan.profiles.provenance import ZERO, Seconds
+
+FP32_BYTES = 4
+TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Of one rank: bytes of its host; elements that a micro-batch moves each way and tokens that it has; seconds by cause.
+
+    forward, backward: look-up, or sums, and the copy; exchange: of either pass; tokens: of the forward pass alone
+    """
+
+    host_bytes: int
+    elements: int
+    num_tokens: int
+    forward: Seconds
+    backward: Seconds
+    exchange: Seconds
+    tokens: Seconds
+    update: Seconds
+
+
+def table_of(embedding: LayerClass) -> tuple[Operator, Parameter]:
+    """The operator that looks tokens up, and its table."""
+    operator = next(op for op in embedding.operators if op.kind is OperatorKind.EMBEDDING)
+    return operator, operator.parameters[0]
+
+
+def without_table(embedding: LayerClass) -> LayerClass:
+    """What is left of an embedding on the device: its output comes from the host."""
+    operator = table_of(embedding)[0]
+    left = Operator(name=operator.name, kind=OperatorKind.VIEW, dims=operator.outputs[0].dims, inputs=(), outputs=operator.outputs)
+    return layer_class(embedding.kind, embedding.count, tuple(left if op is operator else op for op in embedding.operators))
+
+
+def illegal_lookup(mesh: Mesh, hidden_size: int, tied: bool) -> str | None:
+    """Why the host cannot look tokens up on a mesh, or None."""
+    if tied:
+        return "the token table is tied to the head, which multiplies by it on the device"
+    if mesh.tp > 1:
+        return f"tp {mesh.tp} divides the rows of the token table, the host looks up in all of them"
+    if hidden_size % mesh.dp:
+        return f"dp {mesh.dp} does not divide the {hidden_size} columns of the token table"
+    return None
+
+
+def lookup_of(embedding: LayerClass, mesh: Mesh, machine: Machine) -> Lookup:
+    """What the look-up of one micro-batch costs a rank; `embedding` with its table."""
+    operator, table = table_of(embedding)
+    out, own = operator.outputs[0], table.num_elements // mesh.dp
+    width, cluster, num_tokens = out.element_bytes, machine.cluster, out.num_elements // table.shape[-1]
+    exchange = tokens = ZERO
+    if mesh.dp > 1:
+        where = place(mesh, Axis.DP, cluster.gpus_per_node)
+        exchange = machine.corrected("data", collective_time(Collective.ALL_TO_ALL, out.num_bytes, where, machine))
+        gathered = collective_time(Collective.ALL_GATHER, TOKEN_BYTES * num_tokens * mesh.dp, where, machine)
+        tokens = machine.corrected("data", gathered)
+    read, summed = FP32_BYTES + width, width + 2 * FP32_BYTES  # rows are read and cast; gradients are read, rows read and written
+    return Lookup(
+        host_bytes=HOST_STATE_BYTES * own, elements=out.num_elements, num_tokens=num_tokens,
+        forward=host_time(read * out.num_elements, cluster) + copy_time(out.num_bytes, cluster),
+        backward=copy_time(out.num_bytes, cluster, to_host=True) + host_time(summed * out.num_elements, cluster),
+        exchange=exchange, tokens=tokens, update=host_adam_time(own, cluster))

@@ -1,0 +1,68 @@
+"""One operator, one strategy, its whole price: how each axis divides it, kept or recomputed, at a ZeRO stage (EQUATIONS S1).
+
+What depends on the operators around it is the price of its edges (costmodels/layers/tensor_flow.py, `layer.edge_time`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from parplan.costmodels.layers.layer_price import Inside, ending_time
+from parplan.costmodels.layers.model_states import StateBytes, operator_states
+from parplan.costmodels.layers.recompute import gradient_bytes, made_inside
+from parplan.costmodels.operators.compute import OperatorTime, operator_time
+from parplan.costmodels.operators.sharding import Sharding, Splits
+from parplan.profiles.models.operator_graph import Operator
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.provenance import Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorPrice:
+    """What one strategy of an operator costs on one rank and for one micro-batch.
+
+    compute, ending     its kernels, and what ends its partial sums, forward and backward
+    recompute           forward once more, with its ending, where it is recomputed
+    states              bytes of its parameters, gradients and optimizer states by class
+    saved_bytes         what it makes itself and keeps for its backward pass (masks, scores); 0 where it is recomputed
+    temporary_bytes     gradients of its inputs, outputs and parameters while its backward pass runs
+    """
+
+    compute: OperatorTime
+    ending: OperatorTime
+    recompute: Seconds | None
+    states: StateBytes
+    saved_bytes: int
+    temporary_bytes: int
+
+    @property
+    def forward_s(self) -> float:
+        return self.compute.forward.value_s + self.ending.forward.value_s
+
+    @property
+    def backward_s(self) -> float:
+        return self.compute.backward.value_s + self.ending.backward.value_s
+
+    @property
+    def recompute_s(self) -> float:
+        return self.recompute.value_s if self.recompute else 0.0
+
+
+def single(operator: Operator, splits: Splits, degrees: tuple[int, ...], *, sequence_parallel: bool = False) -> Sharding:
+    """A sharding of the axes of `degrees` in which `operator` is divided by `splits`."""
+    return Sharding(math.prod(degrees), sequence_parallel, ((operator.name, splits),), degrees if len(degrees) > 1 else ())
+
+
+def operator_price(
+    operator: Operator, splits: Splits, inside: Inside, training: TrainingSpec, *, again: bool = False, zero: int = 0, dp: int = 1,
+) -> OperatorPrice:
+    """The price of one strategy; `zero` shards the states over `dp` data-parallel ranks."""
+    sharding = single(operator, splits, inside.degrees)
+    compute = operator_time(operator, sharding, inside.machine, training)
+    ending = ending_time(operator, sharding, compute, inside)
+    made = sum(sharding.tensor_bytes(operator, tensor) for tensor in made_inside(operator))
+    return OperatorPrice(
+        compute=compute, ending=ending, recompute=compute.forward + ending.forward if again else None,
+        states=operator_states(operator, sharding, zero, dp, training), saved_bytes=0 if again else made,
+        temporary_bytes=gradient_bytes(operator, sharding, training.stack))

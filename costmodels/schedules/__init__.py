@@ -1,0 +1,1 @@
+"""Pipeline schedules are written as action lists and simulated."""

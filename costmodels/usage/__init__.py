@@ -1,0 +1,1 @@
+"""One rank's memory, traffic and redundant bytes are counted here."""

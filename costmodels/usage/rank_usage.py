@@ -1,0 +1,48 @@
+"""What one rank holds and sends in a step: as the prices say it, or as the executor was seen to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parplan.costmodels.chunks.chunk_memory import device_memory
+from parplan.costmodels.layers.model_states import StateBytes
+from parplan.costmodels.memory.rank_memory import rank_layers
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.strategy import Strategy
+from parplan.costmodels.usage.rank_traffic import Sent, rank_traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankUse:
+    """Bytes of tensors on a device of one pipeline rank, and its collectives in one step.
+
+    states       parameters, gradients, optimizer states
+    activations  the most that is kept for backward passes between two actions of the schedule
+    temporaries  what the fullest moment holds beyond both
+    apart        what it holds less than both, which are never there together: with most activations gradients may still be missing
+    saved        what one micro-batch keeps on all layers of the rank
+    """
+
+    states: StateBytes
+    activations: int
+    temporaries: int
+    saved: int
+    sent: tuple[Sent, ...]
+    apart: int = 0
+
+    @property
+    def held(self) -> int:
+        """Bytes of tensors at the fullest moment."""
+        return self.states.total + self.activations + self.temporaries - self.apart
+
+
+def predicted_use(strategy: Strategy, rank: int, book: PriceBook) -> RankUse:
+    """As the prices have it: the classes of `device_memory`, the collectives of `rank_traffic`."""
+    frame, memory = strategy.frame, device_memory(strategy, rank, book)
+    saved = sum(
+        book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).saved
+        for choice in rank_layers(strategy, rank))
+    beyond = round(memory.temporaries - memory.apart)
+    return RankUse(
+        states=memory.states, activations=round(memory.activations), temporaries=max(0, beyond), saved=saved,
+        sent=rank_traffic(strategy, rank, book), apart=max(0, -beyond))

@@ -1,0 +1,296 @@
+"""The chunk manager of one rank: it holds the states of its blocks and does, around every pass of a block, what the schedule says.
+
+Parameters are views into a chunk (one data-parallel rank) or a gathered group of chunks, for good: their memory comes and goes.
+A block's forward pass begins and ends with its module's call. Its backward pass begins when the gradient of its output is there;
+it is over when that of its input is, or the action ends: autograd runs the nodes of a later block first, and accumulates a
+parameter's gradient before it goes on to what came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from parplan.costmodels.chunks.chunk_operations import Does, Group, Moment, Op, RankChunks
+from parplan.costmodels.chunks.chunk_states import ChunkStates
+from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.layers.chunked_layer import sent_precision
+from parplan.costmodels.schedules.actions import Work
+from parplan.executor.chunks.chunk import Chunk, Place, Setting, own_part
+from parplan.executor.chunks.chunk_buffers import Copies, Counts, Ledger
+from parplan.executor.sharding.place import parameters_summed_over_tp
+from parplan.executor.sharding.zero_units import all_reduce
+from parplan.executor.tensors import DTYPES, local
+from parplan.planner.runs.run_file import Beside, ChunkMoved
+from parplan.profiles.errors import PlannerError
+from parplan.profiles.models.spec import TrainingSpec
+
+_OUTER = ("mixture", "experts")  # modules around operators, which the model graph has no names for
+
+
+class OrderError(PlannerError):
+    """The passes run in another order than the one that the chunks' schedule was made for."""
+
+
+class ChunkManager:
+    """All chunks of one pipeline rank, of all its virtual stages.
+
+    `take` every block, `watch` its module, then `built`; each step is `begin_step`, the passes inside `action`, `end_step`, the
+    update of every chunk in `chunks` where its `gradient` is (`Chunk`), and `end_update`.
+
+    group: the data-parallel ranks, None where there is one. Raises BudgetError where there would be more on the device than the schedule
+    says, OrderError where passes run in another order, TransitionError where a pass does not find its parameters.
+    """
+
+    def __init__(self, schedule: RankChunks, training: TrainingSpec, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.schedule = schedule
+        self.counts = Counts()
+        self.ledger = Ledger(limit_bytes=schedule.device_bytes)
+        compute, gradient = DTYPES[training.precision], DTYPES[sent_precision(training, schedule.in_parameters)]
+        staged = max((each.layout.chunk_elements for each in schedule.groups if each.home is Home.HOST), default=0)
+        self.setting = Setting(
+            device=device, compute=compute, gradient=gradient, in_parameters=schedule.in_parameters, ledger=self.ledger,
+            copies=Copies(device, self.counts, staged, gradient), group=group, rank=group.rank() if group is not None else 0)
+        self._groups = [self._chunks_of(each) for each in schedule.groups]
+        self._of_block: dict[int, list[Chunk]] = {}
+        self._states = ChunkStates(schedule.groups, in_parameters=schedule.in_parameters)
+        self._early = _issued_early(schedule.moments)
+        self._late: dict[int, list[Callable[[], None]]] = {}
+        self._action: tuple[Work, int, int] | None = None
+        self._open: Moment | None = None
+        self._next = 0
+
+    def _chunks_of(self, group: Group) -> list[Chunk]:
+        if group.layout.ranks != self.setting.ranks:
+            raise OrderError(f"chunks are laid out for {group.layout.ranks} data-parallel ranks, there are {self.setting.ranks}")
+        return [Chunk(group.home, group.layout.chunk_elements, self.setting) for _ in range(group.layout.num_groups)]
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Every communication group with the own chunk's states: what the update goes through."""
+        return tuple(chunk for group in self._groups for chunk in group)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of all blocks as they are computed with: no optimizer may hold them."""
+        return [place.parameter for chunk in self.chunks for place in chunk.places]
+
+    @property
+    def moved(self) -> ChunkMoved:
+        """What was moved since the beginning of the step, and the most that chunks held of the device in any, beside the plan's."""
+        counts, schedule = self.counts, self.schedule
+        return ChunkMoved(
+            in_bytes=Beside(predicted=schedule.in_bytes, measured=counts.in_bytes),
+            out_bytes=Beside(predicted=schedule.out_bytes, measured=counts.out_bytes),
+            gathered_bytes=Beside(predicted=schedule.moved(Does.GATHER), measured=counts.gathered_bytes),
+            reduced_bytes=Beside(predicted=schedule.moved(Does.REDUCE), measured=counts.reduced_bytes),
+            device_bytes=Beside(predicted=schedule.device_bytes, measured=self.ledger.most_bytes))
+
+    @property
+    def host_bytes(self) -> int:
+        """What the host holds: states of chunks, and where gradients land."""
+        return sum(chunk.host_bytes for chunk in self.chunks) + self.setting.copies.host_bytes
+
+    def values(self) -> dict[str, Tensor]:
+        """The fp32 parameters by name, as they are placed; views of the masters where one rank owns all. Collective."""
+        return self._joined("master")
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Between `end_step` and the update: the gradients of all parameters by name, as they are placed. Collective."""
+        return self._joined("gradient")
+
+    def _joined(self, state: str) -> dict[str, Tensor]:
+        return {
+            place.name: place.whole(chunk.joined(place, getattr(chunk, state))) for chunk in self.chunks for place in chunk.places}
+
+    # building
+
+    def take(self, block: int, module: nn.Module) -> None:
+        """Own the parameters of block `block`, which is placed: their values go to the chunks, they become views of them."""
+        named = {_short(name): name for name, _ in module.named_parameters()}
+        summed = {id(parameter) for each in module.modules() for parameter in parameters_summed_over_tp(each)}
+        index = next(i for i, group in enumerate(self.schedule.groups) if block in group.blocks)
+        layout, prefix = self.schedule.groups[index].layout, f"block{block}."
+        for tensor, number, offset in zip(layout.tensors, layout.group_of, layout.offset_of, strict=True):
+            if tensor.name.startswith(prefix):
+                name = named.pop(tensor.name.removeprefix(prefix))
+                self._take(self._groups[index][number], offset, block, module, name, summed)
+        if named:
+            raise OrderError(f"block {block} has {', '.join(named)}, of which no chunk knows")
+
+    def _take(self, chunk: Chunk, offset: int, block: int, module: nn.Module, name: str, summed: set[int]) -> None:
+        old = module.get_parameter(name)
+        value = local(old.detach())
+        with chunk.used.viewed(offset, value.shape) as view:
+            parameter = nn.Parameter(_placed_as(old, view))
+        path, _, last = name.rpartition(".")
+        module.get_submodule(path).register_parameter(last, parameter)
+        place = Place(
+            name=f"block{block}.{name}", block=block, parameter=parameter, offset=offset, shape=value.shape,
+            own=own_part(offset, value.numel(), chunk.elements, self.setting.rank), over_tp=id(old) in summed)
+        chunk.take(place, value)
+        if chunk not in (known := self._of_block.setdefault(block, [])):
+            known.append(chunk)
+
+    def watch(self, block: int, module: nn.Module) -> None:
+        """Follow the passes of block `block`, whose outermost module is called once a forward pass."""
+        module.register_forward_pre_hook(lambda _, inputs: self._begin(Work.FORWARD, self._micro_batch, block))
+        module.register_forward_hook(partial(self._forwarded, block))
+
+    def built(self) -> None:
+        """All blocks were taken: parameters are cast from their masters."""
+        for chunk in self.chunks:
+            chunk.cast_master()
+
+    # a step
+
+    def begin_step(self) -> None:
+        self.setting.copies.counts = self.counts = Counts()
+        self._next = 0
+        for chunk in self.chunks:
+            chunk.begin_step()
+
+    @contextmanager
+    def action(self, work: str, stage: int, micro_batch: int) -> Iterator[None]:
+        """Around a pass of a stage, "F" or "B"; of no effect around anything else."""
+        self._action = (Work(work), stage, micro_batch) if work in ("F", "B") else None
+        yield
+        self._end()
+        self._action = None
+
+    def end_step(self, tp_group: dist.ProcessGroup | None) -> None:
+        """After the last backward pass: all gradients are where the update is."""
+        if self._next != len(self.schedule.moments):
+            raise OrderError(f"the step ended after {self._next} of {len(self.schedule.moments)} passes of blocks")
+        self.ledger.limit_bytes = self.schedule.device_bytes
+        for op in self.schedule.closing[: self._updated]:
+            self._do(op)
+        self._settle(sorted(self._late))
+        for chunk in self.chunks:
+            chunk.wait()
+        self.setting.copies.settle()
+        if tp_group is not None:
+            summed = [place.own.of(chunk.gradient) for chunk in self.chunks for place in chunk.owned if place.over_tp]
+            all_reduce(summed, tp_group)
+
+    def end_update(self) -> None:
+        """After the update: what the host has updated comes back to the device."""
+        for op in self.schedule.closing[self._updated :]:
+            self._do(op)
+        self._states.update()
+
+    @property
+    def _updated(self) -> int:
+        """The place of the update among what closes a step: before what returns from it."""
+        closing = self.schedule.closing
+        return next((i for i, op in enumerate(closing) if op.does is Does.RETURN), len(closing))
+
+    @property
+    def _micro_batch(self) -> int:
+        return self._action[2] if self._action is not None else -1
+
+    def _forwarded(self, block: int, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self._end()
+        micro_batch = self._micro_batch
+        if output.requires_grad:
+            output.register_hook(lambda _: self._begin(Work.BACKWARD, micro_batch, block))
+        if inputs[0].grad_fn is not None:  # a leaf's gradient may come before those of parameters: there the action's end tells
+            inputs[0].register_hook(lambda _: self._end(block))
+
+    def _begin(self, work: Work, micro_batch: int, block: int) -> None:
+        """Before a block's pass: what its moment needs, and the copies for later ones that may begin now."""
+        self._end()
+        moment = self._expected(work, micro_batch, block)
+        self.ledger.limit_bytes = min(moment.chunk_bytes, self.schedule.device_bytes)
+        for op in (*(op for op in moment.before if not _is_early(op, self._next)), *self._early.get(self._next, ())):
+            self._do(op)
+        self._states.begin(block)
+        for chunk in self._of_block[block]:
+            chunk.used.wait()
+        self._open = moment
+        self._next += 1
+
+    def _expected(self, work: Work, micro_batch: int, block: int) -> Moment:
+        """The next moment of the schedule, which must be this. Raises OrderError."""
+        stage = self._action[1] if self._action is not None else -1
+        found = (work, stage, micro_batch, block)
+        moments = self.schedule.moments
+        moment = moments[self._next] if self._next < len(moments) else None
+        wanted = (moment.work, moment.stage, moment.micro_batch, moment.block) if moment is not None else None
+        if moment is None or found != wanted or self._action is None or self._action[0] is not work:
+            raise OrderError(f"pass {self._next} of the step is {_text(found)}, the chunks' schedule has {_text(wanted)}")
+        return moment
+
+    def _end(self, block: int | None = None) -> None:
+        """After a block's pass, if one is open: of `block`, or of any."""
+        moment = self._open
+        if moment is None or block not in (None, moment.block):
+            return
+        self._open = None
+        self._settle((self._next - 1,))
+        if moment.work is Work.BACKWARD:
+            for chunk in self._of_block[moment.block]:
+                chunk.collect(moment.block)
+        self._states.end(moment.block, moment.work)
+        for op in moment.after:
+            self._do(op)
+
+    def _do(self, op: Op) -> None:
+        """`_late`: by moment what may still be under way during it, and is over behind it."""
+        chunk = self._groups[op.group][op.number]
+        self._states.do(op)
+        {
+            Does.DROP: chunk.drop, Does.FETCH: chunk.fetch, Does.GATHER: chunk.gather, Does.RELEASE: chunk.release,
+            Does.REDUCE: chunk.reduce, Does.SEND: chunk.send, Does.RETURN: chunk.bring_back,
+        }[op.does]()
+        over = {Does.REDUCE: chunk.reduced, Does.SEND: chunk.sent}.get(op.does)
+        if over is not None and op.issued >= self._next:
+            self._late.setdefault(op.issued, []).append(over)
+        elif over is not None:
+            over()
+
+    def _settle(self, moments: Iterable[int]) -> None:
+        for index in moments:
+            for over in self._late.pop(index, ()):
+                over()
+
+
+def _is_early(op: Op, index: int) -> bool:
+    """Whether an op before moment `index` begins at a moment before that."""
+    return op.does in (Does.FETCH, Does.GATHER) and 0 <= op.issued < index
+
+
+def _issued_early(moments: Sequence[Moment]) -> dict[int, list[Op]]:
+    """By moment what is fetched, or gathered, there for a later one."""
+    found: dict[int, list[Op]] = {}
+    for index, moment in enumerate(moments):
+        for op in moment.before:
+            if _is_early(op, index):
+                found.setdefault(op.issued, []).append(op)
+    return found
+
+
+def _placed_as(whole: Tensor, part: Tensor) -> Tensor:
+    """`part`, this rank's of a tensor like `whole`, as that is placed."""
+    if not isinstance(whole, DTensor):
+        return part
+    return DTensor.from_local(part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _short(name: str) -> str:
+    """The name of a parameter in the model graph: `fc1.weight` of `mixture.experts.fc1.weight`."""
+    return ".".join(part for part in name.split(".") if part not in _OUTER)
+
+
+def _text(found: tuple[Any, ...] | None) -> str:
+    if found is None:
+        return "no more"
+    work, stage, micro_batch, block = found
+    return f"{stage}{work}{micro_batch} of block {block}"

@@ -1,0 +1,117 @@
+"""One stage of a foreign module on this rank: its parts filled, divided, recomputed and sharded as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from parplan.executor.external.external_body import ForeignBody, cut, put
+from parplan.executor.external.external_source import Source, open_source
+from parplan.executor.external.parallel_styles import (
+    place_block,
+    place_embedding,
+    place_head,
+    split_sequence,
+)
+from parplan.executor.external.structure import Place, Structure, find_structure
+from parplan.executor.memory.early_recompute import checkpointed
+from parplan.executor.placed_layers import PlacedLayer
+from parplan.executor.sharding.zero_units import Unit, compute_dtype, shard_root
+from parplan.planner.plan.plan import Plan
+from parplan.profiles.models.operator_graph import LayerKind
+
+if TYPE_CHECKING:
+    from parplan.executor.pipeline.stages import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Site:
+    """What the layers of one stage are made from."""
+
+    plan: Plan
+    ranks: Ranks
+    source: Source
+    structure: Structure
+
+    @property
+    def model(self) -> nn.Module:
+        return self.source.model
+
+    def part(self, name: str) -> nn.Module:
+        return self.model.get_submodule(name)
+
+
+def build_foreign(plan: Plan, ranks: Ranks, seed: int, groups: Sequence[tuple[PlacedLayer, ...]]) -> tuple[ForeignBody, tuple[Unit, ...]]:
+    """The body of a stage that holds the layers of `groups`, which are gathered together. Raises ConfigError."""
+    source = open_source(plan, seed)
+    site = _Site(plan=plan, ranks=ranks, source=source, structure=find_structure(source.model, plan))
+    layers = [layer for group in groups for layer in group]
+    units = [_build_unit(site, group) for group in groups]
+    own = {name for layer in layers for name in site.structure.names(layer.kind, layer.index)}
+    body = ForeignBody(source.model, _tied_here(site, own), any(layer.kind is LayerKind.HEAD for layer in layers))
+    divided = ranks.tp_mesh is not None and layers[0].plan.sequence_parallel
+    cut(body, site.structure, own, compute_dtype(plan.training.precision), partial(split_sequence, ranks.tp_mesh) if divided else None)
+    _move_buffers(source.model, ranks.device)
+    if ranks.tp_mesh is not None and hasattr(body, "head"):
+        body.head.loss.group = ranks.tp_mesh.get_group()
+    shard_root(body, units, ranks.dp_mesh)
+    return body, tuple(units)
+
+
+def _build_unit(site: _Site, group: tuple[PlacedLayer, ...]) -> Unit:
+    modules: list[nn.Module] = []
+    for layer in group:
+        names = site.structure.names(layer.kind, layer.index)
+        for name in names:
+            site.source.fill(name, site.part(name))
+        if layer.kind is LayerKind.HEAD:
+            _tie(site, fill=len(group) == 1)
+        for name in names:
+            site.part(name).to(site.ranks.device)
+        _divide(site, layer, [site.part(name) for name in names])
+        if layer.plan.recompute:
+            put(site.model, names[0], checkpointed(site.part(names[0])))
+        modules += [site.part(name) for name in names]
+    if len(group) > 1:
+        _tie(site, fill=False)
+    return site.ranks.unit(site.plan, group[0], tuple(modules))
+
+
+def _tie(site: _Site, *, fill: bool) -> None:
+    """Give the head the token table's Parameter; with `fill` that one's values, where the table is on another stage."""
+    if site.structure.tied is None:
+        return
+    table, weight = site.structure.tied
+    if fill:
+        site.source.fill(table[0], site.part(table[0]))
+    site.part(weight[0]).register_parameter(weight[1], getattr(site.part(table[0]), table[1]))
+
+
+def _divide(site: _Site, layer: PlacedLayer, parts: list[nn.Module]) -> None:
+    mesh = site.ranks.tp_mesh
+    if mesh is None:
+        return
+    sequence = layer.plan.sequence_parallel
+    if layer.kind is LayerKind.EMBEDDING:
+        place_embedding(parts, mesh)
+    elif layer.kind is LayerKind.HEAD:
+        place_head(parts, mesh, sequence=sequence)
+    else:
+        place_block(parts[0], site.source.styles, site.structure.trace.inputs, mesh, sequence=sequence)
+
+
+def _tied_here(site: _Site, own: set[str]) -> tuple[nn.Module, str] | None:
+    """The module of this stage that holds a tied weight, and its name in it: the table if it is here, else the head's."""
+    places: tuple[Place, ...] = site.structure.tied or ()
+    return next(((site.part(name), key) for name, key in places if any(f"{name}.".startswith(f"{part}.") for part in own)), None)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)

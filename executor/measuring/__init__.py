@@ -1,0 +1,1 @@
+"""The operations that a profile times."""

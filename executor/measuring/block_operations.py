@@ -1,0 +1,74 @@
+"""The executor's whole Block, forward and backward, as a rank runs it for one of a step's micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parplan.executor.measuring.layer_operations import DROPOUT
+from parplan.executor.measuring.operands import Maker, model_spec
+from parplan.executor.measuring.products import Sizes
+from parplan.executor.measuring.trials import Graph, Part, both
+from parplan.executor.models.transformer_layers import Block
+from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
+from parplan.profiles.stack import NEUTRAL
+
+
+@dataclass(slots=True)
+class Whole(Graph):
+    """A Graph whose parameters add their gradients to the step's.
+
+    In fp32 autograd does that; in 16 bits the executor adds them to gradients in fp32 once the layer's backward pass is over.
+    """
+
+    parameters: tuple[nn.Parameter, ...] = ()
+    accumulated: tuple[Tensor, ...] = ()
+
+    def release(self, step: str) -> None:
+        Graph.release(self, step)
+        self.leaves[0].grad = None
+
+    def backward(self) -> None:
+        assert self.out is not None
+        torch.autograd.backward(self.out, self.gradient)
+        self.gradients = (self.leaves[0].grad,)  # type: ignore[assignment]
+        for parameter, sum_ in zip(self.parameters, self.accumulated, strict=True):
+            sum_.add_(parameter.grad)  # type: ignore[arg-type]
+            parameter.grad = None
+
+
+def block_specs(sizes: Sizes) -> tuple[ModelSpec, TrainingSpec]:
+    """The model of one block that a case is of, and how it is trained."""
+    model = model_spec(
+        hidden_size=sizes["hidden"], num_heads=sizes["heads"], num_kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"],
+        ffn_hidden_size=sizes["ffn"], gated_ffn=bool(sizes["gated"]), norm=Norm.RMS_NORM if sizes["rms"] else Norm.LAYER_NORM,
+        positions=Positions.ROTARY if sizes["rotary"] else Positions.LEARNED, dropout=DROPOUT * bool(sizes["dropout"]),
+        linear_bias=not sizes["rms"], qkv_bias=not sizes["rms"])
+    return model, TrainingSpec(global_batch_size=sizes["batch"], seq_length=sizes["seq"], precision=Precision.FP32, stack=NEUTRAL)
+
+
+def block(sizes: Sizes) -> tuple[Part, ...]:
+    model, training = block_specs(sizes)
+    shape = (sizes["batch"], sizes["seq"], sizes["hidden"])
+
+    def trial(maker: Maker) -> Whole:
+        with torch.device("meta"):
+            module = Block(model, training)
+        module = maker.module(module)
+        x = maker.normal(*shape, learned=True)
+        parameters = tuple(module.parameters())
+        accumulated = tuple(maker.zeros_like(parameter, torch.float32) for parameter in parameters)
+        if maker.dtype is torch.float32:
+            _lay_out(parameters, accumulated)
+            parameters = accumulated = ()
+        return Whole(lambda: module(x), (x,), (x,), maker.gradient(*shape), parameters=parameters, accumulated=accumulated)
+
+    return both(trial)
+
+
+def _lay_out(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient

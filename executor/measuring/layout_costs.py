@@ -1,0 +1,209 @@
+"""What a layer costs the host more in a layout that divides it: blocks as one process runs them beside the same blocks under FSDP,
+as DTensors over tensor-parallel ranks, with a backward pass in two parts, and as stages of a pipeline.
+
+Each on one process, in a group of its own alone, so that what is seen is what the layout adds and not what is sent: hooks, copies
+into buffers and out of them, the dispatch of DTensors. Both take turns, and of each part of a step the medians are compared.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import DTensor, Replicate
+
+from parplan.costmodels.operators.sharding import Sharding, placements
+from parplan.executor.measuring.block_operations import block_specs
+from parplan.executor.measuring.operands import GRADIENT_STD
+from parplan.executor.measuring.products import Sizes
+from parplan.executor.measuring.update_operations import world_of_one
+from parplan.executor.models.transformer_layers import build_layer
+from parplan.executor.run_options import Options
+from parplan.executor.sharding.place import place_layer
+from parplan.executor.sharding.zero_units import (
+    Unit,
+    begin_step,
+    reduce_gradients,
+    shard_root,
+    shard_unit,
+)
+from parplan.executor.tensors import local
+from parplan.executor.training.optimizer import build_optimizer, clip_gradients, squared_norm
+from parplan.planner.plan.plan import OperatorPlacement
+from parplan.profiles.machines.measurements import Measured
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.models.transformer import build_graph
+
+LAYERS = 4
+MICRO_BATCHES = 4
+MOST_ROUNDS = 9
+LEAST_ROUNDS = 3
+ENOUGH_S = 3.0  # of one comparison
+WARM_UP = 2
+PARTS = ("forward", "backward", "reduce", "update")
+
+
+def layouts(sizes: Sizes, device: torch.device) -> Measured:
+    """Seconds that one layer takes more, by layout and part of the step, at least 0."""
+    with world_of_one(device):
+        model, training = block_specs(sizes)
+        x = torch.randn(sizes["batch"], sizes["seq"], sizes["hidden"], device=device)
+        mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("tp",))
+        figures: dict[str, float] = {}
+        made = {"sharded": _sharded, "split": _split} | ({"divided": _divided} if sizes["kv_heads"] % 2 == 0 else {})
+        for name, make in made.items():
+            plain, other = _plain(model, training, device, mesh), make(model, training, device, mesh)
+            figures |= {f"{name}_{part}_s": seconds for part, seconds in _more_s(plain, other, x).items() if seconds}
+        return Measured(figures=figures | {"staged_action_s": _action_s(model, training, device, mesh.get_group())})
+
+
+def _action_s(model: ModelSpec, training: TrainingSpec, device: torch.device, group: dist.ProcessGroup) -> float:
+    """Seconds that torch's pipeline runtime takes for one action, a forward or a backward pass of a stage: two stages of this process
+    beside a loop over the same micro-batches."""
+    plain, halves = (_blocks(model, training, device) for _ in range(2))
+    body, half = nn.Sequential(*plain), LAYERS // 2
+    parts = [nn.Sequential(*halves[:half]), nn.Sequential(*halves[half:])]
+    stages = [PipelineStage(part, index, len(parts), device, group=group) for index, part in enumerate(parts)]
+    schedule = ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=_loss)
+    x = torch.randn(MICRO_BATCHES * training.global_batch_size, training.seq_length, model.hidden_size, device=device)
+
+    def loop() -> None:
+        for micro_batch in x.chunk(MICRO_BATCHES):
+            _loss(body(micro_batch.detach().requires_grad_()), micro_batch).backward()
+
+    def timed(run: Callable[[], object]) -> list[float]:
+        begin_s = _now_s(device)
+        run()
+        seconds = _now_s(device) - begin_s
+        for module in (body, *parts):
+            module.zero_grad()
+        return [seconds]
+
+    (looped_s,), (staged_s,) = _in_turns(lambda: timed(loop), lambda: timed(lambda: schedule.step(x, target=x)))
+    return max(0.0, staged_s - looped_s) / (2 * len(parts) * MICRO_BATCHES)
+
+
+def _loss(out: Tensor, target: Tensor) -> Tensor:
+    return (out * target).sum()
+
+
+@dataclass(slots=True)
+class Layout:
+    """Blocks with what surrounds their passes in a step."""
+
+    layers: Sequence[nn.Module]
+    body: nn.Module
+    enter: Callable[[Tensor], Tensor] = lambda x: x
+    begin: Callable[[], None] = lambda: None
+    reduce: Callable[[], None] = lambda: None
+    splits: bool = False
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = build_optimizer(list(self.body.parameters()), Options())
+
+    def step(self, x: Tensor) -> Iterator[None]:
+        """The parts of a step, one after the other."""
+        self.begin()
+        entered = self.enter(x.detach().requires_grad_())
+        out = self.body(entered)
+        yield
+        gradient = torch.full_like(out, GRADIENT_STD)
+        if self.splits:
+            _, groups = stage_backward_input([out], [gradient], [entered], self.body.parameters())
+            stage_backward_weight(self.body.parameters(), groups)
+        else:
+            out.backward(gradient)
+        yield
+        self.reduce()
+        yield
+        self._update(x.device)
+        yield
+
+    @torch.no_grad()
+    def _update(self, device: torch.device) -> None:
+        gradients = [local(p.grad) for p in self.body.parameters() if p.grad is not None]
+        clip_gradients(self.optimizer, Options().clip_gradients, squared_norm({1: gradients}, device).sqrt().float())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _blocks(model: ModelSpec, training: TrainingSpec, device: torch.device) -> list[nn.Module]:
+    return [build_layer(model, training, LayerKind.BLOCK, 1 + index, 0, device) for index in range(LAYERS)]
+
+
+def _plain(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+    layers = _blocks(model, training, device)
+    return Layout(layers, nn.Sequential(*layers))
+
+
+def _split(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+    found = _plain(model, training, device, mesh)
+    found.splits = True
+    return found
+
+
+def _sharded(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+    """ZeRO 1, which gathers and reduces once a step."""
+    layers = _blocks(model, training, device)
+    body, units = nn.Sequential(*layers), [Unit(layers=(layer,), zero=1, mesh=mesh) for layer in layers]
+    for unit in units:
+        shard_unit(unit, training.precision)
+    shard_root(body, units, mesh)
+    return Layout(layers, body, begin=lambda: begin_step(body, units), reduce=lambda: reduce_gradients(body, units, None))
+
+
+def _divided(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+    """With the placements of Megatron's tensor parallelism."""
+    block = build_graph(model, training, training.global_batch_size).block
+    placed = {operator.name: placements(operator, Sharding(2)) for operator in block.operators}
+    operators = {name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()}
+    layers = _blocks(model, training, device)
+    for layer in layers:
+        place_layer(layer, operators, mesh, "block")
+
+    def enter(x: Tensor) -> Tensor:
+        return DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+
+    return Layout(layers, nn.Sequential(*layers), enter=enter)
+
+
+def _more_s(plain: Layout, other: Layout, x: Tensor) -> dict[str, float]:
+    """By part of the step, the seconds of a layer in `other` beyond those in `plain`."""
+    once, more = _in_turns(lambda: _laps_s(plain, x), lambda: _laps_s(other, x))
+    return {part: max(0.0, there - here) / LAYERS for part, here, there in zip(PARTS, once, more, strict=True)}
+
+
+def _in_turns(*runs: Callable[[], list[float]]) -> list[list[float]]:
+    """Of each run, the medians of the seconds that it returns, over rounds in which all take turns, after a warm-up."""
+    laps: list[list[list[float]]] = [[] for _ in runs]
+    started_s = time.perf_counter()
+    for number in range(WARM_UP + MOST_ROUNDS):
+        for run, found in zip(runs, laps, strict=True):
+            found.append(run())
+        if number + 1 >= WARM_UP + LEAST_ROUNDS and time.perf_counter() - started_s > ENOUGH_S:
+            break
+    return [[median(column) for column in zip(*found[WARM_UP:], strict=True)] for found in laps]
+
+
+def _laps_s(layout: Layout, x: Tensor) -> list[float]:
+    marks = [_now_s(x.device)]
+    for _ in layout.step(x):
+        marks.append(_now_s(x.device))
+    return [end - start for start, end in itertools.pairwise(marks)]
+
+
+def _now_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

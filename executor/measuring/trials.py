@@ -1,0 +1,141 @@
+"""What is timed: the steps of one case on one copy of its operands.
+
+Memory is taken and given back as in training. A forward pass's results are kept until the same copy comes again, so that what is
+written was not touched lately; gradients are let go at once, and the next copy's lie where they were. Neither is in the timed span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parplan.executor.measuring.operands import Maker
+
+
+class Trial(Protocol):
+    """Steps by name, in the order in which they can run."""
+
+    @property
+    def steps(self) -> tuple[str, ...]: ...
+
+    def before(self, step: str) -> None:
+        """What is not timed: frees the last results, brings the tensors near that the operator before has just written."""
+
+    def run(self, step: str) -> None: ...
+
+    def release(self, step: str) -> None:
+        """Lets go what the step made, where a training step would soon."""
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """What the last step made."""
+
+
+@dataclass(slots=True)
+class Graph:
+    """An operator with its backward pass: its output and its output's gradient were written just before, all else long ago.
+
+    compute   the forward pass; records the graph
+    inputs    that the operator before writes
+    leaves    whose gradients are wanted
+    gradient  of the output
+    after     what the backward pass does with the gradients
+    """
+
+    compute: Callable[[], Tensor]
+    inputs: tuple[Tensor, ...]
+    leaves: tuple[Tensor, ...]
+    gradient: Tensor
+    after: Callable[[tuple[Tensor, ...]], None] | None = None
+    out: Tensor | None = None
+    gradients: tuple[Tensor, ...] = ()
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        return ("forward", "backward")
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        return self.gradients or (() if self.out is None else (self.out,))
+
+    def before(self, step: str) -> None:
+        if step == "forward":
+            self.out = None
+            _touch(self.inputs)
+        else:
+            _touch((self.gradient,))
+
+    def run(self, step: str) -> None:
+        if step == "forward":
+            self.out = self.compute()
+        else:
+            self.backward()
+
+    def release(self, step: str) -> None:
+        self.gradients = ()
+
+    def backward(self) -> None:
+        assert self.out is not None
+        self.gradients = torch.autograd.grad(self.out, self.leaves, self.gradient)
+        if self.after is not None:
+            self.after(self.gradients)
+
+
+@dataclass(slots=True)
+class Once:
+    """Work of one step."""
+
+    compute: Callable[[], Tensor | tuple[Tensor, ...]]
+    inputs: tuple[Tensor, ...] = ()
+    ready: Callable[[], None] | None = None
+    name: str = "time"
+    made: tuple[Tensor, ...] = ()
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        return self.made
+
+    def before(self, step: str) -> None:
+        self.made = ()
+        if self.ready is not None:
+            self.ready()
+        _touch(self.inputs)
+
+    def run(self, step: str) -> None:
+        made = self.compute()
+        self.made = made if isinstance(made, tuple) else (made,)
+
+    def release(self, step: str) -> None:
+        """Kept until the copy comes again."""
+
+
+def _touch(tensors: tuple[Tensor, ...]) -> None:
+    """Write what is there once more. Not through autograd, which would take it for a change of what it saved."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data.mul_(1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A trial of a case, which of its passes the trial's steps are, and how many of what is wanted a step does."""
+
+    make: Callable[[Maker], Trial]
+    passes: Mapping[str, str]
+    times: int = 1
+
+
+def both(make: Callable[[Maker], Trial]) -> tuple[Part, ...]:
+    return (Part(make, {"forward": "forward", "backward": "backward"}),)
+
+
+def once(make: Callable[[Maker], Trial], times: int = 1) -> tuple[Part, ...]:
+    return (Part(make, {"time": "time"}, times),)

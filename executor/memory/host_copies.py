@@ -1,0 +1,240 @@
+"""What operators keep for the backward pass, on the host in between: copies out as it is made, and back ahead of need.
+
+torch's save_on_cpu copies in the order of the kernels, so nothing hides it. Here each direction has a stream of its own; as in
+torchtune's OffloadActivations what is on its way out is held until the computation has waited for the copy, not given to the
+allocator with record_stream, whose memory comes back only when the host looks. The window is one block: what a block sends is
+let go of when the next block has run forward, and when a block's backward pass begins what the block before it sent starts
+to come back. On a CPU the same copies are made at the same places, at once. Pinned memory is that of torch's caching
+allocator, which uses it again when the copies that were under way have ended (in blocks of powers of two).
+
+A tensor that several operators keep goes to the host if the first of them is named (`recompute.host_bytes_by_operator`); of
+what autograd keeps, what the graph knows nothing of (statistics of norms, tables, causal masks, random states) stays.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parplan.costmodels.layers.recompute import made_inside
+from parplan.executor.tensors import local, memory_of
+from parplan.profiles.models.operator_graph import LayerClass
+
+_Key = tuple[int, ...]
+FEWEST_DIMS = 3  # of an activation: batch, sequence or heads, features; masks and states that no batch has have fewer
+
+
+class HostCopies:
+    """The copies between one rank's device and its host; how many bytes went out and came back since the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.out_bytes = 0
+        self.back_bytes = 0
+        self._last: Flight | None = None
+        self._unsettled: Flight | None = None
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
+
+    def begin_pass(self) -> None:
+        """A micro-batch begins with the first layer of a stage: no layer runs before it."""
+        self._last = None
+
+    def flight(self) -> Flight:
+        """For what the next layer sends of a micro-batch."""
+        self._last = Flight(self, self._last)
+        return self._last
+
+    def ended(self, flight: Flight) -> None:
+        """A layer has run forward: what the one that ran before it sent is let go of."""
+        self.settle()
+        self._unsettled = flight
+
+    def settle(self) -> None:
+        """Wait for what is on its way out, and let go of it."""
+        if self._unsettled is not None:
+            self._unsettled.let_go()
+        self._unsettled = None
+
+    def copied(self, tensor: Tensor, *, to_host: bool, after: torch.cuda.Event | None = None) -> tuple[Tensor, torch.cuda.Event | None]:
+        """A copy of `tensor`, dense, and when it is there; it begins after what was computed, and after `after`."""
+        if to_host:
+            self.out_bytes += tensor.nbytes
+        else:
+            self.back_bytes += tensor.nbytes
+        stream = self._streams[to_host] if self._streams else None
+        copy = torch.empty_like(tensor, device="cpu" if to_host else self.device, pin_memory=to_host and stream is not None)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+            if after is not None:
+                stream.wait_event(after)
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            copy.copy_(tensor, non_blocking=True)
+        return copy, stream.record_event() if stream is not None else None
+
+
+class Sent:
+    """A tensor that is on the host until it is asked for, or `start` says that it will be."""
+
+    def __init__(self, copies: HostCopies, tensor: Tensor) -> None:
+        self._copies = copies
+        self._host: Tensor | None
+        self._host, self.gone = copies.copied(tensor, to_host=True)
+        self.stride = self._host.stride()
+        self._back: Tensor | None = None
+        self._there: torch.cuda.Event | None = None
+
+    def start(self) -> None:
+        if self._host is not None:
+            self._back, self._there = self._copies.copied(self._host, to_host=False, after=self.gone)
+            self._host = None
+
+    def tensor(self, index: int = 0) -> Tensor:
+        """The tensor, on the device again; as a recipe's (executor/memory/saved_tensors.py)."""
+        self.start()
+        self._wait()
+        assert self._back is not None
+        return self._back
+
+    def _wait(self) -> None:
+        if self._there is not None:
+            torch.cuda.current_stream(self._copies.device).wait_event(self._there)
+            self._there = None
+
+    def __del__(self) -> None:
+        self._wait()  # its memory may be used again by what the computation does next
+
+
+class Flight:
+    """What one layer sent of one micro-batch; `before`: what the layer before it did."""
+
+    def __init__(self, copies: HostCopies, before: Flight | None) -> None:
+        self._copies = copies
+        self._before = before
+        self._sent: list[weakref.ref[Sent]] = []
+        self._on_the_way: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def send(self, tensor: Tensor) -> Sent:
+        sent = Sent(self._copies, tensor)
+        self._sent.append(weakref.ref(sent))
+        self._on_the_way.append((tensor, sent.gone))
+        return sent
+
+    def let_go(self) -> None:
+        for _, gone in self._on_the_way:
+            if gone is not None:
+                torch.cuda.current_stream(self._copies.device).wait_event(gone)
+        self._on_the_way.clear()
+
+    def follow(self, output: Any) -> None:
+        """The layer's backward pass begins when the gradient of its output is there, or of a part of it."""
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self.begin_backward)
+
+    def begin_backward(self, _: Tensor | None = None) -> None:
+        """The layer's backward pass begins: its own copies come back, and those of the layer before it."""
+        self._copies.settle()
+        for flight in (self, self._before):
+            if flight is not None:
+                flight.start()
+        self._before = None
+
+    def start(self) -> None:
+        for found in (reference() for reference in self._sent):
+            if found is not None:
+                found.start()
+        self._sent.clear()
+
+
+class OnHost:
+    """Which of the tensors that one layer keeps go to the host: those of the operators `names`, which are in `layer`.
+
+    again: the operators that run again in the backward pass
+    """
+
+    def __init__(self, names: Iterable[str], layer: LayerClass, again: Iterable[str], copies: HostCopies) -> None:
+        self._named = frozenset(names)
+        self._copies = copies
+        reruns = frozenset(again)
+        self._reads = {op.name for op in layer.operators if op.name in reruns or any(tensor in op.inputs for tensor in op.saved)}
+        self._makes = {op.name for op in layer.operators if op.name not in reruns and made_inside(op)}
+        # what runs again as a whole keeps its input for the first of its operators
+        self._whole = layer.operators[0].name if len(reruns) == len(layer.operators) else None
+        self._operators: Mapping[str, tuple[str, ...]] = {}
+        self._flight: Flight | None = None
+        self._running: tuple[str, ...] = ()
+        self._inputs: set[int] = set()
+        self._parameters: set[int] = set()
+        self._known: dict[_Key, Sent | None] = {}
+
+    def follow(self, layer: nn.Module) -> None:
+        """From now on know which operator of `layer` runs; after all other hooks were registered."""
+        for name, module in layer.named_children():
+            operators = tuple(getattr(module, "operators", (name,)))
+            module.register_forward_pre_hook(partial(self._begins, operators), prepend=True)
+            module.register_forward_pre_hook(self._reads_parts)
+            module.register_forward_hook(self._ends)
+
+    def begin(self, layer: nn.Module) -> Flight:
+        """A forward pass of `layer` begins."""
+        self._flight = self._copies.flight()
+        self._running = (self._whole,) if self._whole else ()
+        self._parameters = {memory_of(parameter) for parameter in layer.parameters()}
+        return self._flight
+
+    def end(self) -> None:
+        flight, self._flight = self._flight, None
+        self._known.clear()
+        if flight is not None:
+            self._copies.ended(flight)
+
+    def _begins(self, operators: tuple[str, ...], _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._running, self._inputs = operators, set()
+        self._reads_parts(_, args)
+
+    def _reads_parts(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._inputs |= {memory_of(arg) for arg in args if isinstance(arg, Tensor)}
+
+    def _ends(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        self._running = ()
+
+    def read(self, tensor: Tensor) -> Sent | None:
+        """What came of an input that the running operator keeps, None where it stays."""
+        if self._flight is None or self._reads.isdisjoint(self._running):
+            return None
+        return self._kept(tensor)
+
+    def saved(self, tensor: Tensor) -> Sent | None:
+        """The same of a tensor that autograd keeps of the running operator."""
+        if self._flight is None or memory_of(tensor) in self._parameters:
+            return None
+        reads = memory_of(tensor) in self._inputs and not self._reads.isdisjoint(self._running)
+        fewest = FEWEST_DIMS if len(self._running) == 1 else FEWEST_DIMS - 1  # a mixture of experts has its tokens in a row
+        makes = not self._makes.isdisjoint(self._running) and tensor.dim() >= fewest
+        return self._kept(tensor) if reads or makes or self._running == (self._whole,) else None
+
+    def _kept(self, tensor: Tensor) -> Sent | None:
+        flat = flattened(local(tensor.detach()))
+        key = memory_of(flat), int(flat.storage_offset()), *flat.size(), *flat.stride()
+        if key not in self._known:
+            assert self._flight is not None
+            self._known[key] = None if self._named.isdisjoint(self._running) else self._flight.send(flat)
+        return self._known[key]
+
+
+def flattened(tensor: Tensor) -> Tensor:
+    """The memory of a tensor that has no gaps, in its order there; another tensor as it is."""
+    ordered = sorted(zip(tensor.stride(), tensor.size(), strict=True))
+    expected = 1
+    for stride, size in ordered:
+        if size != 1:
+            if stride != expected:
+                return tensor
+            expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,))

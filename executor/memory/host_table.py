@@ -1,0 +1,85 @@
+"""The token table on the host (`Offload.LOOKUP`): its rows come to the device, their gradients go back, the table stays where it is.
+
+As costmodels/host/host_embedding.py prices it: of D data-parallel ranks each has h / D columns of the table, all rows of them, in fp32. A rank looks
+up its columns of the tokens of all ranks, and an all-to-all gives every rank all columns of its own tokens; backward the same way. So
+no gradient of the table is reduced, and the optimizer updates it on the host. Copies are counted and waited for: the pass behind needs
+them. On a CPU the "device" gets copies as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from parplan.executor.memory.host_copies import HostCopies
+from parplan.executor.tensors import local
+
+# torch 2.13 deprecates the name that 2.9 has
+_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class HostTable(nn.Module):
+    """Looks ids up in a table of the host. weight: [vocabulary, hidden], of which this rank has its columns.
+
+    table: the whole, before training, on the device; dtype: what that computes in
+    copies: counts the bytes of rows that came, and of gradients that went
+    """
+
+    def __init__(self, table: Tensor, dp_mesh: DeviceMesh, dtype: torch.dtype) -> None:
+        super().__init__()
+        own = table.detach().chunk(dp_mesh.size(), dim=1)[dp_mesh.get_local_rank()].to("cpu", copy=True).contiguous()
+        self.weight = nn.Parameter(DTensor.from_local(own, dp_mesh, (Shard(1),), run_check=False))
+        self.group = dp_mesh.get_group() if dp_mesh.size() > 1 else None
+        self._dtype = dtype
+        self.copies = HostCopies(table.device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[batch, sequence] -> [batch, sequence, hidden] on the device."""
+        rows = functional.embedding(self._of_all_ranks(ids).cpu(), local(self.weight)).to(self._dtype)
+        found: Tensor = _Rows.apply(rows.unflatten(0, (-1, len(ids))), self)
+        return found
+
+    def _of_all_ranks(self, ids: Tensor) -> Tensor:
+        """[ranks x batch, sequence]."""
+        if self.group is None:
+            return ids
+        gathered = ids.new_empty((self.group.size() * len(ids), *ids.shape[1:]))
+        _GATHER(gathered, ids.contiguous(), group=self.group)
+        return gathered
+
+    def exchanged(self, parts: Tensor) -> Tensor:
+        """[ranks, ...]: the r-th part goes to rank r, which has it as the part of this rank."""
+        if self.group is None:
+            return parts
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts.contiguous(), group=self.group)
+        return received
+
+    def moved(self, tensor: Tensor, *, to_host: bool) -> Tensor:
+        """A copy on the other side, which is there when this returns, or before what is computed next."""
+        copy, there = self.copies.copied(tensor, to_host=to_host)
+        if there is not None and to_host:
+            there.synchronize()
+        elif there is not None:
+            torch.cuda.current_stream(self.copies.device).wait_event(there)
+        return copy
+
+
+class _Rows(torch.autograd.Function):
+    """[ranks, batch, sequence, columns] on the host, tokens by rank -> [batch, sequence, hidden] of this rank's on the device."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, table: HostTable) -> Tensor:
+        ctx.table, ctx.ranks = table, len(rows)
+        return table.exchanged(table.moved(rows, to_host=False)).movedim(0, -2).flatten(-2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        parts = gradient.unflatten(-1, (ctx.ranks, -1)).movedim(-2, 0).contiguous()
+        return ctx.table.moved(ctx.table.exchanged(parts), to_host=True), None

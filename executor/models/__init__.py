@@ -1,0 +1,1 @@
+"""The modules that run: GPT, Llama and experts."""

@@ -1,0 +1,1 @@
+"""Pipeline stages, their messages and the runtime of an action list."""

@@ -1,0 +1,296 @@
+"""One rank's part of the model: for each of its pipeline stages the layers, placed, recomputed and sharded as planned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parplan.costmodels.host.offload import Offload
+from parplan.executor.chunks.chunk_manager import ChunkManager
+from parplan.executor.external.external_body import ForeignBody
+from parplan.executor.external.external_stage import build_foreign
+from parplan.executor.memory.host_copies import HostCopies, OnHost
+from parplan.executor.memory.host_table import HostTable
+from parplan.executor.memory.layer_recompute import recomputed
+from parplan.executor.memory.saved_tensors import Recipes
+from parplan.executor.models.mixture_of_experts import experts_of
+from parplan.executor.models.transformer_layers import Block, build_layer
+from parplan.executor.placed_layers import (
+    PlacedLayer,
+    effective_zero,
+    local_stages,
+    stage_layers,
+    zero_ranks,
+)
+from parplan.executor.rules.divisions import local_shape
+from parplan.executor.sharding.overlap import (
+    PER_LINEAR,
+    PER_STAGE,
+    Handed,
+    LastChoice,
+    block_in_halves,
+)
+from parplan.executor.sharding.place import parse_placement, place_layer, place_parameters
+from parplan.executor.sharding.zero_units import (
+    Unit,
+    begin_step,
+    compute_dtype,
+    reduce_gradients,
+    shard_root,
+    shard_unit,
+)
+from parplan.executor.tensors import as_dtensor, local
+from parplan.planner.plan.plan import Plan
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import Positions
+from parplan.profiles.models.transformer import build_graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Where this process sits: its device, the (pp, dp, tp) mesh of all processes, and its coordinates in it.
+
+    `sharded` has by number of ranks that hold one copy of states the same mesh with dp as (copies, shards).
+    """
+
+    device: torch.device
+    mesh: DeviceMesh
+    sharded: Mapping[int, DeviceMesh] = field(default_factory=dict)
+    expert_mesh: DeviceMesh | None = None  # the same ranks where experts are divided, dp as (copies, ep)
+
+    def coordinate(self, axis: str) -> int:
+        return int(self.mesh.get_local_rank(axis))
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        return self.mesh["tp"] if self.mesh["tp"].size() > 1 else None
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return (*self.mesh.get_all_groups(), *(self.expert_mesh.get_all_groups() if self.expert_mesh is not None else ()))
+
+    @property
+    def ep_mesh(self) -> DeviceMesh | None:
+        return self.expert_mesh["ep"] if self.expert_mesh is not None else None
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        return self.mesh["dp"]
+
+    def shard_mesh(self, num_ranks: int) -> DeviceMesh:
+        """The data-parallel ranks that hold one copy of a layer's states with this one, `num_ranks` together."""
+        return self.sharded[num_ranks]["shards"] if num_ranks in self.sharded else self.dp_mesh
+
+    def unit(self, plan: Plan, placed: PlacedLayer, layers: tuple[nn.Module, ...], apart: tuple[nn.Module, ...] = ()) -> Unit:
+        """The modules of a layer, or of two that share a Parameter, sharded as planned."""
+        zero, held_by = effective_zero(placed, plan.mesh), zero_ranks(placed, plan.mesh)
+        unit = Unit(
+            layers=layers, zero=zero, mesh=self.shard_mesh(held_by) if zero else self.dp_mesh, apart=apart,
+            copies=self.copies_mesh(held_by) if zero else None, offloaded=Offload.STATES in placed.plan.offload)
+        shard_unit(unit, plan.training.precision)
+        return unit
+
+    def copies_mesh(self, num_ranks: int) -> DeviceMesh | None:
+        """The ranks that hold the same shard of other copies, if there are several."""
+        return self.sharded[num_ranks]["copies"] if num_ranks in self.sharded else None
+
+
+class Body(nn.Module):
+    """The layers of one stage by name, in order."""
+
+    def __init__(self, layers: dict[str, nn.Module]) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            inputs = x.apart() if isinstance(x, Handed) else (x,)
+            del x  # a name would keep what is handed on until the layer is through
+            x = layer(*inputs)
+        return x
+
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of the token embedding, if it holds one."""
+        if hasattr(self, "embedding"):
+            return self.embedding.tokens.weight
+        return self.head.lm_head.weight if hasattr(self, "head") else None
+
+
+class Stage(nn.Module):
+    """A stage with local tensors at its borders: this rank's shard of [micro-batch, sequence, hidden], or ids, or logits.
+
+    It is not an FSDP module itself, its `body` is: torch.distributed.pipelining then leaves gathering and reducing alone.
+    """
+
+    def __init__(
+        self, body: Body | ForeignBody, units: tuple[Unit, ...], enter: Callable[[Tensor], Tensor], begins_model: bool, ends_model: bool,
+        host: HostCopies | None = None,
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self.units = units
+        self.enter = enter
+        self.begins_model = begins_model
+        self.ends_model = ends_model
+        self.host = host
+
+    def forward(self, x: Tensor, **inputs: Tensor) -> Tensor:
+        if self.host is not None:
+            self.host.begin_pass()
+        out = self.body(self.enter(x), **inputs)
+        return out if self.ends_model else local(out)
+
+    def begin_step(self) -> None:
+        begin_step(self.body, self.units)
+
+    def reduce_gradients(self, tp_mesh: DeviceMesh | None) -> None:
+        reduce_gradients(self.body, self.units, tp_mesh)
+
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of the token embedding, if it holds one."""
+        return self.body.tied_weight()
+
+
+def build_stages(plan: Plan, ranks: Ranks, seed: int, chunks: ChunkManager | None = None) -> tuple[Stage, ...]:
+    """The stages that this rank runs; without a pipeline all stages are one. `chunks` owns their blocks. Raises ConfigError."""
+    stages, host = stage_layers(plan), HostCopies(ranks.device)
+    if plan.mesh.pp == 1:
+        return (_build_stage(plan, ranks, seed, tuple(layer for stage in stages for layer in stage), host, chunks),)
+    return tuple(_build_stage(plan, ranks, seed, stages[k], host, chunks) for k in local_stages(plan, ranks.coordinate("pp")))
+
+
+def _build_stage(
+    plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer, ...], host: HostCopies, chunks: ChunkManager | None,
+) -> Stage:
+    ends = placed[0].kind is LayerKind.EMBEDDING, placed[-1].kind is LayerKind.HEAD
+    if plan.module is not None:
+        return Stage(*build_foreign(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends)
+    layers: dict[str, nn.Module] = {}
+    units: list[Unit] = []
+    tables: list[HostTable] = []
+    last_choice = LastChoice()
+    for group in _unit_layers(plan, placed):
+        recipes = {layer.name: _recipes(plan, layer, ranks, host) for layer in group}
+        built = {layer.name: _build_placed_layer(plan, ranks, seed, layer, recipes[layer.name]) for layer in group}
+        _overlap(plan, ranks, built, recipes, placed, last_choice)
+        if len(built) > 1:
+            built["head"].lm_head.weight = built["embedding"].tokens.weight
+        tables += _looked_up(plan, ranks, built, group[0])
+        in_chunks = chunks is not None and group[0].kind is LayerKind.BLOCK
+        if in_chunks:
+            chunks.take(group[0].block, built[group[0].name])
+        whole = {layer.name: recomputed(built[layer.name], layer.plan.recompute, layer.name, recipes[layer.name]) for layer in group}
+        if in_chunks:
+            chunks.watch(group[0].block, whole[group[0].name])
+        else:
+            units += _units(plan, ranks, group[0], tuple(whole.values()), tuple(tables))
+        layers |= whole
+    body = Body({layer.name: layers[layer.name] for layer in placed})
+    shard_root(body, units, ranks.dp_mesh, (*(chunks.parameters if chunks is not None else ()), *(table.weight for table in tables)))
+    return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
+
+
+def _looked_up(plan: Plan, ranks: Ranks, built: dict[str, nn.Module], placed: PlacedLayer) -> tuple[HostTable, ...]:
+    """The token table on the host in place of the embedding's, where the plan says so: no unit has it."""
+    if Offload.LOOKUP not in placed.plan.offload:
+        return ()
+    embedding = built[placed.name]
+    embedding.tokens = HostTable(embedding.tokens.weight, ranks.dp_mesh, compute_dtype(plan.training.precision))
+    return (embedding.tokens,)
+
+
+def _units(
+    plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...], tables: tuple[HostTable, ...],
+) -> tuple[Unit, ...]:
+    """The sharded unit of `layers` without `tables`, and one for the experts where not every data-parallel rank holds them."""
+    experts = _expert_units(plan, ranks, placed, layers)
+    for each in experts:
+        shard_unit(each, plan.training.precision)
+    return ranks.unit(plan, placed, layers, apart=(*tables, *(each.layers[0] for each in experts))), *experts
+
+
+def _expert_units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
+    """The experts of a layer are sharded and reduced over the ranks that hold the same."""
+    if ranks.expert_mesh is None:
+        return ()
+    copies = ranks.expert_mesh["copies"]
+    zero = placed.plan.zero if copies.size() > 1 else 0
+    offloaded = Offload.STATES in placed.plan.offload
+    return tuple(
+        Unit(layers=(experts,), zero=zero, mesh=copies, offloaded=offloaded) for layer in layers for experts in experts_of(layer))
+
+
+def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[PlacedLayer, ...]]:
+    """Every layer alone, but embedding and head together where they are one Parameter."""
+    ends = tuple(layer for layer in placed if layer.kind is not LayerKind.BLOCK)
+    if not plan.model.tied_embeddings or len(ends) < 2:
+        return [(layer,) for layer in placed]
+    return [ends, *((layer,) for layer in placed if layer.kind is LayerKind.BLOCK)]
+
+
+def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
+    layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh)
+    level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
+    if ranks.tp_mesh is None:
+        return layer
+    if level > PER_LINEAR:
+        place_parameters(layer, placed.plan.operators, ranks.tp_mesh, placed.name)
+    else:
+        place_layer(layer, placed.plan.operators, ranks.tp_mesh, placed.name, recipes, in_halves=level == PER_LINEAR)
+    if placed.kind is LayerKind.HEAD:
+        layer.loss.group = ranks.tp_mesh.get_group()
+    return layer
+
+
+def _overlap(
+    plan: Plan, ranks: Ranks, built: dict[str, nn.Module], recipes: dict[str, Recipes | None], stage: tuple[PlacedLayer, ...],
+    last_choice: LastChoice,
+) -> None:
+    """Let the blocks among `built` run as two halves, where the plan says so."""
+    level, following = plan.pipeline.tp_overlap, {before.name: after.kind for before, after in itertools.pairwise(stage)}
+    for name, layer in built.items() if level > PER_LINEAR and ranks.tp_mesh is not None else ():
+        if isinstance(layer, Block):
+            hands_on = level == PER_STAGE and following.get(name) is LayerKind.BLOCK
+            block_in_halves(layer, ranks.tp_mesh, recipes[name] or Recipes(), last_choice, hands_on=hands_on)
+
+
+def _recipes(plan: Plan, placed: PlacedLayer, ranks: Ranks, host: HostCopies) -> Recipes | None:
+    """Where a layer has more to do with what autograd keeps than to keep it: gathered inputs, or the host."""
+    if not placed.plan.keep_on_host:
+        return Recipes() if ranks.tp_mesh is not None else None
+    layer = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size).layer_class(placed.kind)
+    return Recipes(on_host=OnHost(placed.plan.keep_on_host, layer, placed.plan.recompute, host))
+
+
+def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
+    """The placement of the activation that `after`, the last layer of a stage, hands on."""
+    embedding = "positions" if plan.model.positions is Positions.LEARNED else "tokens"
+    name = {LayerKind.EMBEDDING: embedding, LayerKind.BLOCK: "residual2", LayerKind.HEAD: "lm_head"}[after.kind]
+    return after.plan.operators[name].output if plan.mesh.tp > 1 else ()
+
+
+def _entry(plan: Plan, ranks: Ranks, first: PlacedLayer) -> Callable[[Tensor], Tensor]:
+    """What turns a stage's local input into the tensor its first layer expects."""
+    mesh = ranks.tp_mesh
+    if mesh is None:
+        return lambda x: x
+    if first.kind is LayerKind.EMBEDDING:
+        return lambda ids: as_dtensor(ids, mesh)
+    before = [layer for stage in stage_layers(plan) for layer in stage][first.index - 1]
+    placement = parse_placement(border(plan, before), before.name)
+    return lambda x: DTensor.from_local(x, mesh, placement, run_check=False)
+
+
+def border_example(plan: Plan, after: PlacedLayer) -> Tensor:
+    """The shape and type, without data, of the local tensor that leaves `after`."""
+    whole = (plan.pipeline.micro_batch_size, plan.training.seq_length, plan.model.hidden_size)
+    shape = local_shape(whole, border(plan, after), plan.mesh.tp)
+    return torch.empty(shape, dtype=compute_dtype(plan.training.precision), device="meta", requires_grad=True)

@@ -1,0 +1,92 @@
+"""Which layers run on which rank: the plan's stages spelled out, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.schedule import csv_rows
+from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.transformer import build_graph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedLayer:
+    """One layer of the model with the plan it runs on. `index` counts embedding 0, blocks 1 to L, head L + 1."""
+
+    kind: LayerKind
+    index: int
+    plan: LayerPlan
+
+    @property
+    def block(self) -> int:
+        """The number of a block in the model, from 0."""
+        return self.index - 1
+
+    @property
+    def name(self) -> str:
+        return f"block{self.block}" if self.kind is LayerKind.BLOCK else self.kind.value
+
+
+def stage_layers(plan: Plan) -> tuple[tuple[PlacedLayer, ...], ...]:
+    """The layers of every (virtual) stage in the order of the forward pass."""
+    return tuple(tuple(layer for run in stage.layers for layer in _run_layers(plan, run)) for stage in plan.stages)
+
+
+def _run_layers(plan: Plan, run: LayerRun) -> Iterator[PlacedLayer]:
+    if run.plan not in plan.layer_plans:
+        raise ConfigError(f"stages: layer plan {run.plan!r} is not among layer_plans", hint="make the plan again")
+    layer_plan = plan.layer_plans[run.plan]
+    if (run.blocks is None) == (layer_plan.layer is LayerKind.BLOCK):
+        raise ConfigError(f"stages: layer plan {run.plan!r} is for {layer_plan.layer}, it is used with blocks {run.blocks}")
+    if run.blocks is not None:
+        for block in range(run.blocks[0], run.blocks[1] + 1):
+            yield PlacedLayer(kind=LayerKind.BLOCK, index=block + 1, plan=layer_plan)
+    else:
+        index = 0 if layer_plan.layer is LayerKind.EMBEDDING else plan.model.num_layers + 1
+        yield PlacedLayer(kind=layer_plan.layer, index=index, plan=layer_plan)
+
+
+def local_stages(plan: Plan, pipeline_rank: int) -> tuple[int, ...]:
+    """The indices of the stages that a pipeline rank runs."""
+    return tuple(k for k, stage in enumerate(plan.stages) if stage.rank == pipeline_rank)
+
+
+def action_rows(plan: Plan) -> tuple[str, ...]:
+    """What every pipeline rank runs, one CSV line each (costmodels/schedules/actions.py). Raises ConfigError."""
+    pipeline = plan.pipeline
+    return pipeline.actions or csv_rows(pipeline.schedule, plan.mesh.pp, pipeline.num_micro_batches, pipeline.virtual_stages)
+
+
+def recomputes_ahead(plan: Plan) -> bool:
+    """Whether a list has a recompute ahead of its gradient."""
+    return plan.mesh.pp > 1 and any(Work.RECOMPUTE.value in text for text in action_rows(plan))
+
+
+def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:
+    """How many neighbouring data-parallel ranks hold one copy of the layer's states together."""
+    return layer.plan.zero_ranks or mesh.dp if layer.plan.zero else mesh.dp
+
+
+def effective_zero(layer: PlacedLayer, mesh: Mesh) -> int:
+    """The ZeRO stage that runs: with one rank to a copy there is nothing to shard, but what the host keeps can be gathered."""
+    return layer.plan.zero if zero_ranks(layer, mesh) > 1 or Offload.STATES in layer.plan.offload else 0
+
+
+def torchrun_line(plan: Plan, path: str = "plan.yaml") -> str:
+    """The command that starts as many ranks as the plan's mesh has."""
+    ranks, per_node = plan.mesh.num_ranks, plan.cluster.gpus_per_node
+    if ranks <= per_node or ranks % per_node:
+        return f"torchrun --nproc-per-node {ranks} -m parplan.executor {path}"
+    return f"torchrun --nnodes {ranks // per_node} --nproc-per-node {per_node} -m parplan.executor {path}"
+
+
+def layer_operators(plan: Plan, layer_plan: LayerPlan) -> tuple[str, ...]:
+    """The names of the operators of the layers that run on `layer_plan`."""
+    graph = build_graph(plan.model, plan.training, plan.pipeline.micro_batch_size)
+    return tuple(operator.name for operator in graph.layer_class(layer_plan.layer).operators)

@@ -1,0 +1,82 @@
+"""What a run needs to know that the plan leaves open; read without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from parplan.profiles.errors import ConfigError, choose
+
+LARGEST_SEED = 2**64 - 1  # of torch's generators
+
+
+class LearningRateSchedule(StrEnum):
+    """How the learning rate goes on after the warm-up."""
+
+    CONSTANT = "constant"
+    COSINE = "cosine"
+    LINEAR = "linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the plan leaves open. Without `data` the tokens are random; 0 for `clip_gradients` is no clipping.
+
+    allow_non_finite: a loss or gradient that is not finite does not end the run
+    The learning rate rises over `warmup_steps` and then follows `lr_schedule` down to `min_learning_rate` at `steps`.
+    """
+
+    steps: int = 5
+    seed: int = 0
+    data: Path | None = None
+    data_dtype: str | None = None
+    shuffle: bool = True
+    learning_rate: float = 3e-4
+    lr_schedule: LearningRateSchedule = LearningRateSchedule.CONSTANT
+    warmup_steps: int = 0
+    min_learning_rate: float = 0.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip_gradients: float = 1.0
+    compile: bool = False
+    record: bool = True
+    allow_non_finite: bool = False
+
+    def __post_init__(self) -> None:
+        choose(self, "lr_schedule", LearningRateSchedule, where="--lr-schedule")
+        _at_least(1, steps=self.steps)
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise ConfigError(f"--seed is {self.seed}, it must be from 0 to 2^64 - 1")
+        _at_least(0, warmup_steps=self.warmup_steps, min_learning_rate=self.min_learning_rate, weight_decay=self.weight_decay,
+                  clip_gradients=self.clip_gradients)
+        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
+            raise ConfigError(f"--learning-rate is {self.learning_rate:g}, it must be positive")
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ConfigError(f"--betas has {beta:g}, both must be in [0, 1)")
+        self._check_least()
+
+    @property
+    def lr_varies(self) -> bool:
+        return self.warmup_steps > 0 or self.lr_schedule is not LearningRateSchedule.CONSTANT
+
+    def _check_least(self) -> None:
+        if self.min_learning_rate > self.learning_rate:
+            raise ConfigError(f"--min-learning-rate {self.min_learning_rate:g} is above --learning-rate {self.learning_rate:g}")
+        if self.min_learning_rate and self.lr_schedule is LearningRateSchedule.CONSTANT:
+            raise ConfigError(
+                f"--min-learning-rate {self.min_learning_rate:g} with --lr-schedule constant: the rate never falls to it",
+                hint="add --lr-schedule cosine or linear")
+
+
+def derived_seed(seed: int, number: int) -> int:
+    """A seed for the thing of this number, of the 64 bits that torch's generators take."""
+    return (seed * 1_000_003 + number) % (LARGEST_SEED + 1)
+
+
+def _at_least(least: int, **values: float) -> None:
+    for name, value in values.items():
+        if not (value >= least and math.isfinite(value)):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}, it must be at least {least}")

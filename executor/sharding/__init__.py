@@ -1,0 +1,1 @@
+"""Parameters are placed, sharded and overlapped here."""

@@ -1,0 +1,157 @@
+"""A shard as a module: the calls of the user's code that the plan gives it, made again in their order, on parameters of its own.
+
+The parameters have their full names behind `of.`, as submodules: what FSDP gathers, and a checkpoint runs again, is the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from parplan.executor.traced.program_cut import ShardCut, written_buffers
+from parplan.profiles.tracing.program import CONSTANT, PARAMETER
+
+OF = "of"  # the submodule that holds parameters and buffers
+
+
+class Holder(nn.Module):
+    """Holds parameters and buffers under their full names."""
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        path, _, key = name.rpartition(".")
+        owner = self._owner(path)
+        if isinstance(tensor, nn.Parameter):
+            owner.register_parameter(key, tensor)
+        else:
+            owner.register_buffer(key, tensor)
+
+    def place(self, name: str) -> tuple[nn.Module, str]:
+        """The module that holds `name`, and the name in it: FSDP puts other tensors there."""
+        path, _, key = name.rpartition(".")
+        return self.get_submodule(path), key
+
+    def _owner(self, path: str) -> nn.Module:
+        owner: nn.Module = self
+        for part in path.split(".") if path else ():
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner._modules[part]  # type: ignore[assignment]
+        return owner
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One call: its target, its arguments with nodes in the place of tensors, and the values that nobody reads after it."""
+
+    node: fx.Node
+    target: Any
+    args: Any
+    kwargs: Any
+    drops: tuple[fx.Node, ...]
+    context: Any
+
+
+class Shard(nn.Module):
+    """`forward` takes the values of `cut.reads`, and gives those of `cut.gives`, in their order."""
+
+    def __init__(self, cut: ShardCut, attributes: Mapping[str, Tensor], device: torch.device) -> None:
+        super().__init__()
+        self.cut = cut
+        self.add_module(OF, Holder())
+        self._constants: dict[fx.Node, Tensor] = {}
+        for node in cut.attributes:
+            if node.meta["origin"] == CONSTANT:
+                self._constants[node] = attributes[node.target].to(device)
+            else:
+                self.holder.put(node.target, attributes[node.target])
+        self._places = {node: self.holder.place(node.target) for node in cut.attributes if node not in self._constants}
+        self._steps = tuple(_steps(cut, device))
+
+    @property
+    def holder(self) -> Holder:
+        found = getattr(self, OF)
+        assert isinstance(found, Holder)
+        return found
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by the names that they have in the user's module."""
+        for node, (owner, key) in self._places.items():
+            if node.meta["origin"] == PARAMETER:
+                yield node.target, getattr(owner, key)
+
+    def counted(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that its calls write into, as batch norms do."""
+        for node in written_buffers(self.cut):
+            owner, key = self._places[node]
+            yield node.target, getattr(owner, key)
+
+    def once(self, layer: nn.Module) -> Callable[..., Any]:
+        """`layer`, which is this shard, for one forward pass; called again, it starts from the buffers of the first call and counts in
+        copies of them."""
+        if not written_buffers(self.cut):
+            return layer
+        places = [self._places[node] for node in written_buffers(self.cut)]
+        before = [getattr(owner, key).clone() for owner, key in places]
+        calls = count()
+
+        def called(*values: Tensor) -> Any:
+            if next(calls) == 0:
+                return layer(*values)
+            now = [getattr(owner, key) for owner, key in places]
+            try:
+                for (owner, key), value in zip(places, before, strict=True):
+                    owner._buffers[key] = value.clone()
+                return layer(*values)
+            finally:
+                for (owner, key), value in zip(places, now, strict=True):
+                    owner._buffers[key] = value
+        return called
+
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        known: dict[fx.Node, Any] = dict(zip(self.cut.reads, values, strict=True))
+        known.update(self._constants)
+        known.update({node: getattr(owner, key) for node, (owner, key) in self._places.items()})
+        del values
+        for step in self._steps:
+            args, kwargs = map_aggregate((step.args, step.kwargs), lambda leaf: known[leaf] if isinstance(leaf, fx.Node) else leaf)
+            with step.context():
+                known[step.node] = step.target(*args, **kwargs)
+            del args, kwargs
+            for node in step.drops:
+                del known[node]
+        return tuple(known[node] for node in self.cut.gives)
+
+
+def _steps(cut: ShardCut, device: torch.device) -> Iterator[_Step]:
+    last = {node: call for call in cut.calls for node in (*call.all_input_nodes, call)}
+    drops: dict[fx.Node, list[fx.Node]] = {}
+    kept = set(cut.gives)
+    for node, call in last.items():
+        if node not in kept:
+            drops.setdefault(call, []).append(node)
+    for call in cut.calls:
+        args, kwargs = map_aggregate((call.args, call.kwargs), lambda leaf: device if isinstance(leaf, torch.device) else leaf)
+        yield _Step(call, call.target, args, kwargs, tuple(drops.get(call, ())), _context(call, device))
+
+
+def _context(call: fx.Node, device: torch.device) -> Any:
+    """What surrounded the call: no gradients, or torch.autocast."""
+    grad, autocast = call.meta.get("grad", True), call.meta.get("autocast")
+    if grad and autocast is None:
+        return nullcontext
+
+    def entered() -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        if not grad:
+            stack.enter_context(torch.no_grad())
+        if autocast is not None:
+            stack.enter_context(torch.autocast(device.type, dtype=autocast))
+        return stack
+    return entered

@@ -1,0 +1,156 @@
+"""This rank's stages of a traced module: shards with their own values, recomputed and sharded as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from parplan.executor.memory.early_recompute import checkpointed
+from parplan.executor.pipeline.stages import Ranks
+from parplan.executor.sharding.zero_units import (
+    Unit,
+    begin_step,
+    reduce_gradients,
+    shard_root,
+    shard_unit,
+)
+from parplan.executor.traced.program_cut import ShardCut, StageCut, check_recompute
+from parplan.executor.traced.shard_module import Shard
+from parplan.executor.traced.stage_values import Opened
+from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.profiles.tracing.program import PARAMETER, Program
+
+_BATCH = "batch."
+
+
+def argument_names(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch under names that no argument of the pipeline's runtime has."""
+    return {f"{_BATCH}{key}": value for key, value in batch.items()}
+
+
+class TracedBody(nn.Module):
+    """The shards of one stage in order. `forward` takes what the stage before hands on and the batch by key; it gives what the next
+    stage needs, or the loss."""
+
+    def __init__(self, cut: StageCut, constants: Shard, shards: Mapping[str, nn.Module], loss: fx.Node) -> None:
+        super().__init__()
+        self.cut = cut
+        self.constants = constants
+        for name, shard in shards.items():
+            self.add_module(name, shard)
+        self._runs = tuple(zip(cut.shards, shards.values(), strict=True))
+        self._gives = cut.sends or (loss,)
+        self._drops = tuple(_drops(cut, set(self._gives)))
+
+    def forward(self, *received: Tensor, **batch: Tensor) -> tuple[Tensor, ...]:
+        known: dict[fx.Node, Tensor] = dict(zip(self.cut.receives, received, strict=True))
+        del received
+        with torch.no_grad():
+            _run(self.cut.constants, self.constants, known, batch)
+        for (shard, module), drops in zip(self._runs, self._drops, strict=True):
+            _run(shard, module, known, batch)
+            for node in drops:
+                known.pop(node, None)
+        return tuple(known[node].contiguous() for node in self._gives)
+
+
+class TracedStage(nn.Module):
+    """A stage for torch.distributed.pipelining; its `body` is the FSDP module, as in parplan.executor.pipeline.stages."""
+
+    def __init__(self, body: TracedBody, units: tuple[Unit, ...], shards: Sequence[Shard], index: int) -> None:
+        super().__init__()
+        self.body = body
+        self.units = units
+        self.index = index
+        self._shards = tuple(shards)  # not submodules a second time
+
+    def forward(self, *received: Tensor, **batch: Tensor) -> Any:
+        """`batch` as `argument_names` has it."""
+        out = self.body(*received, **{key.removeprefix(_BATCH): value for key, value in batch.items()})
+        return out if self.body.cut.sends else out[0]
+
+    @property
+    def ends_model(self) -> bool:
+        return not self.body.cut.sends
+
+    def begin_step(self) -> None:
+        begin_step(self.body, self.units)
+
+    def reduce_gradients(self) -> None:
+        reduce_gradients(self.body, self.units, None)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters by the names that they have in the user's module, each once."""
+        yield from dict(pair for shard in self._shards for pair in shard.named()).items()
+
+    def counted(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that its calls write into."""
+        return (pair for shard in self._shards for pair in shard.counted())
+
+
+def build_stage(plan: ModulePlan, index: int, cut: StageCut, program: Program, opened: Opened, ranks: Ranks) -> TracedStage:
+    """Stage `index` of the plan, with the values of its parameters and no others. Raises ConfigError."""
+    planned = plan.stages[index]
+    zero = planned.zero if plan.mesh.dp > 1 else 0
+    values: dict[str, Tensor] = dict(program.constants)
+    values.update({name: buffer.to(ranks.device) for name, buffer in opened.workload.module.named_buffers()})
+    shards: dict[int, Shard] = {}
+    modules: dict[int, nn.Module] = {}
+    units = []
+    for group in _groups(cut):
+        own = {name: _on(opened.value(name), ranks.device) for place in group for name in _parameters(cut.shards[place])}
+        for place in group:
+            shards[place] = Shard(cut.shards[place], values | own, ranks.device)
+            modules[place] = shards[place]
+            if planned.first + place in planned.recompute:
+                check_recompute(cut.shards[place], plan.shards[planned.first + place])
+                modules[place] = checkpointed(shards[place], shards[place].once)
+        if own:
+            units.append(Unit(layers=tuple(modules[place] for place in group), zero=zero, mesh=ranks.dp_mesh, casts_inputs=False))
+            del own
+            shard_unit(units[-1], plan.training.precision)
+    named = {f"shard{planned.first + place}": modules[place] for place in sorted(modules)}
+    body = TracedBody(cut, Shard(cut.constants, values, ranks.device), named, _loss(program))
+    shard_root(body, units, ranks.dp_mesh)
+    return TracedStage(body, tuple(units), [shards[place] for place in sorted(shards)], index)
+
+
+def _on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+
+
+def _parameters(cut: ShardCut) -> tuple[str, ...]:
+    return tuple(node.target for node in cut.attributes if node.meta["origin"] == PARAMETER)
+
+
+def _groups(cut: StageCut) -> list[list[int]]:
+    """The places of the shards, those together that have a parameter in common: FSDP gathers and reduces them as one."""
+    groups: list[tuple[set[str], list[int]]] = []
+    for place, shard in enumerate(cut.shards):
+        names, members = set(_parameters(shard)), [place]
+        for group in [group for group in groups if group[0] & names]:
+            groups.remove(group)
+            names, members = group[0] | names, [*group[1], *members]
+        groups.append((names, members))
+    return [sorted(members) for _, members in groups]
+
+
+def _run(cut: ShardCut, module: nn.Module, known: dict[fx.Node, Tensor], batch: Mapping[str, Tensor]) -> None:
+    values = [batch[node.target] if node.op == "placeholder" else known[node] for node in cut.reads]
+    known.update(zip(cut.gives, module(*values), strict=True))
+
+
+def _drops(cut: StageCut, kept: set[fx.Node]) -> Iterator[tuple[fx.Node, ...]]:
+    """After each shard, the values that nobody reads any more."""
+    last: dict[fx.Node, int] = {}
+    for place, shard in enumerate(cut.shards):
+        last.update(dict.fromkeys((*shard.reads, *shard.gives), place))
+    for place in range(len(cut.shards)):
+        yield tuple(node for node, end in last.items() if end == place and node not in kept)
+
+
+def _loss(program: Program) -> fx.Node:
+    return next(node for node in program.graph.nodes if node.op == "output").args[0]  # type: ignore[return-value]

@@ -1,0 +1,142 @@
+"""The training loop of a traced module: parplan.executor.training.train's, with the module's own batches, values and names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from parplan.costmodels.layers.model_states import StateBytes, chunk_elements, states_of
+from parplan.executor.pipeline.stages import Ranks
+from parplan.executor.rules.traced_rules import validate_module_plan
+from parplan.executor.run_options import Options, derived_seed
+from parplan.executor.tensors import local
+from parplan.executor.traced.module_batches import module_batches
+from parplan.executor.traced.stage_values import Opened, open_values
+from parplan.executor.traced.traced_pipeline import TracedPipeline, build_traced_pipeline
+from parplan.executor.training.optimizer import build_optimizer, num_copies, squared_norm
+from parplan.executor.training.train import Trainer
+from parplan.executor.training.training_states import Held
+from parplan.executor.watch.rank_progress import Progress
+from parplan.executor.watch.run_recorder import Recorder
+from parplan.executor.watch.state_bytes import Meter, Row
+from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.profiles.tracing.record import record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTrainer(Trainer):
+    """One rank of a training run of a traced module."""
+
+    plan: ModulePlan  # type: ignore[assignment]
+    pipeline: TracedPipeline  # type: ignore[assignment]
+
+    def gradients(self, step: int) -> Tensor:
+        """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
+        self.progress.begin_step(step)
+        with self.recorder.span("data", -1, -1):
+            batch = {key: value.to(self.ranks.device) for key, value in self.batches(step).items()}
+        self.progress.at("runs forward and backward passes")
+        return self.shares.sum_loss(self.pipeline.step(batch))
+
+    @property
+    def scale(self) -> None:
+        """None: plans in fp16 are refused."""
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The 2-norm of the gradients of the whole model, each parameter counted once: the same on every rank. Collective."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter in self.pipeline.own.values():
+            if parameter.grad is not None:
+                by_copies.setdefault(num_copies(self.plan.mesh, parameter), []).append(local(parameter.grad))
+        return self.shares.sum_norm(squared_norm(by_copies, self.ranks.device))
+
+    def held(self) -> Held:
+        """The parameters that a checkpoint has of this rank, and a copy of each that another rank saves."""
+        own = self.pipeline.own
+        others = {name: p for stage in self.pipeline.stages for name, p in stage.named() if name not in own}
+        return Held(own=_learning(own), copies=_learning(others))
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self.pipeline.copies)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that the module's calls write into, as the first data-parallel rank has them."""
+        return dict(pair for stage in self.pipeline.stages for pair in stage.counted())
+
+    def settle_copies(self) -> None:
+        """Give the further copies that this rank holds of one parameter what was loaded into the first."""
+        for shared in self.pipeline.shared:
+            for first, *others in shared.copies.values():
+                for other in others:
+                    _copy(first, other, self.optimizer)
+
+    def state_bytes(self) -> Row:
+        """This rank's coordinates, and its predicted and measured bytes."""
+        pp, dp = (self.ranks.coordinate(axis) for axis in ("pp", "dp"))
+        return (pp, dp, 0), predicted_states(self.plan, self.pipeline, dp), self.meter.measured(self.optimizer)
+
+
+def _learning(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def _copy(source: nn.Parameter, target: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
+    target.copy_(source)
+    for key, value in optimizer.state[source].items():
+        optimizer.state[target][key].copy_(value)
+
+
+def predicted_states(plan: ModulePlan, pipeline: TracedPipeline, dp_rank: int) -> StateBytes:
+    """What the planner's memory model says a rank holds of the parameters of its stages (EQUATIONS M2)."""
+    total = StateBytes()
+    for stage in pipeline.stages:
+        zero = plan.stages[stage.index].zero if plan.mesh.dp > 1 else 0
+        for _, parameter in stage.named():
+            if parameter.requires_grad:
+                shape = tuple(parameter.shape)
+                total += states_of(parameter.numel(), chunk_elements(shape, plan.mesh.dp, dp_rank), zero, plan.training)
+    return total
+
+
+def build_module_trainer(
+    plan: ModulePlan, options: Options, device: torch.device, progress: Progress | None = None, opened: Opened | None = None,
+) -> ModuleTrainer:
+    """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
+    validate_module_plan(plan, options)
+    progress = progress or Progress()
+    opened = opened or opened_of(plan, options.seed)
+    program = record(opened.workload, plan.pipeline.micro_batch_size, plan.training.precision)
+    mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
+    ranks = Ranks(device=device, mesh=mesh)
+    dp_rank = ranks.coordinate("dp")
+    torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))  # dropout
+    recorder, meter = Recorder(device, options.steps if options.record else 0), Meter(plan.training.precision)
+
+    def after_backward() -> None:
+        progress.end_micro_batch()
+        meter.sample()
+
+    def span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
+        progress.moves += 1
+        return recorder.span(work, stage, micro_batch)
+
+    pipeline = build_traced_pipeline(plan, program, opened, ranks, after_backward=after_backward, span=span)
+    meter.watch(pipeline.stages, pipeline.parameters)
+    return ModuleTrainer(
+        plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=build_optimizer(pipeline.parameters, options),
+        batches=module_batches(plan, opened.workload, dp_rank, options.seed),  # type: ignore[arg-type]
+        meter=meter, recorder=recorder, progress=progress)
+
+
+def opened_of(plan: ModulePlan, seed: int) -> Opened:
+    """The plan's module without the memory of its parameters. Raises ConfigError."""
+    return open_values(plan.module, seq_length=plan.training.seq_length, seed=seed, attention=plan.training.attention)

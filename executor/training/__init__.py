@@ -1,0 +1,1 @@
+"""The training loop, the optimizer and the states that training has."""

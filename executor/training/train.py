@@ -1,0 +1,250 @@
+"""The training loop: batches through the pipeline, AdamW on what each rank owns, the loss and the speed of every step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parplan.costmodels.layers.model_states import StateBytes
+from parplan.executor.chunks.chunk_adam import ChunkAdam
+from parplan.executor.data.batches import Batches, build_batches
+from parplan.executor.pipeline.loss_scale import LossScale, loss_scale
+from parplan.executor.pipeline.pipeline import Pipeline, build_pipeline
+from parplan.executor.pipeline.stages import Ranks
+from parplan.executor.run_options import Options, derived_seed
+from parplan.executor.training.compiled import compile_blocks
+from parplan.executor.training.finite import Shares
+from parplan.executor.training.optimizer import (
+    build_optimizer,
+    clip_factor,
+    clip_gradients,
+    learning_rate,
+    own_squared_norm,
+    set_learning_rate,
+)
+from parplan.executor.training.training_states import Held, held
+from parplan.executor.watch.rank_progress import Progress
+from parplan.executor.watch.run_recorder import Recorder
+from parplan.executor.watch.state_bytes import Meter, Row, predicted_state_bytes
+from parplan.planner.plan.plan import Plan
+from parplan.planner.runs.run_file import ChunkMoved
+
+METERED_STEPS = 2  # what is held repeats from then on, and looking at every tensor takes host time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """`loss` is the mean over all tokens of the global batch, `gradient_norm` that before clipping: the same on every rank.
+
+    loss_scale: of an fp16 run, which the next step begins with; skipped: whether a gradient was not finite, and nothing was updated
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    loss_scale: float | None = None
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """One rank of a training run. `optimizer` updates the parameters that lie in no chunk, `adam` the others."""
+
+    plan: Plan
+    options: Options
+    ranks: Ranks
+    pipeline: Pipeline
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+    meter: Meter
+    recorder: Recorder
+    progress: Progress = field(default_factory=Progress)
+    adam: ChunkAdam | None = None
+    shares: Shares = field(default_factory=Shares)
+
+    def gradients(self, step: int) -> Tensor:
+        """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
+        self.progress.begin_step(step)
+        with self.recorder.span("data", -1, -1):
+            ids, targets = (tensor.to(self.ranks.device) for tensor in self.batches(step))
+        self.progress.at("runs forward and backward passes")
+        loss = self.pipeline.step(ids, targets)
+        # every tensor-parallel rank of the last stage has the whole loss of its data-parallel rank
+        return self.shares.sum_loss(loss if self.ranks.coordinate("tp") == 0 else torch.zeros_like(loss))
+
+    def run(self, first: int = 0) -> Iterator[StepResult]:
+        """Train from step `first`, of which all before are done, to `options.steps`. Raises RunError."""
+        if self.options.record:
+            self.recorder.expect(self.options.steps - first)
+        for step in range(first, self.options.steps):
+            started = time.perf_counter()
+            self.meter.active = step - first < METERED_STEPS
+            self.recorder.start()
+            with self.recorder.counted():
+                loss, norm = self._step(step)
+            if not self.options.allow_non_finite:
+                self.shares.require_finite(step, loss, norm if self.scale is None else None)
+            self.shares.forget()
+            result = StepResult(
+                step=step, loss=loss, gradient_norm=norm, learning_rate=learning_rate(self.options, step),
+                seconds=time.perf_counter() - started, loss_scale=self.scale.value if self.scale else None,
+                skipped=self.scale is not None and not math.isfinite(norm))
+            self.recorder.finish(result.seconds, result.loss, skipped=result.skipped)
+            yield result
+
+    def _step(self, step: int) -> tuple[float, float]:
+        """One step; returns loss and gradient norm, and leaves no tensor but the states."""
+        loss = self.gradients(step)
+        self.progress.at("updates its parameters")
+        with self.recorder.span("optimizer", -1, -1):
+            norm = self.update(step)
+        return loss.item(), norm.item()
+
+    def update(self, step: int) -> Tensor:
+        """The optimizer's update for the gradients that are there, if they are finite; returns their norm over the whole model."""
+        norm = self.norm()
+        set_learning_rate(self.optimizer, self.options, step)
+        factor = clip_factor(self.options.clip_gradients, norm, self.scale)  # of the scale that these gradients have
+        if self._goes_on(norm):
+            clip_gradients(self.optimizer, self.options.clip_gradients, norm)
+            self.optimizer.step()
+            self._update_chunks(step, factor)
+            self._end_update()
+        else:
+            self.leave_out()
+        return norm
+
+    def leave_out(self) -> None:
+        """Instead of an update: the gradients that are there are given up."""
+        if self.adam is not None:
+            self.adam.skip()
+        self._end_update()
+
+    def _end_update(self) -> None:
+        if self.adam is not None:
+            self.adam.manager.end_update()
+        self.optimizer.zero_grad()
+
+    def _update_chunks(self, step: int, factor: Tensor | None) -> None:
+        if self.adam is not None:
+            self.adam.step(learning_rate(self.options, step), factor)
+
+    def _goes_on(self, norm: Tensor) -> bool:
+        """Whether there is an update: all ranks have the same norm. Raises RunError where no loss scale helps."""
+        if self.scale is None:
+            return True
+        finite = math.isfinite(norm.item())
+        self.scale.settle(finite=finite)
+        return finite
+
+    @property
+    def scale(self) -> LossScale | None:
+        """What the loss is multiplied by in an fp16 run."""
+        return self.pipeline.scale
+
+    def norm(self) -> Tensor:
+        """The 2-norm of the gradients of the whole model: the same on every rank. Collective."""
+        in_chunks = self.adam.gradients() if self.adam is not None else None
+        return self.shares.sum_norm(own_squared_norm(self.plan, self.pipeline.stages, self.ranks.device, in_chunks, self.scale))
+
+    def held(self) -> Held:
+        """The parameters that a checkpoint has of this rank."""
+        apart = self.pipeline.chunks.parameters if self.pipeline.chunks is not None else ()
+        return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings, apart=apart)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether some rank holds a copy of what another one saves."""
+        return self.plan.model.tied_embeddings and self.plan.mesh.pp > 1
+
+    def settle_copies(self) -> None:
+        """After a load: nothing, where a rank holds one copy of a parameter at most."""
+
+    def buffers(self) -> dict[str, Tensor]:
+        """What training changes beside parameters, by name."""
+        return {}
+
+    def moved(self) -> ChunkMoved | None:
+        """What the chunks of this rank have moved in the last step, beside what the plan says."""
+        return self.adam.manager.moved if self.adam is not None else None
+
+    @property
+    def on_host_bytes(self) -> int:
+        """What chunks hold of the host's memory."""
+        return self.adam.host_bytes if self.adam is not None else 0
+
+    @property
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes of activations that went to the host, and that came back, since the start."""
+        host = self.pipeline.stages[0].host
+        return (0, 0) if host is None else (host.out_bytes, host.back_bytes)
+
+    def state_bytes(self) -> Row:
+        """This rank's coordinates, and its predicted and measured bytes."""
+        pp, dp, tp = (self.ranks.coordinate(axis) for axis in ("pp", "dp", "tp"))
+        in_chunks = self.adam.state_bytes() if self.adam is not None else StateBytes()
+        return (pp, dp, tp), predicted_state_bytes(self.plan, pp, dp), self.meter.measured(self.optimizer) + in_chunks
+
+
+def build_trainer(plan: Plan, options: Options, device: torch.device, progress: Progress | None = None) -> Trainer:
+    """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
+    return trainer_of(plan, options, ranks_of(plan, device), Meter(plan.training.precision), progress)
+
+
+def ranks_of(plan: Plan, device: torch.device) -> Ranks:
+    """This rank's place in the mesh of the plan; collective."""
+    mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
+    return Ranks(device=device, mesh=mesh, sharded=_sharded(plan, mesh), expert_mesh=_expert_mesh(plan, device))
+
+
+def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter, progress: Progress | None = None) -> Trainer:
+    """The trainer of the rank at `ranks`; collective. Raises ConfigError."""
+    progress = progress or Progress()
+    dp_rank = ranks.coordinate("dp")
+    # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
+    torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))
+    recorder = Recorder(ranks.device, options.steps if options.record else 0)
+
+    def after_backward() -> None:
+        progress.end_micro_batch()
+        meter.sample()
+
+    def span(work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
+        progress.moves += 1
+        return recorder.span(work, stage, micro_batch)
+
+    pipeline = build_pipeline(
+        plan, ranks, seed=options.seed, after_backward=after_backward, span=span, after_recompute=meter.recomputed,
+        scale=loss_scale(plan.training.precision))
+    if options.compile:
+        compile_blocks(pipeline.stages)
+    chunks = pipeline.chunks
+    meter.watch(pipeline.stages, pipeline.parameters, apart=chunks.parameters if chunks is not None else ())
+    return Trainer(
+        plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=build_optimizer(pipeline.parameters, options),
+        batches=build_batches(plan, dp_rank, options), meter=meter, recorder=recorder, progress=progress,
+        adam=ChunkAdam(chunks, options) if chunks is not None else None)
+
+
+def _sharded(plan: Plan, mesh: DeviceMesh) -> dict[int, DeviceMesh]:
+    """The mesh with dp as (copies, shards) for every number of ranks that hold one copy of some layer; collective."""
+    held_by = sorted({found.zero_ranks or plan.mesh.dp for found in plan.layer_plans.values() if found.zero} - {plan.mesh.dp})
+    return {n: mesh._unflatten("dp", (plan.mesh.dp // n, n), ("copies", "shards")) for n in held_by}
+
+
+def _expert_mesh(plan: Plan, device: torch.device) -> DeviceMesh | None:
+    """The ranks with the data-parallel ones as (those that hold the same experts, those that divide them), neighbours dividing."""
+    mesh = plan.mesh
+    if mesh.ep == 1:
+        return None
+    return init_device_mesh(device.type, (mesh.pp, mesh.expert_dp, mesh.ep, mesh.tp), mesh_dim_names=("pp", "copies", "ep", "tp"))

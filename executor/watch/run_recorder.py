@@ -1,0 +1,226 @@
+"""What a run measures of itself: the spans of the last steps on every rank, memory peaks, and clocks that agree.
+
+A span costs a few microseconds and stops nothing: on a CPU it reads the clock twice, on a GPU it records two CUDA events on
+the current stream, which are read at the end of the step (untested: no GPU was at hand). Each is also a range of torch's
+profiler (`torch.profiler.record_function`), so that a profile of one's own shows F0.3 and B0.3 around the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parplan.executor.watch.allocated import PeakBytes
+from parplan.executor.watch.state_bytes import Row
+from parplan.planner.plan.plan import Plan
+from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run, trace_ranks
+from parplan.planner.runs.run_file import ChunkMoved, Environment, Run, Span, write
+from parplan.profiles.documents.files import require_writable, write_text
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.units import KIB
+from parplan.report.chrome_trace import trace_json
+from parplan.report.runs.run_table import print_run
+from parplan.report.text import console, say
+
+RECORDED_STEPS = 5
+WARM_UP_STEPS = 2  # the first meets allocators and caches empty, and both are metered (executor/training/train.py)
+CLOCK_ROUNDS = 9
+_OTHER_TRACE = "choose another file with --trace"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NOTHING = nullcontext()
+
+Mark = float | torch.cuda.Event
+
+
+class Recorder:
+    """Times and losses of `num_steps` steps, and the spans of the last RECORDED_STEPS of them; nothing of none."""
+
+    def __init__(self, device: torch.device, num_steps: int) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.expect(num_steps)
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.skipped: list[int] = []
+        self.steps: list[RecordedStep] = []
+        self.cpu_peak = PeakBytes()
+        self._active = False
+        self._marks: list[tuple[str, int, int, Mark, Mark]] = []
+        self._started_s = 0.0
+        self._anchor: Mark = 0.0
+
+    def expect(self, num_steps: int) -> None:
+        """So many steps will be run."""
+        self.warm_up = min(WARM_UP_STEPS, max(0, num_steps - 1))
+        self.first = max(self.warm_up, num_steps - RECORDED_STEPS) if num_steps > 0 else sys.maxsize
+
+    def start(self) -> None:
+        """A step begins."""
+        self._active = len(self.seconds) >= self.first
+        if not self._active:
+            return
+        self._marks = []
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            if not self.steps:
+                torch.cuda.reset_peak_memory_stats()
+        self._anchor = self._mark()
+        self._started_s = time.perf_counter()
+
+    def counted(self) -> AbstractContextManager[None]:
+        """Around a step: on CPUs the last of the warm-up is counted byte by byte, if the optimizer had its states before it."""
+        done = len(self.seconds)
+        counts = not self.on_gpu and 0 < done == self.warm_up - 1 and self.first < sys.maxsize
+        return self.cpu_peak.counted() if counts else _NOTHING
+
+    def span(self, work: str, stage: int, micro_batch: int) -> AbstractContextManager[Any]:
+        """Around one piece of work of a step."""
+        return self._spanned(work, stage, micro_batch) if self._active else _NOTHING
+
+    @contextmanager
+    def _spanned(self, work: str, stage: int, micro_batch: int) -> Iterator[None]:
+        with torch.profiler.record_function(work if stage < 0 else f"{work}{stage}.{micro_batch}"):
+            start = self._mark()
+            yield
+            self._marks.append((work, stage, micro_batch, start, self._mark()))
+
+    def finish(self, seconds: float, loss: float, *, skipped: bool = False) -> None:
+        """The step is over, also on the device; `skipped`: it updated nothing."""
+        if skipped:
+            self.skipped.append(len(self.seconds))
+        self.seconds.append(seconds)
+        self.losses.append(loss)
+        if self._active:
+            spans = tuple(
+                Span(work=work, stage=stage, micro_batch=micro_batch, start_s=self._clock_s(start), end_s=self._clock_s(end))
+                for work, stage, micro_batch, start, end in self._marks)
+            self.steps.append(RecordedStep(started_s=self._started_s, seconds=seconds, spans=spans))
+        self._active = False
+
+    def _mark(self) -> Mark:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _clock_s(self, mark: Mark) -> float:
+        """When `mark` was, on this rank's clock."""
+        if isinstance(mark, float):
+            return mark
+        mark.synchronize()
+        return self._started_s + self._anchor.elapsed_time(mark) / 1000
+
+
+def memory_peaks(device: torch.device, cpu_peak: PeakBytes, on_host_bytes: int = 0) -> dict[str, int | None]:
+    """Bytes of this rank: of the CUDA allocator since the first recorded step, or of a CPU's step that was counted, and of the process.
+
+    on_host_bytes: what of a CPU's memory is the host's in the plan
+    """
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rss = most if sys.platform == "darwin" else most * KIB  # macOS counts bytes
+    on_gpu = device.type == "cuda"
+    counted = None if cpu_peak.num_bytes is None else cpu_peak.num_bytes - on_host_bytes
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else counted,
+        "reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None, "host_rss_bytes": rss}
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What this rank's clock showed as it left each of a few barriers, and which machine it is the clock of."""
+
+    machine: str
+    left_s: tuple[float, ...]
+
+
+def read_clock(device: torch.device) -> Clock:
+    """Collective."""
+    left = []
+    for _ in range(CLOCK_ROUNDS):
+        dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        left.append(time.perf_counter())
+    return Clock(_BOOT_ID.read_text() if _BOOT_ID.exists() else "", tuple(left))
+
+
+def clock_offsets(clocks: Sequence[Clock]) -> tuple[list[float], float]:
+    """By rank, by how much its clock is ahead of rank 0's, and how far off that may be, all in seconds.
+
+    Ranks of one machine share a clock. Others leave a barrier at about the same time: the median difference over the rounds,
+    and half of its spread; a rank that always leaves later than rank 0 is not seen.
+    """
+    first, offsets, error_s = clocks[0], [], 0.0
+    for clock in clocks:
+        if clock is first or (clock.machine and clock.machine == first.machine):
+            offsets.append(0.0)
+            continue
+        ahead = [there - here for here, there in zip(first.left_s, clock.left_s, strict=True)]
+        offsets.append(median(ahead))
+        error_s = max(error_s, (max(ahead) - min(ahead)) / 2)
+    return offsets, error_s
+
+
+def collect(
+    plan: Plan, recorder: Recorder, states: Row, device: torch.device, chunks: ChunkMoved | None = None, on_host_bytes: int = 0,
+) -> Run | None:
+    """The run, on rank 0; None on the others, and where nothing was recorded. Collective. `chunks`: of the last step."""
+    if not recorder.steps:
+        return None
+    (pp, dp, tp), predicted, held = states
+    own = RankMeasured(
+        pp=pp, dp=dp, tp=tp, predicted=predicted, held=held, steps=tuple(recorder.steps), chunks=chunks,
+        **memory_peaks(device, recorder.cpu_peak, on_host_bytes))
+    found: list[tuple[RankMeasured, Clock] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((own, read_clock(device)), found)
+    if found is None:
+        return None
+    offsets, error_s = clock_offsets([clock for _, clock in found])
+    return make_run(
+        plan, environment(device), [replace(rank, ahead_s=ahead) for (rank, _), ahead in zip(found, offsets, strict=True)],
+        seconds=recorder.seconds, losses=recorder.losses, skipped=recorder.skipped, warm_up=recorder.warm_up, clock_error_s=error_s,
+        date=date.today().isoformat())
+
+
+def environment(device: torch.device) -> Environment:
+    """What the run runs on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return Environment(torch=str(torch.__version__), device=name, world_size=dist.get_world_size(), cpu_count=os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """Where rank 0 writes what was measured: the run, and a trace if one is wanted."""
+
+    run: Path
+    trace: Path | None
+
+    def require_writable(self, *, record: bool) -> None:
+        """Raises ConfigError, before the run and not after it."""
+        if not record and self.trace is not None:
+            raise ConfigError("--trace needs what --no-record leaves out", hint="leave out one of them")
+        if record:
+            require_writable(self.run, hint="choose another file with --run-json, or --no-record")
+        if self.trace is not None:
+            require_writable(self.trace, hint=_OTHER_TRACE)
+
+    def write(self, run: Run) -> None:
+        """Write the files and print what was predicted beside what was measured. Raises ConfigError."""
+        print_run(run, console(sys.stdout))
+        write(run, self.run)
+        say(console(sys.stdout), f"wrote {self.run}")
+        if self.trace is not None:
+            write_text(trace_json(trace_ranks(run)), self.trace, hint=_OTHER_TRACE)
+            say(console(sys.stdout), f"wrote {self.trace}; open it in https://ui.perfetto.dev")

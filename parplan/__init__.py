@@ -1,0 +1,1 @@
+"""The one name that an installed parplan imports by. Its rooms are links to the folders at the top of the repository."""

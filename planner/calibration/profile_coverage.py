@@ -1,0 +1,177 @@
+"""Which sizes of a plan its machine's own profile has measured, which lie between those, and which are missing.
+
+The sizes are those of every operator of the plan as it is divided, of the optimizer, and of collectives and messages by group shape.
+Left out: what the host does for offloaded states, updates of chunks, the exchanges of experts, and the reduction of a tied embedding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from parplan.costmodels.communication.collectives import (
+    POINT_TO_POINT,
+    Collective,
+    collective_time,
+    point_to_point_time,
+)
+from parplan.costmodels.communication.mesh import Axis, Placement, place_axis
+from parplan.costmodels.layers.model_states import owned_parameters
+from parplan.costmodels.layers.sub_pipeline import HALVES
+from parplan.costmodels.operators.compute import kernel_time
+from parplan.costmodels.operators.kernels import Kernel, StreamKernel
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
+from parplan.costmodels.usage.rank_traffic import Sent, rank_tally
+from parplan.planner.calibration.operator_cases import (
+    kernels_by_case,
+    kernels_of_update,
+    update_cases,
+)
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.plan_strategy import book_of, strategy_of
+from parplan.profiles.machines.measurements import Case
+from parplan.profiles.machines.shipped_profiles import analytic_profile
+from parplan.profiles.machines.speeds import Profile
+from parplan.profiles.models.operator_graph import LayerKind, Operator
+from parplan.profiles.profiler.communication.comm_cases import SMALLEST_BYTES, TIMED, timed_case
+from parplan.profiles.profiler.communication.group_shapes import Shape
+from parplan.profiles.provenance import NEGLIGIBLE_SHARE, Kind, Seconds, weakest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """The cases of a plan, each once with the kind of its price, and the operations that no case measures, by name."""
+
+    cases: tuple[tuple[Case, Kind], ...]
+    beyond: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> tuple[Case, ...]:
+        """Those whose price is not of the profile."""
+        return tuple(case for case, kind in self.cases if kind is Kind.ANALYTIC)
+
+    def count(self, kind: Kind, *, of_ranks: bool) -> int:
+        """How many cases of that kind, of communication between ranks or of one rank's work."""
+        return sum(found is kind and (case.work in TIMED) is of_ranks for case, found in self.cases)
+
+
+def missing_cases(plan: Plan, profile: Profile | None = None, *, messages: bool = True) -> tuple[Case, ...]:
+    """What is to be measured so that `profile` has all of a plan: by default the plan's own, without one everything.
+
+    messages: also what ranks send each other, which more than one process measures. Raises ConfigError, as `coverage` does.
+    """
+    own = profile or plan.cluster.profile or analytic_profile(plan.cluster.device.name)
+    found = coverage(replace(plan, cluster=replace(plan.cluster, profile=own)))
+    assert found is not None
+    return tuple(case for case in found.missing if messages or case.work not in TIMED)
+
+
+def coverage(plan: Plan) -> Coverage | None:
+    """What the profile in `plan.cluster` says of the plan, None without one. Raises ConfigError: its layers have no price today."""
+    if plan.cluster.profile is None:
+        return None
+    book = book_of(plan)
+    strategy = strategy_of(plan, book)
+    found: dict[Case, Kind] = {}
+    beyond: dict[str, None] = {}
+    for choice in dict.fromkeys(choice for stage in strategy.stages for choice in stage):
+        found |= _of_operators(choice, strategy.frame, book, beyond)
+    found |= _of_updates(strategy, book)
+    for rank in range(strategy.frame.mesh.pp):
+        found |= _of_traffic(strategy, rank, book)
+    return Coverage(cases=tuple(found.items()), beyond=tuple(beyond))
+
+
+def _of_operators(choice: LayerChoice, frame: Frame, book: PriceBook, beyond: dict[str, None]) -> dict[Case, Kind]:
+    """Of one layer; what no case measures goes to `beyond`."""
+    found: dict[Case, Kind] = {}
+    for operator in _sizes_of(choice, frame, book):
+        measured, others = kernels_by_case(operator, frame.sharding_of(choice), book.model, book.training)
+        found |= {case: _kind(kernels, book) for case, kernels in measured.items()}
+        beyond |= dict.fromkeys(kernel.name if isinstance(kernel, StreamKernel) else f"{operator.name}'s products" for kernel in others)
+    return found
+
+
+def _sizes_of(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[Operator, ...]:
+    """The operators of a layer at the sizes that it runs them: of half a micro-batch where a block runs as two, at level 1 of both."""
+    whole = book.layer(choice.kind, frame.micro_batch_size).operators
+    if not frame.tp_overlap or choice.kind is not LayerKind.BLOCK:
+        return whole
+    halves = book.graph(frame.micro_batch_size // HALVES).block.operators
+    return (*whole, *halves) if frame.tp_overlap == 1 else halves
+
+
+def _kind(kernels: tuple[Kernel, ...], book: PriceBook) -> Kind:
+    return weakest(kernel_time(kernel, book.machine, book.training).kind for kernel in kernels)
+
+
+def _of_updates(strategy: Strategy, book: PriceBook) -> dict[Case, Kind]:
+    """The updates of layers, each priced alone. What costs nothing without a measurement is not missed, nor what is too little of
+    all updates to decide their kind (a head's norm)."""
+    if book.offloads_states:
+        return {}
+    counts = Counter(
+        _owned(choice, strategy.frame, book) for stage in strategy.stages for choice in stage if not in_chunks(choice, strategy.frame))
+    prices = {
+        case: kernel_time(kernel, book.machine, book.training) for owned in counts if owned
+        for case in update_cases(owned, book.training) for kernel in kernels_of_update(case, book.training)}
+    spent_s = {case: price.value_s * counts[case.size("parameters")] for case, price in prices.items()}
+    whole_s: dict[str, float] = defaultdict(float)
+    for case, seconds in spent_s.items():
+        whole_s[case.work] += seconds
+    return {case: price.kind for case, price in prices.items() if spent_s[case] > NEGLIGIBLE_SHARE * whole_s[case.work]}
+
+
+def _owned(choice: LayerChoice, frame: Frame, book: PriceBook) -> int:
+    """Of one layer, the parameters that a rank updates."""
+    layer, mesh = book.layer(choice.kind, 1), frame.mesh
+    return owned_parameters(layer, frame.sharding_of(choice), book.shards(mesh) if choice.zero else 1, with_tied=mesh.pp > 1)
+
+
+def _of_traffic(strategy: Strategy, rank: int, book: PriceBook) -> dict[Case, Kind]:
+    """What a device of a pipeline rank sends, each collective of each size once, without what is too little to matter.
+
+    No curve starts below 1 KiB, where all is latency: less counts as that.
+    """
+    prices, spent_s = dict[Case, Seconds](), dict[Case, float]()
+    for sent in rank_tally(strategy, rank, book).by_size():
+        n_bytes = max(SMALLEST_BYTES, sent.num_bytes // sent.calls)
+        for shape, price in _prices(sent, n_bytes, rank, strategy.frame, book):
+            case = timed_case(sent.kind, n_bytes, shape, book.training.precision.value)
+            prices[case], spent_s[case] = price, sent.calls * price.value_s
+    return {case: price.kind for case, price in prices.items() if spent_s[case] > NEGLIGIBLE_SHARE * sum(spent_s.values())}
+
+
+def _prices(sent: Sent, n_bytes: int, rank: int, frame: Frame, book: PriceBook) -> Iterator[tuple[Shape, Seconds]]:
+    """The group shapes of one kind of message, with their prices, as costmodels/layers/layer_price.py and step.py place them."""
+    machine, gpus_per_node = book.machine, book.machine.cluster.gpus_per_node
+    if sent.kind == POINT_TO_POINT:
+        stride = frame.mesh.stride(Axis.PP)
+        sharing = min(stride, gpus_per_node)
+        others = (other for other in (rank - 1, rank + 1) if other in range(frame.mesh.pp))
+        for crosses in sorted({rank * stride // gpus_per_node != other * stride // gpus_per_node for other in others}):
+            nodes, ranks = (2, 1) if crosses else (1, 2)
+            price = point_to_point_time(n_bytes, crosses_nodes=crosses, sharing=sharing, machine=machine)
+            yield Shape(nodes=nodes, ranks_per_node=ranks, groups=sharing), price
+        return
+    where = _place(sent, frame, book)
+    if where is not None:
+        groups = where.groups_per_node if where.crosses_nodes else gpus_per_node // where.ranks_per_node
+        price = collective_time(Collective(sent.kind), n_bytes, where, machine)
+        yield Shape(nodes=where.nodes, ranks_per_node=where.ranks_per_node, groups=groups), price
+
+
+def _place(sent: Sent, frame: Frame, book: PriceBook) -> Placement | None:
+    """Where the group of a collective sits, None for a tied embedding's two ends."""
+    mesh, gpus_per_node = frame.mesh, book.machine.cluster.gpus_per_node
+    if sent.axis == Axis.TP:
+        return place_axis(mesh.tp, 1, mesh.tp, gpus_per_node)
+    if sent.axis != Axis.DP:
+        return None
+    shards, stride = book.shards(mesh), mesh.stride(Axis.DP)
+    copies = mesh.dp // shards
+    if sent.kind == Collective.ALL_REDUCE and copies > 1:
+        return place_axis(copies, stride * shards, mesh.num_ranks, gpus_per_node)
+    return place_axis(shards, stride, mesh.num_ranks, gpus_per_node)

@@ -1,0 +1,141 @@
+"""A lower bound of a frame in chunks before any column is made: what a rank with many blocks must leave to the host, and pay for it.
+
+Every block keeps as little as any can, its chunks are not padded, its workspace is nothing. For each count of HOST blocks the
+optimizer states of at least so many others must be on the host that the rest fits the device; more of them leave room for
+parameters of HOST blocks, which need not be fetched again, until copies take no longer than compute or all stay. What both cost is
+linear in between, so that the least is at one of these counts, taken as real numbers (EQUATIONS I5).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.layers.chunked_layer import BlockCost, writes_over_parameters
+from parplan.costmodels.memory.rank_memory import stashes, usable_bytes
+from parplan.costmodels.strategy import Frame
+from parplan.planner.candidates.lower_bounds import TimeBound, ends_bytes, least_kept_bytes
+from parplan.planner.dominance import Array
+from parplan.planner.host_options.location_costs import once_s
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.profiles.models.operator_graph import LayerKind
+
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Least:
+    """What any block of a frame costs at least, by home; `room` bytes of the device are left by `num_blocks` of them."""
+
+    num_blocks: int
+    costs: dict[Home, BlockCost]
+    compute_s: float
+    passes: int
+    room: float
+    host_room: float
+
+    def _value(self, home: Home, name: str) -> float:
+        return float(getattr(self.costs[home], name).total) if home in self.costs else 0.0
+
+    def counts(self) -> tuple[Array, Array, Array]:
+        """HOST blocks, and the least and the most OPTIMIZER blocks beside them that fit both sides."""
+        host = np.arange(self.num_blocks * (Home.HOST in self.costs) + 1, dtype=np.float64)
+        least = np.maximum(0.0, self._optimizer(host, np.zeros(len(host))))
+        most = (self.num_blocks - host) * (Home.OPTIMIZER in self.costs)
+        left = self.host_room - host * self._value(Home.HOST, "host")
+        if Home.OPTIMIZER in self.costs:
+            most = np.minimum(most, left / self._value(Home.OPTIMIZER, "host"))
+        fits = (least <= most + 1e-9) & (left >= 0)
+        return host[fits], least[fits], np.maximum(least[fits], most[fits])
+
+    def _optimizer(self, host: Array, spare: Array) -> Array:
+        """How many OPTIMIZER blocks leave `spare` bytes of the device, beside `host` HOST blocks."""
+        device = self._value(Home.DEVICE, "device")
+        found: Array = (spare - self.room + (self.num_blocks - host) * device) / (device - self._value(Home.OPTIMIZER, "device"))
+        return found
+
+    def _spare(self, host: Array, optimizer: Array) -> Array:
+        device = self.num_blocks - host - optimizer
+        found: Array = self.room - device * self._value(Home.DEVICE, "device") - optimizer * self._value(Home.OPTIMIZER, "device")
+        return found
+
+    def ways(self) -> tuple[Array, list[Array]]:
+        """HOST blocks, and counts of OPTIMIZER blocks one of which is best beside them."""
+        host, least, most = self.counts()
+        if Home.OPTIMIZER not in self.costs:
+            return host, [least]
+        ways = [least, *(np.clip(even, least, most) for even in self._even_updates(host))]
+        if Home.HOST not in self.costs:
+            return host, ways
+        cost = self.costs[Home.HOST]
+        hidden_s = np.maximum(self.num_blocks * self.compute_s, host * cost.send_s)
+        missed = (hidden_s * self.passes / cost.fetch_s - host) / (2 * self.passes - 1)
+        enough = [np.maximum(0.0, host - 1 - missed), np.maximum(0.0, host - 1)]
+        return host, [*ways, *(np.clip(self._optimizer(host, held * cost.fetched_bytes), least, most) for held in enough)]
+
+    def _even_updates(self, host: Array) -> Iterator[Array]:
+        """OPTIMIZER blocks with which two of the host's update, the device's and the way back take equally long."""
+        on_host, on_device, back = (
+            getattr(self.costs[home], name) for home, name in
+            ((Home.OPTIMIZER, "host_adam_s"), (Home.DEVICE, "device_adam_s"), (Home.OPTIMIZER, "return_s")))
+        yield ((self.num_blocks - host) * on_device - host * on_host) / (on_host + on_device)
+        yield (self.num_blocks - host) * on_device / (back + on_device)
+        if back > on_host:
+            yield host * on_host / (back - on_host)
+
+    def seconds(self, host: Array, optimizer: Array, repeats: float) -> Array:
+        """`repeats` micro-batches and the tail."""
+        micro_batch_s: Array = np.full(len(host), self.num_blocks * self.compute_s)
+        cost = self.costs.get(Home.HOST)
+        if cost:
+            held = np.maximum(0.0, self._spare(host, optimizer)) / cost.fetched_bytes
+            swept = host + (2 * self.passes - 1) * np.maximum(0.0, host - 1 - held)
+            copied_s = np.maximum(swept / self.passes * cost.fetch_s, host * cost.send_s)
+            micro_batch_s = np.maximum(micro_batch_s, copied_s) + (1 - 1 / self.passes) * host * cost.added_s
+        counts = {Home.HOST: host, Home.OPTIMIZER: optimizer, Home.DEVICE: self.num_blocks - host - optimizer}
+        found: Array = repeats * micro_batch_s + once_s(counts, self.costs)
+        return found
+
+
+class ChunkBound:
+    """The bound of one frame within a memory limit, by the blocks of its fullest rank."""
+
+    def __init__(self, frame: Frame, table: MixTable, time: TimeBound, limit_bytes: float, share: float) -> None:
+        book = table.book
+        self.frame, self.time, self.repeats = frame, time, frame.num_micro_batches - share
+        self.costs = table.block_costs(frame, frame.sharding)
+        held = [stashes(LayerKind.BLOCK, rank, frame) for rank in range(frame.mesh.pp)]
+        self.kept_bytes = least_kept_bytes(frame, table) / frame.virtual_stages * (max if frame.equal_ranks else min)(held)
+        self.host_room = table.host_share_bytes
+        ends = ends_bytes(0, frame, 3 if frame.mesh.dp > 1 else 0, table) if frame.mesh.pp == 1 else 0.0
+        self.usable = usable_bytes(limit_bytes, frame.mesh, book) - max(ends, self._inside_bytes(table))
+        self.num_layers = book.model.num_layers
+
+    def _inside_bytes(self, table: MixTable) -> float:
+        """What a block that runs backward needs at least besides states and what it keeps: gradients, and gathered groups."""
+        training, mesh = table.book.training, self.frame.mesh
+        in_parameters = writes_over_parameters(training, self.frame.num_micro_batches)
+        gradient = 0 if in_parameters else training.gradient_precision.num_bytes
+        gathered = (training.precision.num_bytes + gradient) * (mesh.dp > 1)
+        return float((training.precision.num_bytes + gathered) * sum(table.tensors(self.frame.sharding)))
+
+    def step_s(self, num_blocks: int | None = None) -> float:
+        """Seconds of a step in which some rank has `num_blocks` blocks, by default as many as the fullest has at least."""
+        count = -(-self.num_layers // self.frame.mesh.pp) if num_blocks is None else num_blocks
+        least = _Least(
+            num_blocks=count, costs=self.costs, compute_s=self.time.block_s, passes=self.frame.num_micro_batches,
+            room=self.usable - count * self.kept_bytes, host_room=self.host_room)
+        host, ways = least.ways()
+        if not len(host):
+            return INFINITY
+        return self.time.total_s + min(float(least.seconds(host, optimizer, self.repeats).min()) for optimizer in ways)
+
+    def longest_rank(self, cut_s: float) -> int | None:
+        """How many blocks a rank may hold before the frame takes `cut_s` or more; None when there is no such limit."""
+        if self.step_s(self.num_layers) < cut_s:
+            return None
+        return max(1, bisect_left(range(1, self.num_layers + 1), True, key=lambda count: self.step_s(count) >= cut_s))

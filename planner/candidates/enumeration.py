@@ -1,0 +1,247 @@
+"""The outer candidates: every mesh, micro-batch and schedule for a number of GPUs, each illegal one with its reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from math import gcd
+
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
+from parplan.costmodels.strategy import Frame
+from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
+from parplan.planner.deadline import NEVER, Deadline
+from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
+from parplan.planner.layer_options.overlap_levels import (
+    illegal_full_recompute,
+    illegal_overlap,
+    illegal_zero,
+)
+from parplan.planner.request import Constraints
+from parplan.planner.stage_columns.block_counts import shorter_ends
+from parplan.profiles.divisors import divisors
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.stack import Stack
+
+MAX_MICRO_BATCH_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """A candidate (or a family of them) that is not searched, and why."""
+
+    candidate: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The legal candidates and the pruned ones."""
+
+    frames: tuple[Frame, ...]
+    pruned: tuple[Pruned, ...]
+
+
+def describe(frame: Frame) -> str:
+    """A candidate in one line: `pp 4 x dp 16 x tp 1, 1f1b, micro-batch 4 x 16`."""
+    schedule = f"{frame.schedule}" + (f" x {frame.virtual_stages} virtual stages" if frame.virtual_stages > 1 else "")
+    sequence = ", sequence parallel" if frame.sequence_parallel else ""
+    overlap = f", sub-pipelined at level {frame.tp_overlap}" if frame.tp_overlap else ""
+    chunks = ", in chunks" if frame.chunked else ""
+    return f"{frame.mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}{overlap}{chunks}"
+
+
+def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool) -> str | None:
+    """Why `tp` cannot split this model on this cluster, or None."""
+    for name, size in (
+        ("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads), ("ffn width", model.ffn_hidden_size),
+        ("vocabulary", model.padded_vocab_size),
+    ):
+        if size % tp:
+            return f"tp {tp} does not divide the {size} {name}"
+    if not across_nodes and (tp > cluster.gpus_per_node or cluster.gpus_per_node % tp):
+        return f"tp {tp} does not fit inside a node of {cluster.gpus_per_node} GPUs (--tp-across-nodes allows it)"
+    return None
+
+
+def expert_degrees(dp: int, model: ModelSpec) -> tuple[int, ...]:
+    """The expert parallel degrees of `dp` data-parallel ranks, ascending; of a dense model 1."""
+    return divisors(gcd(dp, model.num_experts)) if model.num_experts else (1,)
+
+
+def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str | None:
+    """Why a frame on a legal mesh cannot run, or None: batch, schedule and sequence rules."""
+    mesh, batch = frame.mesh, training.global_batch_size
+    if frame.micro_batch_size * mesh.dp * frame.num_micro_batches != batch:
+        return f"the global batch of {batch} is not micro-batch {frame.micro_batch_size} x dp {mesh.dp} x a whole number"
+    reason = legal(frame.schedule, mesh.pp, frame.num_micro_batches, frame.virtual_stages)
+    if reason:
+        return reason
+    if frame.schedule in (Schedule.ONE_F_ONE_B, *AHEAD) and frame.num_micro_batches < mesh.pp:
+        return f"{frame.schedule} needs at least pp {mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
+    if mesh.pp > model.num_layers:
+        return f"pp {mesh.pp} is more than the {model.num_layers} layers"
+    if not frame.equal_ranks and frame.num_virtual_stages > model.num_layers:
+        return f"pp {mesh.pp} x {frame.virtual_stages} virtual stages are more than the {model.num_layers} layers"
+    if frame.equal_ranks and shorter_ends(frame, model.num_layers) is None:
+        return f"{model.num_layers} layers, or two more, are not a multiple of pp {mesh.pp} x {frame.virtual_stages} virtual stages"
+    if frame.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
+        return f"sequence parallelism needs tp > 1 that divides the sequence of {training.seq_length}, tp is {mesh.tp}"
+    return illegal_overlap(frame, model)
+
+
+def _allowed(pinned: Collection[object] | None, value: object) -> bool:
+    return pinned is None or value in pinned
+
+
+def _meshes(model: ModelSpec, cluster: Cluster, pins: Constraints) -> Iterator[Mesh | Pruned]:
+    gpus = cluster.num_gpus
+    for tp in divisors(gpus):
+        reason = illegal_tensor_parallel(tp, model, cluster, across_nodes=pins.tp_across_nodes)
+        for pp in divisors(gpus // tp):
+            dp = gpus // tp // pp
+            for ep in expert_degrees(dp, model):
+                mesh = Mesh(pp=pp, dp=dp, tp=tp, ep=ep)
+                excluded = _excluded_mesh(mesh, model, pins) or reason
+                yield Pruned(str(mesh), excluded) if excluded else mesh
+
+
+def _excluded_mesh(mesh: Mesh, model: ModelSpec, pins: Constraints) -> str | None:
+    ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=mesh.tp, ep=mesh.ep)
+    if ban:
+        return f"excluded by --forbid {ban}"
+    if not (_allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp) and _allowed(pins.tp, mesh.tp)):
+        return "excluded by --pp, --dp or --tp"
+    if not _allowed(pins.ep, mesh.ep):
+        return "excluded by --ep"
+    return f"pp {mesh.pp} is more than the {model.num_layers} layers" if mesh.pp > model.num_layers else None
+
+
+def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
+    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where 1F1B cannot run or GPipe is pinned.
+
+    ZBV wherever it is legal, filled or not. Schedules that recompute ahead of the gradient where a pin leaves something to
+    recompute, or pinned: early recompute and the shifted critical path. Last-no-recompute only pinned: where every layer may
+    choose its recompute, early recompute has the plans in which the last stage recomputes nothing, at most one recompute slower.
+    """
+    if mesh.pp == 1:
+        yield Schedule.ONE_F_ONE_B, 1
+        return
+    asked = (*(pins.schedule or ()), *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()))
+    if num_micro_batches >= mesh.pp or Schedule.ONE_F_ONE_B in asked:
+        yield Schedule.ONE_F_ONE_B, 1
+    if num_micro_batches < mesh.pp or Schedule.GPIPE in asked:
+        yield Schedule.GPIPE, 1
+    moves = set(pins.recompute or Recompute) != {Recompute.NONE}
+    for schedule in (Schedule.EARLY_RECOMPUTE, Schedule.SCP):
+        if schedule in asked or (moves and num_micro_batches >= mesh.pp and not legal(schedule, mesh.pp, num_micro_batches, 1)):
+            yield schedule, 1
+    if Schedule.LAST_NO_RECOMPUTE in asked:
+        yield Schedule.LAST_NO_RECOMPUTE, 1
+    yield Schedule.ZBV, 2
+    shares = (layers // mesh.pp for layers in (model.num_layers, model.num_layers + 2) if layers % mesh.pp == 0)
+    yield from ((Schedule.INTERLEAVED, v) for v in sorted({v for share in shares for v in divisors(share) if v > 1}))
+
+
+def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[Frame | Pruned]:
+    if training.global_batch_size % mesh.dp:
+        yield Pruned(str(mesh), f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}")
+        return
+    per_replica = training.global_batch_size // mesh.dp
+    for micro_batch_size in divisors(per_replica):
+        if not _allowed(pins.micro_batch_size, micro_batch_size):
+            continue
+        ban = pins.ban(micro_batch_size=micro_batch_size)
+        if ban:
+            yield Pruned(f"{mesh}, micro-batch {micro_batch_size}", f"excluded by --forbid {ban}")
+            continue
+        if micro_batch_size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
+            yield Pruned(f"{mesh}, micro-batch {micro_batch_size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned")
+            continue
+        num_micro_batches = per_replica // micro_batch_size
+        if mesh.pp > 1 and num_micro_batches >= mesh.pp and not (pins.schedule or pins.ban(schedule=Schedule.ONE_F_ONE_B)):
+            yield Pruned(f"{mesh}, gpipe, micro-batch {micro_batch_size}", "gpipe takes as long as 1f1b and holds more; --schedule gpipe")
+        for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
+            for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
+                frame = Frame(
+                    mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
+                    num_micro_batches=num_micro_batches, sequence_parallel=sequence_parallel)
+                reason = _excluded(frame, pins, training.stack) or illegal_frame(frame, model, training)
+                yield from (Pruned(describe(frame), reason),) if reason else _levels(frame, model, training, pins)
+
+
+def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[Frame | Pruned]:
+    """The frame at each level of sub-pipelining that is pinned, else at those that the stack runs."""
+    asked = range(training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
+    for level in asked if frame.mesh.tp > 1 else (0,):
+        found, ban = replace(frame, tp_overlap=level), pins.ban(tp_overlap=level) if frame.mesh.tp > 1 else None
+        reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
+        if pins.recompute == (Recompute.FULL,):
+            reason = reason or illegal_full_recompute(level, model)
+        yield Pruned(describe(found), reason) if reason else found
+        if not reason and has_chunks(pins.offload):
+            yield _in_chunks(found, pins)
+        if reason and not ban:
+            return  # what rules out one level rules out those above
+
+
+def _in_chunks(frame: Frame, pins: Constraints) -> Frame | Pruned:
+    """The same with the states of its blocks in chunks, of which the host may keep some."""
+    found, reason = replace(frame, chunked=True), illegal_chunks(frame, pins.zero, pins.zero_ranks)
+    return Pruned(describe(found), reason) if reason else found
+
+
+def _excluded(frame: Frame, pins: Constraints, stack: Stack) -> str | None:
+    reason = lacking_schedule(frame, stack)
+    if reason:
+        return reason
+    ban = pins.ban(schedule=frame.schedule, virtual_stages=frame.virtual_stages) if frame.mesh.pp > 1 else None
+    ban = ban or (pins.ban(sequence_parallel=frame.sequence_parallel) if frame.mesh.tp > 1 else None)
+    if ban:
+        return f"excluded by --forbid {ban}"
+    if frame.mesh.pp > 1 and not _allowed(pins.schedule, frame.schedule):
+        return "excluded by --schedule"
+    if frame.mesh.pp > 1 and not _allowed(pins.virtual_stages, frame.virtual_stages):
+        return "excluded by --virtual-stages"
+    if frame.splits_backward and not _allowed(pins.recompute, Recompute.NONE):
+        return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
+    reason = illegal_zero(frame, 3) if pins.zero == (3,) else None
+    if reason:
+        return f"{reason}, --zero or --forbid leaves no other"
+    if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
+        return "excluded by --sequence-parallel"
+    return None
+
+
+def enumerate_space(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
+) -> Space:
+    """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes.
+
+    Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
+    """
+    require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
+    pins = pins.resolved(training.stack)
+    frames: list[Frame] = []
+    pruned: list[Pruned] = []
+    for mesh in _meshes(model, cluster, pins):
+        for found in (mesh,) if isinstance(mesh, Pruned) else _frames(mesh, model, training, pins):
+            deadline.check()
+            if isinstance(found, Pruned):
+                pruned.append(found)
+            else:
+                frames.append(found)
+    return Space(tuple(frames), tuple(pruned))
+
+
+def no_frame_error(space: Space, cluster: Cluster) -> ConfigError:
+    """Of a space without candidates the most common reason."""
+    reasons = Counter(pruned.reason for pruned in space.pruned)
+    reason, _ = max(reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0))
+    return ConfigError(
+        f"no legal way to use {cluster.num_gpus} GPUs: of {reasons.total()} candidates most fall because {reason}",
+        hint="choose another --gpus or --global-batch-size, or drop a pinned degree")

@@ -1,0 +1,74 @@
+"""Frames that a solver leaves without an answer, and a solver's `infeasible` that is not: neither may pass for a proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from typing import TypeVar
+
+from parplan.planner.solver import Unsolved
+from parplan.planner.stage_columns.columns import Column
+from parplan.profiles.errors import SolverError
+
+T = TypeVar("T")
+MOST_FAILURES = 3  # without an answer in between: the solver, not the candidate, is broken
+
+
+class GaveUp(Exception):  # noqa: N818 - not an error where a plan was found
+    """The solver failed on one candidate after another: the search ends with what it has."""
+
+
+@dataclass(slots=True)
+class Unanswered:
+    """The candidates that ended without an answer: their bounds stay open.
+
+    failures: the errors of a solver that crashed, hung or answered nonsense; in_a_row: how many since its last answer
+    """
+
+    bounds: list[float] = field(default_factory=list)
+    failures: list[SolverError] = field(default_factory=list)
+    in_a_row: int = 0
+
+    def attempt(self, solve: Callable[[], T | None], bound: float) -> T | None:
+        """What `solve` finds; None when it finds nothing, or ends without an answer. Raises GaveUp."""
+        try:
+            found = solve()
+        except Unsolved:
+            self.bounds.append(bound)
+            return None
+        except SolverError as error:
+            self.bounds.append(bound)
+            self.failures.append(error)
+            self.in_a_row += 1
+            if self.in_a_row == MOST_FAILURES:
+                raise GaveUp from None
+            return None
+        if found is not None:
+            self.in_a_row = 0
+        return found
+
+
+def failure_text(failures: Sequence[SolverError]) -> str | None:
+    """What the plan says of a solver that failed, or None when it did not."""
+    if not failures:
+        return None
+    candidates = "1 candidate" if len(failures) == 1 else f"{len(failures)} candidates"
+    return f"the solver failed on {candidates}, which nothing is proven about: {failures[-1].message}"
+
+
+def can_place(options: Sequence[Sequence[Column]], num_layers: int, *, tied: bool) -> bool:
+    """Whether one column a rank can hold `num_layers` blocks: what makes the throughput master feasible.
+
+    tied: first and last rank must both shard their states, or neither (C7). Bit n of `reachable`: n blocks can be held.
+    """
+    for sharded in (False, True) if tied and len(options) > 1 else (None,):
+        reachable = 1
+        for rank, columns in enumerate(options):
+            free = sharded is None or 0 < rank < len(options) - 1
+            counts = {column.num_blocks for column in columns if free or (column.zero > 0) is sharded}
+            reachable = reduce(or_, (reachable << count for count in counts), 0)
+        if reachable >> num_layers & 1:
+            return True
+    return False

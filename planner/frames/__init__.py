@@ -1,1 +1,0 @@
-"""The candidates of a search, their bounds and the order in which they are solved."""

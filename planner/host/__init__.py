@@ -1,1 +1,0 @@
-"""What may be kept on the host, and what that costs."""

@@ -1,0 +1,1 @@
+"""The ways to hold states and activations on the host, and their cost."""

@@ -1,0 +1,108 @@
+"""Levels of sub-pipelined tensor parallelism: where one applies, and which of them are worth a search.
+
+With e what two halves take longer than a whole, a level pays where (1 + e) x + exposed < x + 2 c (EQUATIONS P8). The times of a
+block decide it, whatever the number of blocks; and temporary bytes, of which halves need less. Of the same candidate at two levels
+the one that is worse in both is not searched. Level 3 takes no longer than 2, as it waits for less, and holds the same; level 0
+always stays: it alone divides operators otherwise than Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf, isclose
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.strategy import Frame
+from parplan.planner.deadline import NEVER, Deadline
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import ModelSpec
+
+ROUNDING = 1e-9  # relative: the same sum in another order
+
+
+def illegal_overlap(frame: Frame, model: ModelSpec) -> str | None:
+    """Why a frame cannot run at its level, or None."""
+    if not frame.tp_overlap:
+        return None
+    what = "sub-pipelined tensor parallelism"
+    if frame.mesh.tp == 1:
+        return f"{what} hides all-reduces over tp, tp is 1"
+    if model.num_experts:
+        return f"{what} is of blocks that end in all-reduces, those of {model.name} exchange tokens of experts too"
+    if frame.sequence_parallel:
+        return f"{what} hides an all-reduce under a half; sequence parallelism sends twice between halves, with a norm in between"
+    if frame.splits_backward:
+        return f"{what} runs whole backward passes, {frame.schedule} splits them"
+    if frame.micro_batch_size % 2:
+        return f"{what} runs a micro-batch as two halves, its size is {frame.micro_batch_size}"
+    fewest = 2 * frame.num_virtual_stages if frame.equal_ranks else frame.num_virtual_stages + 1
+    if frame.tp_overlap == 3 and model.num_layers < fewest:
+        return f"level 3 of {what} goes from block to block, {frame.num_virtual_stages} stages of {model.num_layers} blocks hold one"
+    return None
+
+
+def illegal_zero(frame: Frame, zero: int) -> str | None:
+    """Why the schedule of a frame cannot run at a ZeRO stage, or None: stage 3 frees what a split backward still needs, and would gather
+    for a recompute ahead of the gradient once more than it is priced for."""
+    if zero < 3 or frame.mesh.dp == 1 or not (frame.splits_backward or frame.recomputes_ahead):
+        return None
+    return f"{frame.schedule} {'does not run' if frame.splits_backward else 'has no price'} with ZeRO 3"
+
+
+def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = False) -> str | None:
+    """Why blocks at a level cannot run again as a whole, or None: at level 3 half of their input comes while they run."""
+    if level < 3 or not (model.dropout or on_host):
+        return None
+    what = "dropout draws other masks" if model.dropout else "the host keeps activations"
+    return f"level 3 of sub-pipelined tensor parallelism does not recompute blocks in full where {what}"
+
+
+def paying(
+    frames: Sequence[Frame], book: PriceBook, deadline: Deadline = NEVER,
+) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, str], ...]]:
+    """The frames that are worth a search, and the others with their reason: the same frame is better at another level."""
+    levels: dict[Frame, list[Frame]] = {}
+    for frame in frames:
+        levels.setdefault(replace(frame, tp_overlap=0), []).append(frame)
+    kept, dropped, known = [], [], dict[tuple[int, Sharding, Sharding], bool]()
+
+    def beats(one: Frame, other: Frame) -> bool:
+        key = one.micro_batch_size, one.sharding, other.sharding
+        if key not in known:
+            known[key] = one != other and _beats(one, other, book)
+        return known[key]
+
+    for frame in frames:
+        deadline.check()
+        others = levels[replace(frame, tp_overlap=0)] if frame.tp_overlap else ()
+        better = next((other for other in others if beats(other, frame)), None)
+        if better is None:
+            kept.append(frame)
+            continue
+        reason = f"level {frame.tp_overlap} of sub-pipelined tensor parallelism is no faster and no leaner than level {better.tp_overlap}"
+        dropped.append((frame, reason))
+    return tuple(kept), tuple(dropped)
+
+
+def _beats(one: Frame, other: Frame, book: PriceBook) -> bool:
+    """Whether blocks take and hold no more at the level of `one`, whatever runs again and however few a stage has.
+
+    Of equals, the lower level.
+    """
+    alone_s = sum(edge.value_s for edge in book.row_edges(one.micro_batch_size, one.sharding))
+    pairs = list(zip(_values(one, book), _values(other, book), strict=True))
+    if all(isclose(a, b, rel_tol=ROUNDING) for pair in pairs for a, b in zip(*pair, strict=True)):
+        return one.tp_overlap < other.tp_overlap
+    return all(a_s + alone_s <= b_s * (1 + ROUNDING) and a <= b for (a_s, a), (b_s, b) in pairs)
+
+
+def _values(frame: Frame, book: PriceBook) -> Iterator[tuple[float, int]]:
+    """Seconds and temporary bytes of a block by recompute level, where it can run; what is kept is the same at all levels."""
+    b, sharding = frame.micro_batch_size, frame.sharding
+    for level in Recompute:
+        runs = level is not Recompute.FULL or not illegal_full_recompute(frame.tp_overlap, book.model)
+        time_s = book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s if runs else inf
+        yield time_s, book.activations(LayerKind.BLOCK, b, sharding, level).workspace

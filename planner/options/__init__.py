@@ -1,1 +1,0 @@
-"""What the user typed -> what the planner takes."""

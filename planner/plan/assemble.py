@@ -1,0 +1,246 @@
+"""A priced strategy -> the Plan: its layer plans and placements, and the predictions in the units of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import OFFLOAD_OF
+from parplan.costmodels.memory.rank_memory import RankMemory
+from parplan.costmodels.operators.sharding import placements
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.step import StepPrice, model_flops_utilization
+from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.usage.redundancy import RedundantBytes, added, operator_redundancy
+from parplan.planner.plan.error_band import error_band
+from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.planner.plan.plan import (
+    PLAN_VERSION,
+    LayerPlan,
+    LayerRun,
+    OperatorPlacement,
+    Plan,
+    StagePlan,
+)
+from parplan.planner.plan.plan_chunks import chunks_of
+from parplan.planner.plan.prediction import (
+    Breakdown,
+    LayerRedundancy,
+    Prediction,
+    Quantity,
+    Redundancy,
+    RedundantGib,
+    RunnerUp,
+    SearchRecord,
+    StageMemory,
+)
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.provenance import Kind, Seconds, weakest
+from parplan.profiles.units import gib
+
+GIB_DIGITS = 4
+_CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries")
+SIGNIFICANT = 6
+
+
+def rounded(value: float) -> float:
+    """Six significant digits: what a reader can use, and the same bytes for the same plan."""
+    return float(f"{value:.{SIGNIFICANT}g}")
+
+
+def _gib(n_bytes: float) -> float:
+    return round(gib(n_bytes), GIB_DIGITS)
+
+
+def _layer_plan(choice: LayerChoice, frame: Frame, book: PriceBook) -> LayerPlan:
+    layer = book.graph(1).layer_class(choice.kind)
+    placed = {op.name: placements(op, frame.sharding_of(choice)) for op in layer.operators} if frame.mesh.tp > 1 else {}
+    shards = book.shards(frame.mesh)
+    zero = choice.zero if frame.mesh.dp > 1 or book.offloads_states else 0
+    return LayerPlan(
+        layer=choice.kind, sequence_parallel=frame.sequence_parallel, zero=zero,
+        zero_ranks=shards if zero and shards < frame.mesh.dp else None,
+        offload=_offload(choice, frame, book),
+        recompute=book.recompute_operators(choice.kind, choice.recompute), keep_on_host=choice.on_host,
+        operators={name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()})
+
+
+def _offload(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[Offload, ...]:
+    """What the host keeps of a layer: by its home where it is in chunks, and of what the book offloads."""
+    chunked = frame.chunked and choice.kind is LayerKind.BLOCK
+    kept = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
+    return (*(OFFLOAD_OF[choice.home] if chunked else ()), *(what for what in book.offload if kept[what]))
+
+
+def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
+    """A name for every distinct layer plan: A, B, ... for blocks in order of use, the kind for embedding and head."""
+    names: dict[LayerChoice, str] = {}
+    for stage in strategy.stages:
+        for choice in stage:
+            if choice in names:
+                continue
+            alike = sum(known.kind is choice.kind for known in names)
+            if choice.kind is LayerKind.BLOCK:
+                names[choice] = letters(alike)
+            else:
+                names[choice] = choice.kind.value + (str(alike + 1) if alike else "")
+    return names
+
+
+def letters(number: int) -> str:
+    """A, B, ... Z, AA, AB, ..."""
+    before, last = divmod(number, 26)
+    return (letters(before - 1) if before else "") + chr(ord("A") + last)
+
+
+def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePlan, ...]:
+    stages, block = [], 0
+    for index, stage in enumerate(strategy.stages):
+        runs: list[LayerRun] = []
+        for choice in stage:
+            name = names[choice]
+            if choice.kind is not LayerKind.BLOCK:
+                runs.append(LayerRun(plan=name))
+                continue
+            if runs and runs[-1].plan == name and runs[-1].blocks:
+                runs[-1] = LayerRun(plan=name, blocks=(runs[-1].blocks[0], block))
+            else:
+                runs.append(LayerRun(plan=name, blocks=(block, block)))
+            block += 1
+        stages.append(StagePlan(rank=strategy.frame.rank_of(index), layers=tuple(runs)))
+    return tuple(stages)
+
+
+def pipeline_of(frame: Frame) -> Pipeline:
+    """The pipeline fields of the plan file."""
+    return Pipeline(
+        schedule=frame.schedule, virtual_stages=frame.virtual_stages, micro_batch_size=frame.micro_batch_size,
+        num_micro_batches=frame.num_micro_batches, actions=frame.actions, tp_overlap=frame.tp_overlap)
+
+
+def step_kind(price: StepPrice) -> Kind:
+    """The kind of the step time: the weakest over all ranks, since a rank waits for all others.
+
+    Never better than INTERPOLATED: where every kernel was measured, the step was not.
+    """
+    return weakest((Kind.INTERPOLATED, *(rank.total.kind for rank in price.ranks)))
+
+
+def breakdown(price: StepPrice) -> Breakdown:
+    """By cause, on the pipeline rank that finishes last; what is left of the step is the bubble."""
+    simulated = price.simulated
+    rank = max(range(len(price.ranks)), key=lambda r: price.ranks[r].total.value_s)
+    time = price.ranks[rank]
+
+    def quantity(seconds: Seconds) -> Quantity:
+        return Quantity(value=rounded(seconds.value_s), kind=seconds.kind)
+
+    idle_s = max(0.0, round(simulated.step_s - time.total.value_s, 9))  # no bubble but for the order of the additions: zero
+    bubble = Quantity(value=rounded(idle_s), kind=step_kind(price))
+    return Breakdown(
+        compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
+        dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer),
+        host_comm_s=quantity(time.host_comm))
+
+
+def memory_of_stages(price: StepPrice, capacity_bytes: int) -> tuple[StageMemory, ...]:
+    """By pipeline rank, GiB of one device by class."""
+    return tuple(_stage_memory(rank, memory, capacity_bytes) for rank, memory in enumerate(price.memory))
+
+
+def _stage_memory(rank: int, memory: RankMemory, capacity_bytes: int) -> StageMemory:
+    """The classes at the fullest moment. What is apart from the others are gradients that are not there yet; what remains of it are
+    activations that are freed by then, and of layers that are gathered and reduced at different times their temporaries."""
+    gradients, activations, temporaries = _without(memory.apart, memory.states.gradients, memory.activations, memory.temporaries)
+    return StageMemory(
+        stage=rank, parameters=_gib(memory.states.parameters), gradients=_gib(gradients),
+        optimizer=_gib(memory.states.optimizer), activations=_gib(activations), temporaries=_gib(temporaries),
+        reserve=_gib(memory.reserve), total=_gib(memory.total), capacity=_gib(capacity_bytes), host=_gib(memory.host), kind=Kind.ANALYTIC)
+
+
+def _without(apart: float, *classes: float) -> Iterator[float]:
+    """The classes less `apart` in all: of the first as much as it has, then of the next."""
+    for size in classes:
+        taken = min(apart, size)
+        yield size - taken
+        apart -= taken
+
+
+def _redundancy(strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], book: PriceBook) -> Redundancy:
+    return replace(
+        redundancy_of(strategy.frame, price),
+        layers={name: _layer_redundancy(choice, strategy, book) for choice, name in names.items()})
+
+
+def redundancy_of(frame: Frame, price: StepPrice) -> Redundancy:
+    """Over the cluster and by pipeline rank, without that of single layers."""
+    devices = frame.mesh.ranks_per_stage
+    sums = {name: _gib(devices * sum(getattr(rank, name) for rank in price.redundant)) for name in _CLASSES}
+    stages = tuple(map(_redundant_gib, price.redundant))
+    return Redundancy(
+        parameters=sums["parameters"], gradients=sums["gradients"], optimizer=sums["optimizer"], activations=sums["activations"],
+        temporaries=sums["temporaries"], total=_gib(devices * sum(rank.total for rank in price.redundant)), kind=Kind.ANALYTIC,
+        stages=stages)
+
+
+def _layer_redundancy(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> LayerRedundancy:
+    frame = strategy.frame
+    stage = frame.rank_of(next(index for index, layers in enumerate(strategy.stages) if choice in layers))
+    operators = operator_redundancy(choice, stage, frame, book)
+    workspace = book.activations(
+        choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).workspace
+    layer = replace(added(operators.values()), temporaries=float(workspace))
+    return LayerRedundancy(
+        stage=stage, layer=_redundant_gib(layer), operators={name: _redundant_gib(found) for name, found in operators.items()})
+
+
+def _redundant_gib(found: RedundantBytes) -> RedundantGib:
+    return RedundantGib(**{name: _gib(getattr(found, name)) for name in _CLASSES}, total=_gib(found.total))
+
+
+def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: PriceBook) -> Plan:
+    """The Plan of a priced strategy."""
+    frame, cluster, training = strategy.frame, book.machine.cluster, book.training
+    step_s, num_ranks = price.step_s, frame.mesh.num_ranks
+    kind = step_kind(price)
+    names = _name_choices(strategy)
+    unmeasured = book.model.num_experts or book.offload or frame.chunked or any(choice.on_host for choice in names)
+    predicted = Prediction(
+        step_time_s=Quantity(value=rounded(step_s), kind=kind),
+        tokens_per_s_per_gpu=Quantity(value=rounded(training.tokens_per_step / step_s / num_ranks), kind=kind),
+        mfu=Quantity(value=rounded(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
+        # no measured step has experts, or keeps anything on the host
+        error_band=None if unmeasured else error_band(book.machine, training.stack),
+        breakdown=breakdown(price),
+        memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
+        redundancy_gib=_redundancy(strategy, price, names, book))
+    return Plan(
+        plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
+        layer_plans={name: _layer_plan(choice, frame, book) for choice, name in names.items()},
+        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted), chunks=chunks_of(strategy, book))
+
+
+def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
+    """The record with the runners-up marked whose step time is inside the error band of the plan's."""
+    band = predicted.error_band
+    if band is None:
+        return record
+    step_s = predicted.step_time_s.value
+    others = tuple(
+        replace(other, inside_error_band=abs(other.step_time_s.value / step_s - 1) <= band.time.share) for other in record.runners_up)
+    return replace(record, runners_up=others)
+
+
+def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
+    """The line of another candidate in the plan file; `assemble` says whether it is inside the error band."""
+    return runner_up_of(strategy.frame, price)
+
+
+def runner_up_of(frame: Frame, price: StepPrice) -> RunnerUp:
+    """The same of any priced candidate of `frame`."""
+    return RunnerUp(
+        mesh=frame.mesh, pipeline=pipeline_of(frame), sequence_parallel=frame.sequence_parallel,
+        step_time_s=Quantity(value=rounded(price.step_s), kind=step_kind(price)),
+        peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
+        redundancy_gib=_gib(frame.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)))

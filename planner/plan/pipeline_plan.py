@@ -1,0 +1,36 @@
+"""How micro-batches flow through the stages of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import TP_OVERLAP_LEVELS
+from parplan.profiles.errors import ConfigError
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved or zbv).
+
+    actions: of a custom schedule, and only of that, what each pipeline rank runs, as a line of torch's compute-only CSV
+    tp_overlap: level of sub-pipelined tensor parallelism in the blocks: all-reduces of one half of a micro-batch under the compute of the
+        other. 0 none, 1 inside each linear, 2 inside a block, 3 across the blocks of a stage
+    """
+
+    __pydantic_config__ = _FORBID
+
+    schedule: Schedule
+    virtual_stages: int
+    micro_batch_size: int
+    num_micro_batches: int
+    actions: tuple[str, ...] = ()
+    tp_overlap: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tp_overlap not in TP_OVERLAP_LEVELS:
+            raise ConfigError(f"pipeline: tp_overlap is {self.tp_overlap}, it must be 0, 1, 2 or 3")
+        if bool(self.actions) != (self.schedule is Schedule.CUSTOM):
+            raise ConfigError(f"pipeline: schedule {self.schedule} has {len(self.actions)} lines of actions; custom, and only it, has some")

@@ -1,0 +1,153 @@
+"""A plan file -> the strategy it holds, and the prices for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from parplan.costmodels.chunks.chunk_schedule import rank_groups
+from parplan.costmodels.host.host_embedding import illegal_lookup
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.host.state_location import OFFLOAD_OF, Home
+from parplan.costmodels.layers.chunked_layer import Chunking
+from parplan.costmodels.operators.sharding import Placements, Splits, placed_splits
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.strategy import LayerChoice, Strategy
+from parplan.planner.plan.consistency import IN_CHUNKS
+from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan, frame_of
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.models.operator_graph import LayerKind, Operator
+
+
+def book_of(plan: Plan) -> PriceBook:
+    """The prices for a plan. Raises ConfigError where its layers differ in what the prices know only of all of them."""
+    sharded = {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values() if layer_plan.zero}
+    blocks = [layer_plan for layer_plan in plan.layer_plans.values() if layer_plan.layer is LayerKind.BLOCK]
+    ends = [layer_plan for layer_plan in plan.layer_plans.values() if layer_plan.layer is not LayerKind.BLOCK]
+    offload = {tuple(kept for kept in layer_plan.offload if kept not in IN_CHUNKS) for layer_plan in blocks}
+    if len(sharded) > 1 or len(offload) > 1:
+        raise ConfigError(
+            f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload {sorted(map(list, offload))} differ between layers, "
+            "they can be run so but are priced alike for all", hint="give all layers one zero_ranks and one offload")
+    kept = (*next(iter(offload), ()), *(_kept_of_ends(ends) if plan.chunks else _lookup(ends)))
+    reason = illegal_lookup(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings) if Offload.LOOKUP in kept else None
+    if reason:
+        raise ConfigError(f"layer_plans: offload has lookup: {reason}", hint="leave lookup out")
+    return PriceBook(
+        plan.model, plan.training, machine_for(plan.cluster), zero_ranks=next(iter(sharded), None), offload=kept, chunking=_chunking(plan))
+
+
+def _lookup(ends: Iterable[LayerPlan]) -> tuple[Offload, ...]:
+    return (Offload.LOOKUP,) if any(Offload.LOOKUP in layer_plan.offload for layer_plan in ends) else ()
+
+
+def _kept_of_ends(ends: Iterable[LayerPlan]) -> tuple[Offload, ...]:
+    """What the host keeps of embedding and head where blocks are in chunks. Raises ConfigError where one of them has states there."""
+    found = {Offload.STATES in layer_plan.offload for layer_plan in ends if Offload.LOOKUP not in layer_plan.offload}
+    if len(found) > 1:
+        raise ConfigError("layer_plans: offload has states for one of embedding and head, they are priced alike", hint="give both the same")
+    return (*((Offload.STATES,) if True in found else ()), *_lookup(ends))
+
+
+def _chunking(plan: Plan) -> Chunking | None:
+    """How devices hold chunks."""
+    if plan.chunks is None:
+        return None
+    return Chunking(eviction=plan.chunks.eviction, device_bytes=tuple(rank.device_bytes for rank in plan.chunks.ranks) or None)
+
+
+def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> Home:
+    """Where the states of a layer's blocks lie. Raises ConfigError for what no home is, and for chunks where there are none."""
+    kept = tuple(kept for kept in layer_plan.offload if kept in IN_CHUNKS)
+    where = f"layer_plans.{name}: offload"
+    if kept and (plan.chunks is None or layer_plan.layer is not LayerKind.BLOCK):
+        raise ConfigError(f"{where} has {kept[0]}, which is of blocks of a plan with chunks", hint="use states, or make the plan again")
+    if plan.chunks is not None and layer_plan.layer is LayerKind.BLOCK and Offload.STATES in layer_plan.offload:
+        raise ConfigError(f"{where} has states, blocks in chunks have optimizer, parameters", hint="make the plan again")
+    home = next((home for home, offload in OFFLOAD_OF.items() if set(offload) == set(kept)), None)
+    if home is None:
+        raise ConfigError(f"{where} has {kept[0]} without {IN_CHUNKS[0]}", hint=f"add {IN_CHUNKS[0]}, or take {kept[0]} out")
+    return home
+
+
+def _choice(name: str, layer_plan: LayerPlan, plan: Plan, book: PriceBook) -> LayerChoice:
+    """The choice that a layer plan was made of; its sharding where that is not the frame's."""
+    frame = frame_of(plan)
+    operators = book.graph(plan.pipeline.micro_batch_size).layer_class(layer_plan.layer).operators
+    known = [operator.name for operator in operators]
+    for field, names in (("recompute", layer_plan.recompute), ("keep_on_host", layer_plan.keep_on_host)):
+        unknown = next((each for each in names if each not in known), None)
+        if unknown:
+            raise ConfigError(f"layer_plans.{name}: {field} names {unknown}, the layer has {', '.join(known)}", hint="make the plan again")
+    own = tuple(
+        (operator.name, split) for operator in operators
+        if (split := _splits(operator, name, layer_plan, plan.mesh.tp)) not in (None, frame.sharding.splits(operator)))
+    if own and frame.tp_overlap:
+        raise ConfigError(
+            f"layer_plans.{name}: {own[0][0]} is not divided as Megatron does, sub-pipelined tensor parallelism is priced for nothing else",
+            hint="set pipeline.tp_overlap to 0")
+    sharding = replace(frame.sharding, own=own) if own else None
+    return LayerChoice(
+        layer_plan.layer, tuple(layer_plan.recompute), layer_plan.zero, sharding, _home(name, layer_plan, plan),
+        tuple(layer_plan.keep_on_host))
+
+
+def _splits(operator: Operator, name: str, layer_plan: LayerPlan, tp: int) -> Splits | None:
+    """How the tensor-parallel axis divides one operator of a layer plan, None where there is no such axis."""
+    if tp == 1:
+        return None
+    where, placed = f"layer_plans.{name}.operators.{operator.name}", layer_plan.operators.get(operator.name)
+    found = None if placed is None else placed_splits(
+        operator, tp, Placements(parameters=dict(placed.parameters), input=placed.input, output=placed.output))
+    if found is None:
+        raise ConfigError(f"{where}: its placements are none that tp {tp} can give it", hint="make the plan again, or see plan explain")
+    return found
+
+
+def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerChoice, ...]:
+    return tuple(
+        choices[run.plan] for run in stage.layers for _ in range(1 if run.blocks is None else run.blocks[1] - run.blocks[0] + 1))
+
+
+def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
+    """The strategy that `planner/plan/assemble.py` made a plan of. Raises ConfigError: layers missing, placements that are not legal, or other
+    chunks than the layers have."""
+    strategy = layers_of(plan, book)
+    _require_groups(plan, strategy, book)
+    return strategy
+
+
+def layers_of(plan: Plan, book: PriceBook) -> Strategy:
+    """The strategy of the layers of a plan, whatever its chunks are. Raises ConfigError."""
+    choices = {name: _choice(name, p, plan, book) for name, p in plan.layer_plans.items()}
+    strategy = Strategy(frame=frame_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages))
+    num_blocks = sum(choice.kind is LayerKind.BLOCK for stage in strategy.stages for choice in stage)
+    if num_blocks != plan.model.num_layers or len(strategy.stages) != strategy.frame.num_virtual_stages:
+        raise ConfigError(
+            f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, not {plan.model.num_layers} on "
+            f"{strategy.frame.num_virtual_stages}", hint="make the plan again")
+    return strategy
+
+
+def _require_groups(plan: Plan, strategy: Strategy, book: PriceBook) -> None:
+    """Raises ConfigError where the groups of chunks are not those that the blocks' homes give, and where a chunked block is not sharded."""
+    if plan.chunks is None:
+        return
+    zero = 3 if plan.mesh.dp > 1 else 0
+    for name, layer_plan in plan.layer_plans.items():
+        if layer_plan.layer is LayerKind.BLOCK and layer_plan.zero != zero:
+            raise ConfigError(f"layer_plans.{name}: a block in chunks has zero {layer_plan.zero}, not {zero}", hint="make the plan again")
+    stated = {(group.stage, group.home): (group.num_chunks, group.chunk_elements) for group in plan.chunks.groups}
+    filled = {
+        (stage, group.home): (group.layout.num_chunks, group.layout.chunk_elements)
+        for stage in range(plan.mesh.pp) for group in rank_groups(strategy, stage, book)}
+    for stage, home in sorted(stated.keys() | filled.keys()):
+        if stated.get((stage, home)) != filled.get((stage, home)):
+            found, needed = (_chunks_text(groups.get((stage, home))) for groups in (stated, filled))
+            where = f"chunks.groups: stage {stage}, home {home}"
+            raise ConfigError(f"{where} has {found}, its blocks fill {needed}", hint="make the plan again")
+
+
+def _chunks_text(group: tuple[int, int] | None) -> str:
+    return "none" if group is None else f"{group[0]} chunks of {group[1]} elements"

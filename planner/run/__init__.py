@@ -1,1 +1,0 @@
-"""run.json: what a run measured, beside what was predicted."""

@@ -1,0 +1,1 @@
+"""A run or a dry run is set beside its prediction."""

@@ -1,0 +1,147 @@
+"""The timeline of a step: predicted, by replaying a plan's schedule, and what the spans of a run add up to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.simulator import RankTimeline, SimulatedStep, StageCost
+from parplan.costmodels.step import StepCosts, simulated_step, step_costs
+from parplan.costmodels.strategy import Strategy
+from parplan.planner.runs.run_file import NO_PLACE, RankRecord, Span
+
+Key = tuple[str, int]  # the work, and the stage, or the pipeline rank of what is of a whole rank
+RECEIVE = "receive_"
+TIED = "tied"
+_PASS = {"I": "B", "W": "B", "R": "B"}  # what counts as part of which pass
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A predicted step: its spans by pipeline rank, and the seconds of every part."""
+
+    step_s: float
+    idle_share: float
+    spans: tuple[tuple[Span, ...], ...]
+    parts_s: Mapping[Key, float]
+
+
+def predicted_timeline(strategy: Strategy, book: PriceBook) -> Timeline:
+    """The step of `strategy` under the prices of `book`, replayed; a transfer is the gap before what waits for it."""
+    costs = step_costs(strategy, book)
+    step = simulated_step(strategy, costs, keep_events=True)
+    spans = tuple(tuple(_rank_spans(strategy, rank, timeline, costs)) for rank, timeline in enumerate(step.ranks))
+    return Timeline(step.step_s, _idle_share(step), spans, parts_s(strategy, costs))
+
+
+def _idle_share(step: SimulatedStep) -> float:
+    return sum(rank.bubble_s + rank.transfer_s for rank in step.ranks) / (step.step_s * len(step.ranks))
+
+
+def _rank_spans(strategy: Strategy, rank: int, timeline: RankTimeline, costs: StepCosts) -> Iterator[Span]:
+    ahead = {(event.action.chunk, event.action.micro_batch) for event in timeline.events if event.action.work is Work.RECOMPUTE}
+    for event in timeline.events:
+        action, cost = event.action, costs.stages[rank][event.action.chunk]
+        start_s = event.start_s + _received_s(action.work, cost, after_recompute=(action.chunk, action.micro_batch) in ahead)
+        yield Span(
+            work=action.work.value, stage=_stage(strategy, rank, action.chunk), micro_batch=action.micro_batch, start_s=start_s,
+            end_s=event.end_s)
+    end_s, tail = timeline.finish_s, (costs.reduced_s, costs.tied_s, costs.optimizer_s)
+    for work, seconds in zip(("reduce", "tied", "optimizer"), (by_rank[rank] for by_rank in tail), strict=True):
+        start_s, end_s = end_s, end_s + seconds
+        if seconds > 0:
+            yield Span(work=work, stage=NO_PLACE, micro_batch=NO_PLACE, start_s=start_s, end_s=end_s)
+
+
+def _stage(strategy: Strategy, rank: int, chunk: int) -> int:
+    """The virtual stage that a rank's model chunk is."""
+    return strategy.frame.stages_of(rank)[chunk]
+
+
+def _received_s(work: Work, cost: StageCost, *, after_recompute: bool) -> float:
+    """What of an action is its receive; a recompute ahead of a backward pass hides some of that."""
+    backward_s = cost.receive_backward_s - (cost.hidden_s if after_recompute else 0.0)
+    return {Work.FORWARD: cost.receive_forward_s, Work.BACKWARD: backward_s, Work.INPUT_GRADIENT: backward_s}.get(work, 0.0)
+
+
+def parts_s(strategy: Strategy, costs: StepCosts) -> dict[Key, float]:
+    """The priced seconds of every part of a step, once each."""
+    found = dict[Key, float]()
+    for rank, chunks in enumerate(costs.stages):
+        for chunk, cost in enumerate(chunks):
+            stage = _stage(strategy, rank, chunk)
+            found["F", stage] = cost.forward_s
+            found["B", stage] = cost.backward_s + cost.recompute_s
+            found[RECEIVE + "F", stage] = cost.receive_forward_s
+            found[RECEIVE + "B", stage] = cost.receive_backward_s
+        found["reduce", rank] = costs.reduced_s[rank]
+        found["optimizer", rank] = costs.optimizer_s[rank]
+    found["tied", 0] = max(costs.tied_s)
+    return found
+
+
+def measured_parts_s(steps: Iterable[Sequence[RankRecord]]) -> dict[Key, float]:
+    """The measured seconds of the same parts: the mean over a step's micro-batches, of which the median over replicas and steps.
+
+    The mean, since a gather of parameters once a step is in the first forward pass. All spans of a pass of a micro-batch are
+    its parts: a backward pass in two, its recompute ahead of it, or the loss after the last stage's forward. A reduction holds
+    the wait for slower replicas, as the step does; of a tied embedding's the least over the ranks, since the other end of the
+    pipeline waits in it for this one's bubble. A receive is what an action waited after its rank was free and its other end was
+    done, which needs the ranks' clocks to agree.
+    """
+    found: dict[Key, list[float]] = defaultdict(list)
+    for ranks in steps:
+        waits, least = _receives(ranks), dict[Key, float]()
+        for rank in ranks:
+            for key, seconds in _means(rank, waits[rank.rank]).items():
+                if key[0] == TIED:
+                    least[key] = min(seconds, least.get(key, seconds))
+                else:
+                    found[key].append(seconds)
+        for key, seconds in least.items():
+            found[key].append(seconds)
+    return {key: median(values) for key, values in found.items()}
+
+
+def _means(rank: RankRecord, waits: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """Of one rank and step, the seconds of every part, those of micro-batches in their mean."""
+    whole: dict[tuple[str, int, int], float] = defaultdict(float)
+    for span in rank.spans:
+        place = 0 if span.work == TIED else rank.pp if span.stage == NO_PLACE else span.stage
+        whole[_PASS.get(span.work, span.work), place, span.micro_batch] += span.seconds
+    found: dict[Key, list[float]] = defaultdict(list)
+    for (work, stage, _), seconds in whole.items():
+        found[work, stage].append(seconds)
+    for key, seconds in waits:
+        found[key].append(seconds)
+    return {key: fmean(values) for key, values in found.items()}
+
+
+def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]:
+    """By rank, (part, seconds waited) of every action whose input came from another rank, not while the rank recomputed ahead of it."""
+    waits: dict[int, list[tuple[Key, float]]] = {rank.rank: [] for rank in ranks}
+    done = {
+        (rank.dp, rank.tp, span.work, span.stage, span.micro_batch): (span.end_s, rank.rank) for rank in ranks for span in rank.spans}
+    for rank in ranks:
+        free_s, seen = 0.0, set[str]()
+        for span in sorted(rank.spans, key=lambda span: span.start_s):
+            hidden = span.work == "B" and (rank.dp, rank.tp, "R", span.stage, span.micro_batch) in done
+            for work, before in () if hidden or span.name in seen else _waits_for(span):
+                end_s, maker = done.get((rank.dp, rank.tp, work, before, span.micro_batch), (0.0, rank.rank))
+                if maker != rank.rank:
+                    key = RECEIVE + _PASS.get(span.work, span.work), span.stage
+                    waits[rank.rank].append((key, max(0.0, span.start_s - max(end_s, free_s))))
+            free_s = span.end_s
+            seen.add(span.name)
+    return waits
+
+
+def _waits_for(span: Span) -> tuple[tuple[str, int], ...]:
+    """The actions that may have made the input of one: the next stage's backward pass, whole or of its input alone."""
+    if span.work == "F":
+        return (("F", span.stage - 1),)
+    return (("B", span.stage + 1), ("I", span.stage + 1)) if span.work in ("B", "I") else ()

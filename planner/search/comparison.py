@@ -1,0 +1,109 @@
+"""A plan beside what other systems would run: the same model, cluster, batch, prices and memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from parplan.costmodels.memory.rank_memory import RankMemory
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.step import StepPrice
+from parplan.costmodels.step_breakdown import Parts, parts_of
+from parplan.costmodels.strategy import Strategy
+from parplan.planner.baselines.optimum import Optimum
+from parplan.planner.baselines.systems import Baseline, price_baseline
+from parplan.planner.infeasible.shortfall import limit_bytes
+from parplan.planner.plan.assemble import assemble
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
+from parplan.planner.plan.reprice import reprice
+from parplan.planner.request import SearchOptions
+from parplan.profiles.errors import OutOfTimeError
+
+MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One plan of the comparison, the parts of its step, and the memory of its fullest device."""
+
+    name: str
+    plan: Plan
+    step_s: float
+    parts: Parts
+    fullest: RankMemory
+
+    @property
+    def memory_bytes(self) -> tuple[float, ...]:
+        """Peak bytes of the fullest device by class, in the order of `MEMORY_NAMES`; they add up to its total."""
+        held, states = self.fullest, self.fullest.states
+        return (states.parameters, states.gradients, states.optimizer, held.activations, held.temporaries, held.reserve)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A baseline and its side; None where nothing fits."""
+
+    baseline: Baseline
+    side: Side | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Ours and the baselines, in the order asked for.
+
+    limit_bytes     what any plan may fill of a device
+    filed_step_s    the step time in the plan file, where it is not what our prices say today
+    unpriced        the names of baselines for which there was no time
+    """
+
+    ours: Side
+    rows: tuple[Row, ...]
+    limit_bytes: float
+    filed_step_s: float | None = None
+    unpriced: tuple[str, ...] = ()
+
+    def is_tie(self, other: Side) -> bool:
+        """Whether the prices cannot say whose step is shorter: the other's is inside the error band of ours."""
+        band = self.ours.plan.predicted.error_band
+        return band is not None and abs(other.step_s / self.ours.step_s - 1) <= band.time.share
+
+
+def _side(name: str, plan: Plan, strategy: Strategy, price: StepPrice) -> Side:
+    fullest = max(price.memory, key=lambda memory: memory.total)
+    return Side(name=name, plan=plan, step_s=price.step_s, parts=parts_of(strategy.frame, price), fullest=fullest)
+
+
+def _row(baseline: Baseline, book: PriceBook) -> Row:
+    found = baseline.optimum
+    if found is None:
+        return Row(baseline=baseline, side=None)
+    plan = assemble(found.strategy, found.price, _record(baseline, found), book)
+    return Row(baseline=baseline, side=_side(baseline.name, plan, found.strategy, found.price))
+
+
+def _record(baseline: Baseline, found: Optimum) -> SearchRecord:
+    """What is proven of a baseline, about its simulated step."""
+    step_s = round(found.price.step_s, 6)
+    return SearchRecord(
+        objective=Objective.THROUGHPUT, status=Status.OPTIMAL, value=step_s, bound=step_s, gap=0.0, fastest_step_time_s=step_s,
+        candidates=Candidates(considered=baseline.candidates, pruned=baseline.candidates - found.simulated, solved=found.simulated, left=0))
+
+
+def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Comparison:
+    """`plan`, priced again, beside the baselines called `names`, within the memory that `options` leave.
+
+    Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: of `baselines.systems.baseline_names`.
+    """
+    names, rows = tuple(names), list[Row]()
+    ours = reprice(plan)
+    book = ours.book.with_table(on_host=False)  # no baseline has it on the host, and not every mesh of theirs could
+    limit = limit_bytes(plan.cluster, plan.training.stack, options)
+    filed_s, now_s = plan.predicted.step_time_s.value, ours.plan.predicted.step_time_s.value
+    with suppress(OutOfTimeError):
+        for name in names:
+            rows.append(_row(price_baseline(name, book, limit, options.deadline), book))
+    return Comparison(
+        ours=_side("ours", ours.plan, ours.strategy, ours.price),
+        rows=tuple(rows), unpriced=names[len(rows):], limit_bytes=limit, filed_step_s=None if filed_s == now_s else filed_s)

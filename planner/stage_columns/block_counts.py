@@ -1,0 +1,64 @@
+"""How the blocks of a model are shared out: how many a pipeline rank may hold, and the strategy whose ranks run theirs on columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.planner.host_options.state_locations import in_homes
+from parplan.planner.stage_columns.columns import Column
+from parplan.planner.stage_columns.dealing import dealt
+from parplan.profiles.models.operator_graph import LayerKind
+
+
+def shorter_ends(frame: Frame, num_layers: int) -> bool | None:
+    """How virtual stages share the blocks: False equally, True with one block less on the first and on the last.
+
+    The embedding and the head then take the place of a block, as in Llama 3 (arXiv 2407.21783, section 3.3.2). None when
+    neither divides the blocks into whole stages.
+    """
+    if num_layers % frame.num_virtual_stages == 0:
+        return False
+    interleaved = frame.schedule is Schedule.INTERLEAVED
+    return True if interleaved and (num_layers + 2) % frame.num_virtual_stages == 0 and frame.mesh.pp > 1 else None
+
+
+def block_counts(rank: int, frame: Frame, num_layers: int, longest: int | None = None) -> Iterator[int]:
+    """How many blocks one rank may hold: given by `shorter_ends` where ranks are equal, else from one a chunk to `longest`.
+
+    None holds so few that the others would have to hold more than `longest`.
+    """
+    pp, v = frame.mesh.pp, frame.virtual_stages
+    if pp == 1:
+        yield num_layers
+    elif frame.equal_ranks:
+        missing = 2 if shorter_ends(frame, num_layers) else 0
+        yield (num_layers + missing) // pp - (missing > 0 and rank in (0, pp - 1))
+    else:
+        most = min(num_layers - v * (pp - 1), longest or num_layers)
+        yield from range(max(v, num_layers - (pp - 1) * most), most + 1)  # fewer would leave the others too many
+
+
+def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
+    """The strategy that runs rank s on `columns[s]`: embedding first, blocks by option, head last."""
+    stages: dict[int, tuple[LayerChoice, ...]] = {}
+    for rank, column in enumerate(columns):
+        for stage, blocks in zip(frame.stages_of(rank), _chunks_of(rank, column, frame), strict=True):
+            first = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero)] * (stage == 0)
+            last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (stage == frame.num_virtual_stages - 1)
+            stages[stage] = (*first, *blocks, *last)
+    placed = [stages[stage] for stage in range(frame.num_virtual_stages)]
+    homes = in_homes(placed, frame, [column.homes for column in columns]) if frame.chunked else tuple(placed)
+    return Strategy(frame=frame, stages=homes)
+
+
+def _chunks_of(rank: int, column: Column, frame: Frame) -> list[list[LayerChoice]]:
+    """The blocks of a rank by chunk."""
+    blocks = [
+        LayerChoice(
+            LayerKind.BLOCK, option.recompute, option.zero, option.sharding if option.sharding != frame.sharding else None,
+            on_host=option.on_host)
+        for option, count in column.mix for _ in range(count)]
+    return [[blocks[number] for number in chunk] for chunk in dealt(rank, column.num_blocks, frame)]

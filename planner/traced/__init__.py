@@ -1,0 +1,1 @@
+"""A traced module is cut into shards and planned."""

@@ -1,0 +1,163 @@
+"""The master integer program over contiguous ranges of shards (EQUATIONS I7), a stage a rank.
+
+    min  (M - 1) Z + sum_k walk_k + E
+
+    (C1) sum over columns of stage k that end at shard j = sum over columns of stage k + 1 that begin there     for k < P - 1
+    (C2) sum over columns of stage 0 = 1               and so of every stage, of which the last ends at the last shard
+    (C3) time of stage k <= Z                          for each stage: the slowest sets the pace
+    (C4) tail of stage k <= E                          for each stage
+    (C5) stages that share a parameter all shard their states (ZeRO > 0), or none does
+
+Memory is inside the columns: each fits its device. Before the program is built, every column goes through which no choice of ranges
+can take less than a known one: `Bounds.least` is the closed form with the least pace, sum and tail of the stages before a range and
+behind it, by dynamic programming over the cuts. Several virtual stages a rank: planner/traced/shared_rank_master.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from parplan.costmodels.step import closed_form_s
+from parplan.costmodels.strategy import Frame
+from parplan.planner.request import SolverName
+from parplan.planner.solver import Problem, chosen, weighted
+from parplan.planner.traced.shard_columns import ShardColumn
+from parplan.planner.traced.shard_flow import Array
+from parplan.profiles.units import US_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class ShardChoice:
+    """A column for each virtual stage, its closed form, and whether it is proven best."""
+
+    columns: tuple[ShardColumn, ...]
+    step_s: float
+    proven: bool
+
+
+def evaluate(frame: Frame, columns: Sequence[ShardColumn], *, proven: bool) -> ShardChoice:
+    """The closed form of one column for each virtual stage."""
+    share, own = 1 / frame.virtual_stages, [frame.stages_of(rank) for rank in range(frame.mesh.pp)]
+    pace = [sum(columns[stage].time_s for stage in stages) for stages in own]
+    walk = [sum(columns[stage].walk_s for stage in stages) for stages in own]
+    tails = [sum(columns[stage].tail_s for stage in stages) for stages in own]
+    step_s = closed_form_s(pace, tails, frame.num_micro_batches, share) + share * (sum(walk) - sum(pace))
+    return ShardChoice(tuple(columns), step_s, proven)
+
+
+class Bounds:
+    """Over all ways to cut: by stage and range the least closed form of a plan that has it. `time_s`, `tail_s`: least of a stage."""
+
+    def __init__(self, frame: Frame, time_s: Sequence[Array], walk_s: Sequence[Array], tail_s: Sequence[Array]) -> None:
+        self.frame, self.time_s, self.walk_s, self.tail_s = frame, time_s, walk_s, tail_s
+        self.pace = _from_both_ends(time_s, np.maximum)
+        self.walk = _from_both_ends(walk_s, np.add)
+        size = time_s[0].shape[0]
+        self.least_pace_s, self.least_walk_s = float(self.pace[0][-1][size]), float(self.walk[0][-1][size])
+
+    @property
+    def least_s(self) -> float:
+        """No plan of the frame takes less; infinity where none can be."""
+        if not np.isfinite(self.least_pace_s):
+            return np.inf
+        frame, share = self.frame, 1 / self.frame.virtual_stages
+        pace_s = max(self.least_pace_s, self.least_walk_s / frame.mesh.pp)
+        tail_s = max(float(np.min(tail[np.isfinite(time)])) for tail, time in zip(self.tail_s, self.time_s, strict=True))
+        return (frame.num_micro_batches - share) * pace_s + share * self.least_walk_s + tail_s
+
+    def least(self, stage: int) -> Array:
+        """By range, the least closed form of a plan whose virtual stage `stage` has it."""
+        share, m = 1 / self.frame.virtual_stages, self.frame.num_micro_batches
+        before, behind = self.pace[0][stage][:-1, None], self.pace[1][stage + 1][None, :]
+        pace = np.maximum(np.maximum(before, behind), self.time_s[stage])
+        walk = self.walk[0][stage][:-1, None] + self.walk_s[stage] + self.walk[1][stage + 1][None, :]
+        pace = np.maximum(pace, walk / self.frame.mesh.pp)
+        paced = (m - share) * pace if m > share else 0.0  # not 0 times infinity
+        return np.asarray(paced + share * walk + self.tail_s[stage])
+
+    def least_of(self, stage: int, column: ShardColumn) -> float:
+        """The same for a column of that stage."""
+        share, m = 1 / self.frame.virtual_stages, self.frame.num_micro_batches
+        walk_s = float(self.walk[0][stage][column.first] + self.walk[1][stage + 1][column.end]) + column.walk_s
+        pace_s = max(float(self.pace[0][stage][column.first]), float(self.pace[1][stage + 1][column.end]), column.time_s,
+                     walk_s / self.frame.mesh.pp)
+        return (m - share) * pace_s + share * walk_s + column.tail_s
+
+
+def are_alike(columns: Sequence[ShardColumn]) -> bool:
+    """Whether one column for each stage keeps (C5)."""
+    return len({column.zero > 0 for column in columns if column.shares}) <= 1
+
+
+def _from_both_ends(values: Sequence[Array], joined: Any) -> tuple[list[Array], list[Array]]:
+    """The least of the stages before stage k that end at each cut, and of those from stage k on that begin there."""
+    size, count = values[0].shape[0], len(values)
+    start, stop = np.full(size + 1, np.inf), np.full(size + 1, np.inf)
+    start[0] = stop[size] = 0.0
+    before, behind = [start], [stop]
+    for value in values:
+        before.append(np.min(joined(before[-1][:size, None], value), axis=0))
+    for value in reversed(values):
+        behind.append(np.concatenate((np.min(joined(value, behind[-1][None, :]), axis=1), [np.inf])))
+    assert len(before) == len(behind) == count + 1
+    return before, behind[::-1]
+
+
+def solve(
+    frame: Frame, options: Sequence[Sequence[ShardColumn]], solver: SolverName, limit_s: float | None,
+) -> ShardChoice | None:
+    """The fastest choice of one column for each virtual stage, None where there is none. Raises SolverError, Unsolved."""
+    problem = Problem("shards")
+    picks = [{column: problem.binary(f"x_{k}_{c}") for c, column in enumerate(columns)} for k, columns in enumerate(options)]
+    _require_path(problem, picks)
+    pace, tail = problem.continuous("Z"), problem.continuous("E")
+    own = [[picks[stage] for stage in frame.stages_of(rank)] for rank in range(frame.mesh.pp)]
+    for rank, parts in enumerate(own):
+        columns = [(z, column) for part in parts for column, z in part.items()]
+        problem.require(weighted((z, column.time_s * US_PER_S) for z, column in columns) <= pace, f"C3_pace_{rank}")
+        problem.require(weighted((z, column.tail_s * US_PER_S) for z, column in columns) <= tail, f"C4_tail_{rank}")
+    _require_alike(problem, picks)
+    share = 1 / frame.virtual_stages
+    walk = [(z, share * column.walk_s * US_PER_S) for part in picks for column, z in part.items()]
+    problem.minimize(weighted([(pace, frame.num_micro_batches - share), *walk, (tail, 1.0)]))
+    solution = problem.solve(solver, limit_s)
+    return None if solution is None else evaluate(frame, [chosen(part) for part in picks], proven=solution.proven)
+
+
+def _require_path(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) -> None:
+    problem.require(weighted((z, 1.0) for z in picks[0].values()) == 1, "C2_begin")
+    for stage, (part, following) in enumerate(pairwise(picks)):
+        ends = {column.end for column in part} | {column.first for column in following}
+        for cut in sorted(ends):
+            flow = [(z, 1.0) for column, z in part.items() if column.end == cut]
+            flow += [(z, -1.0) for column, z in following.items() if column.first == cut]
+            problem.require(weighted(flow) == 0, f"C1_{stage}_{cut}")
+
+
+def _require_alike(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) -> None:
+    sharing = [(stage, [(z, column.zero) for column, z in part.items() if column.shares]) for stage, part in enumerate(picks)]
+    if not any(found for _, found in sharing):
+        return
+    divided = problem.binary("Y")
+    for stage, found in sharing:
+        whole, parted = ([(z, 1.0) for z, zero in found if (zero > 0) is is_parted] for is_parted in (False, True))
+        if parted:
+            problem.require(weighted(parted) <= divided, f"C5_divided_{stage}")
+        if whole:
+            problem.require(weighted([*whole, (divided, 1.0)]) <= 1, f"C5_whole_{stage}")
+
+
+def path(time_s: Sequence[Array]) -> Iterator[tuple[int, int]]:
+    """The ranges, stage by stage, whose slowest is fastest. Raises ValueError where there is no way to cut."""
+    (before, behind), first = _from_both_ends(time_s, np.maximum), 0
+    if not np.isfinite(before[-1][-1]):
+        raise ValueError("no way to cut")
+    for stage, value in enumerate(time_s):
+        end = int(np.argmin(np.maximum(value[first], behind[stage + 1])))
+        yield first, end
+        first = end

@@ -1,0 +1,117 @@
+"""Prices of the shards of a traced model: those of layers (costmodels/layers/layer_price_cache.py), and what stages of shards have besides."""
+
+from __future__ import annotations
+
+from parplan.costmodels.communication.collectives import Collective, collective_time
+from parplan.costmodels.communication.mesh import Axis, Mesh, place
+from parplan.costmodels.layers.layer_price import contention
+from parplan.costmodels.layers.layer_price_cache import LayerBook
+from parplan.costmodels.layers.recompute import Again, Recompute, recompute_operators
+from parplan.costmodels.operators.compute import operator_time
+from parplan.costmodels.operators.host_launch import launch_s
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.strategy import Frame
+from parplan.planner.traced.shard_classes import ShardClasses, ShardKey
+from parplan.planner.traced.shard_flow import Flow
+from parplan.planner.traced.shards import Sharded
+from parplan.profiles.machines.shipped_profiles import Machine
+from parplan.profiles.models.operator_graph import LayerClass
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.traced_model import TracedModel
+from parplan.profiles.provenance import ZERO, Seconds
+
+ONE = Sharding()  # a traced module is not divided inside a stage
+
+
+class ShardBook(LayerBook[ShardKey]):
+    """Prices of the shards of `sharded`, trained as `training` on `machine`.
+
+    flow: the bytes that shards hand on and keep
+    """
+
+    def __init__(self, sharded: Sharded, training: TrainingSpec, machine: Machine, *, zero_ranks: int | None = None) -> None:
+        super().__init__(training, machine, zero_ranks=zero_ranks)
+        self.sharded = sharded
+        self.classes = ShardClasses(sharded)
+        self.flow = Flow(self.classes)
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.sharded.shards)
+
+    def layer(self, kind: ShardKey, micro_batch_size: int) -> LayerClass:
+        return self._once(("layer", kind, micro_batch_size), lambda: self.classes.layer(kind, micro_batch_size))
+
+    def recompute_operators(self, kind: ShardKey, level: Again) -> tuple[str, ...]:
+        return recompute_operators(self.layer(kind, self.sharded.model.micro_batch_size), level)
+
+    def counts_tied(self, mesh: Mesh) -> bool:
+        """Never: a stage counts a parameter at the first shard that holds it, and `ShardKey.elsewhere` says so."""
+        return False
+
+    def saved_bytes(self, shard: int, level: Recompute, micro_batch_size: int) -> int:
+        """What a shard keeps of a micro-batch, without what is counted once a stage (planner/traced/shard_flow.py)."""
+        key = ShardKey(self.classes.of[shard])
+        return self.activations(key, micro_batch_size, ONE, level).saved - self.flow.not_own(shard, level, micro_batch_size)
+
+    def sent(self, shard: int, micro_batch_size: int, *, crosses_nodes: bool, sharing: int) -> Seconds:
+        """What the stage that begins with `shard` receives of one micro-batch, a message for each value; so long takes its gradient."""
+
+        def make() -> Seconds:
+            total = ZERO
+            for num_bytes in self.flow.handed_on(shard, micro_batch_size).values():
+                total += self.message(num_bytes, crosses_nodes=crosses_nodes, sharing=sharing)
+            return self.machine.corrected("pipeline", total)
+
+        return self._once(("sent", shard, micro_batch_size, crosses_nodes, sharing), make)
+
+    def constants(self, micro_batch_size: int) -> dict[int, Seconds]:
+        """Seconds of each constant by its place; a stage makes those that it needs once a micro-batch."""
+
+        def make() -> dict[int, Seconds]:
+            model = self.sharded.model
+            places = [place for place, traced in enumerate(model.operators) if traced.constant and not traced.view]
+            part = TracedModel(
+                name=model.name, source=model.source, unit=model.unit, micro_batch_size=model.micro_batch_size, inputs=(),
+                operators=tuple(model.operators[place] for place in places))
+            launched_s, _ = launch_s(self.machine, self.training.stack)
+            times = (
+                operator_time(traced.operator, ONE, self.machine, self.training).forward
+                for traced in part.scaled(micro_batch_size).operators)
+            return {
+                place: time + Seconds(max(0.0, launched_s - time.value_s), time.kind) for place, time in zip(places, times, strict=True)}
+
+        return self._once(("constants", micro_batch_size), make)
+
+    def shared_reduction(self, elements: int, holders: int, mesh: Mesh) -> Seconds:
+        """The once-a-step sum of the gradients of a parameter that `holders` pipeline ranks hold, as of a tied embedding."""
+
+        def make() -> Seconds:
+            gpus_per_node = self.machine.cluster.gpus_per_node
+            crosses = mesh.num_ranks > gpus_per_node
+            ends = Mesh(pp=min(holders, mesh.pp), dp=gpus_per_node if crosses else 1, tp=1)
+            return self.machine.corrected("data", collective_time(
+                Collective.ALL_REDUCE, self.training.gradient_precision.num_bytes * elements, place(ends, Axis.PP, gpus_per_node),
+                self.machine))
+
+        return self._once(("shared", elements, holders, mesh), make)
+
+
+def link(here: int, there: int, frame: Frame, book: ShardBook) -> tuple[bool, int]:
+    """Whether two pipeline ranks are on different nodes, and how many transfers leave a node at once."""
+    gpus_per_node, stride = book.machine.cluster.gpus_per_node, frame.mesh.stride(Axis.PP)
+    return here * stride // gpus_per_node != there * stride // gpus_per_node, min(stride, gpus_per_node)
+
+
+def exposed(frame: Frame, book: ShardBook) -> float:
+    """The share of transfers that delays a stage: all of it, unless the stack hides those of the interleaved schedule."""
+    hidden = frame.virtual_stages > 1 and book.training.stack.overlap_transfers
+    return contention(book.machine) if hidden else 1.0
+
+
+def transfer_between(here: int, there: int, shard: int, frame: Frame, book: ShardBook) -> Seconds:
+    """What is handed on to the stage that begins with `shard`, from one pipeline rank to another; nothing from a rank to itself."""
+    if here == there:
+        return ZERO
+    crosses, sharing = link(here, there, frame, book)
+    return book.sent(shard, frame.micro_batch_size, crosses_nodes=crosses, sharing=sharing).scaled(exposed(frame, book))

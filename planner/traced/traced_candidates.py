@@ -1,0 +1,137 @@
+"""The outer candidates of a traced module: pipeline and data parallelism, micro-batch and schedule, each illegal one with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
+from parplan.costmodels.strategy import Frame
+from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, Pruned, Space, describe
+from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
+from parplan.planner.request import Constraints
+from parplan.profiles.divisors import divisors
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.stack import Stack
+
+MOST_CHUNKS = 4  # virtual stages of a rank that are searched when none are pinned
+RUN = (Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP)
+
+
+def require_known(pins: Constraints) -> None:
+    """Raises ConfigError for pins of choices that a traced module does not have."""
+    for option, found, only in (("--tp", pins.tp, 1), ("--ep", pins.ep, 1), ("--sequence-parallel", pins.sequence_parallel, False)):
+        if found is not None and set(found) != {only}:
+            raise ConfigError(f"{option} is pinned, a traced module is not divided inside a stage", hint=f"leave out {option}")
+    if pins.recompute and Recompute.SELECTIVE in pins.recompute:
+        raise ConfigError("--recompute selective needs a described model, of a traced one shards run again or not",
+                          hint="--recompute none, full or none,full")
+    unknown = [schedule for schedule in pins.schedule or () if schedule not in RUN]
+    if unknown:
+        raise ConfigError(f"--schedule {unknown[0]} does not run a traced module", hint=f"use one of {', '.join(RUN)}")
+
+
+def enumerate_modules(num_shards: int, cluster: Cluster, training: TrainingSpec, pins: Constraints, counts: tuple[int, ...] = ()) -> Space:
+    """All candidates of a module of `num_shards` shards; `counts`: of the shards of each virtual stage, where they are given.
+
+    Raises ConfigError for pins that the stack does not run.
+    """
+    require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
+    pins = pins.resolved(training.stack)
+    frames: list[Frame] = []
+    pruned: list[Pruned] = []
+    for pp in divisors(cluster.num_gpus):
+        mesh = Mesh(pp=pp, dp=cluster.num_gpus // pp, tp=1)
+        reason = _excluded_mesh(mesh, num_shards, training, pins)
+        if reason:
+            pruned.append(Pruned(str(mesh), reason))
+            continue
+        for frame in _frames(mesh, num_shards, training, pins, pruned):
+            stages = frame.num_virtual_stages
+            reason = _excluded(frame, num_shards, pins, training.stack)
+            if not reason and counts and len(counts) != stages:
+                reason = f"--stages gives {len(counts)} stages, not {stages}"
+            if reason:
+                pruned.append(Pruned(describe(frame), reason))
+            else:
+                frames.append(frame)
+    return Space(tuple(frames), tuple(pruned))
+
+
+def _allowed(pinned: Collection[object] | None, value: object) -> bool:
+    return pinned is None or value in pinned
+
+
+def _excluded_mesh(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints) -> str | None:
+    ban = pins.ban(pp=mesh.pp, dp=mesh.dp, tp=1, ep=1)
+    if ban:
+        return f"excluded by --forbid {ban}"
+    if not (_allowed(pins.pp, mesh.pp) and _allowed(pins.dp, mesh.dp)):
+        return "excluded by --pp or --dp"
+    if mesh.pp > num_shards:
+        return f"pp {mesh.pp} is more than the {num_shards} shards that the module can be cut into"
+    if training.global_batch_size % mesh.dp:
+        return f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}"
+    return None
+
+
+def _frames(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints, pruned: list[Pruned]) -> Iterator[Frame]:
+    per_replica = training.global_batch_size // mesh.dp
+    for size in divisors(per_replica):
+        ban = pins.ban(micro_batch_size=size)
+        if ban or not _allowed(pins.micro_batch_size, size):
+            if ban:
+                pruned.append(Pruned(f"{mesh}, micro-batch {size}", f"excluded by --forbid {ban}"))
+            continue
+        if size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
+            pruned.append(Pruned(f"{mesh}, micro-batch {size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned"))
+            continue
+        plain = Frame(
+            mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=size, num_micro_batches=per_replica // size,
+            sequence_parallel=False)
+        for schedule, chunks in _schedules(plain, num_shards, pins):
+            yield replace(plain, schedule=schedule, virtual_stages=chunks)
+
+
+def _schedules(frame: Frame, num_shards: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
+    """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where the pipeline does not fill, or pinned."""
+    pp, m = frame.mesh.pp, frame.num_micro_batches
+    if pp == 1:
+        yield Schedule.ONE_F_ONE_B, 1
+        return
+    asked = (*(pins.schedule or ()), *((Schedule.GPIPE,) if pins.ban(schedule=Schedule.ONE_F_ONE_B) else ()))
+    if m >= pp or Schedule.ONE_F_ONE_B in asked:
+        yield Schedule.ONE_F_ONE_B, 1
+    if m < pp or Schedule.GPIPE in asked:
+        yield Schedule.GPIPE, 1
+    if m >= pp:
+        yield from ((schedule, 1) for schedule in RUN if schedule in AHEAD)
+    most = max(pins.virtual_stages or (MOST_CHUNKS,))
+    yield from ((Schedule.INTERLEAVED, chunks) for chunks in range(2, most + 1) if pp * chunks <= num_shards)
+
+
+def _excluded(frame: Frame, num_shards: int, pins: Constraints, stack: Stack) -> str | None:
+    if frame.mesh.pp == 1:
+        return None
+    lacking = lacking_schedule(frame, stack)
+    if lacking:
+        return lacking
+    ban = pins.ban(schedule=frame.schedule, virtual_stages=frame.virtual_stages)
+    if ban:
+        return f"excluded by --forbid {ban}"
+    if not _allowed(pins.schedule, frame.schedule):
+        return "excluded by --schedule"
+    if not _allowed(pins.virtual_stages, frame.virtual_stages):
+        return "excluded by --virtual-stages"
+    levels = pins.recompute
+    if frame.schedule in AHEAD and levels is not None and Recompute.FULL not in levels:
+        return f"{frame.schedule} is for recompute, --recompute or --forbid excludes that"
+    if frame.schedule in LAST_KEEPS_ALL and levels is not None and Recompute.NONE not in levels:
+        return f"the last stage of {frame.schedule} recomputes nothing, --recompute or --forbid excludes that"
+    if frame.schedule is Schedule.ONE_F_ONE_B and frame.num_micro_batches < frame.mesh.pp:
+        return f"1f1b needs at least pp {frame.mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
+    return legal(frame.schedule, frame.mesh.pp, frame.num_micro_batches, frame.virtual_stages)

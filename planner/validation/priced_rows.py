@@ -1,0 +1,179 @@
+"""Measured training steps -> the same configurations priced here: the honest look at the prices.
+
+A row that cannot be priced is returned with its reason, never dropped. A row that the fit of the terms saw
+(profiles/machines/stack_terms.py) is priced with the terms of the fit that saw nothing of its experiment; any other with those that ship.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from dataclasses import dataclass, replace
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.step import StepPrice, price_step
+from parplan.costmodels.strategy import Frame, Strategy
+from parplan.planner.candidates.enumeration import illegal_frame, illegal_tensor_parallel
+from parplan.planner.plan.assemble import step_kind
+from parplan.planner.search.estimate import default_blocks, uniform_strategy
+from parplan.planner.validation.configuration import (
+    OPTIONAL,
+    Configuration,
+    Row,
+    UnpricedError,
+    configuration_of,
+    experiment_of,
+    source_of,
+    stack_name,
+)
+from parplan.planner.validation.reported_memory import predicted_gib
+from parplan.planner.validation.step_rows import read_table
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.shipped_profiles import machine_for
+from parplan.profiles.machines.stack_terms import Terms, shipped_terms
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.units import GIB
+
+LAUNCH_BOUND = "small models are launch-bound"
+OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """One row: measured and predicted seconds, and GiB where the row has them; `reason` when it is not priced.
+
+    grid               same source, model, GPUs and tokens in a step: what a ranking is about
+    predicted_total_gib, capacity_gib, predicted_fits    with the reserve, against the device, with the margin kept free
+    out_of_memory      whether the run did
+    assumed            settings that the row left open
+    """
+
+    id: str
+    source: str
+    measured_s: float | None = None
+    predicted_s: float | None = None
+    measured_gib: float | None = None
+    predicted_gib: float | None = None
+    reason: str | None = None
+    kind: str | None = None
+    grid: str | None = None
+    capacity_gib: float | None = None
+    predicted_total_gib: float | None = None
+    out_of_memory: bool | None = None
+    predicted_fits: bool | None = None
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the step time: positive when the prediction is too slow."""
+        return self.predicted_s / self.measured_s - 1 if self.predicted_s and self.measured_s else None
+
+    @property
+    def memory_error(self) -> float | None:
+        return self.predicted_gib / self.measured_gib - 1 if self.predicted_gib and self.measured_gib else None
+
+
+def price_row(row: Row, terms: Terms | None = None, *, held_out: bool | None = None) -> Priced:
+    """The row priced as the configuration it states, or the reason why not.
+
+    terms: those of another fit than the shipped one; held_out: leave the row's experiment out of the fit, by default where
+    the shipped table, which terms are fitted to, has rows of the same experiment, model and GPUs
+    """
+    row = dict.fromkeys(OPTIONAL, "") | dict(row)
+    without = experiment_of(row) if (_workload(row) in _fitted_workloads() if held_out is None else held_out) else None
+    try:
+        configuration = configuration_of(row, terms, without=without)
+        book = PriceBook(configuration.model, configuration.training, machine_for(configuration.cluster, terms, without=without))
+        price = _price(configuration, book)
+    except (UnpricedError, ConfigError) as error:
+        return Priced(row["id"], source_of(row), reason=_counted(str(error)) if isinstance(error, ConfigError) else str(error))
+    fullest = max(price.memory, key=lambda memory: memory.total)
+    capacity = configuration.cluster.device.memory_bytes
+    margin = shipped_terms().residuals_of(stack_name(row)).memory_margin
+    return Priced(
+        row["id"], source_of(row), measured_s=_measured_s(row), predicted_s=price.step_s,
+        measured_gib=_number(row["peak_memory_gib"]), predicted_gib=predicted_gib(price.memory, row["memory_kind"]), kind=step_kind(price),
+        grid=_grid(row, configuration),
+        capacity_gib=capacity / GIB, predicted_total_gib=fullest.total / GIB, out_of_memory=_ran_out(row),
+        predicted_fits=fullest.total <= capacity * (1 - margin), assumed=configuration.assumed)
+
+
+def _grid(row: Row, configuration: Configuration) -> str:
+    """The key of the grid: model, GPUs and batch, which for sequences of several lengths is counted in tokens."""
+    tokens = configuration.training.tokens_per_step
+    return "|".join((source_of(row), row["model"], row["gpu"], row["n_gpus"], f"{tokens} tokens"))
+
+
+def _counted(reason: str) -> str:
+    """A reason without its numbers, so that the same reason counts as one."""
+    return re.sub(r"\b\d+\b", "N", reason)
+
+
+def _workload(row: Row) -> tuple[str, ...]:
+    return experiment_of(row), row.get("model", ""), row.get("gpu", ""), row["n_gpus"]
+
+
+@functools.cache
+def _fitted_workloads() -> frozenset[tuple[str, ...]]:
+    """What the shipped table holds measured rows of."""
+    return frozenset(map(_workload, read_table()))
+
+
+def _ran_out(row: Row) -> bool | None:
+    """Whether the run ran out of memory: said so, or has a step time; None where the row tells neither."""
+    if row["memory_kind"] in OUT_OF_MEMORY or row["notes"].startswith("OOM"):
+        return True
+    return False if row["step_time_s"] or row["derived_step_time_s"] or row["peak_memory_gib"] else None
+
+
+def _price(configuration: Configuration, book: PriceBook) -> StepPrice:
+    """The price of what was run; of what is open the fastest choice that fits the device, or the leanest when none does."""
+    prices: list[StepPrice] = []
+    refused: UnpricedError | None = None
+    for micro_batch in configuration.micro_batches:
+        for virtual_stages in configuration.virtual_stages:
+            frame = configuration.frame(micro_batch, virtual_stages)
+            for levels in configuration.recompute:
+                try:
+                    prices.append(_price_one(configuration, frame, levels, book))
+                except UnpricedError as error:
+                    refused = error
+    if not prices:
+        raise refused or UnpricedError("no choice for what the row leaves open")
+    capacity = book.machine.cluster.device.memory_bytes
+    fitting = [price for price in prices if _peak(price) <= capacity]
+    return min(fitting, key=lambda price: price.step_s) if fitting else min(prices, key=_peak)
+
+
+def _peak(price: StepPrice) -> float:
+    return max(memory.total for memory in price.memory)
+
+
+def _price_one(configuration: Configuration, frame: Frame, levels: tuple[Recompute, ...], book: PriceBook) -> StepPrice:
+    model, cluster, training = configuration.model, configuration.cluster, configuration.training
+    reason = illegal_tensor_parallel(frame.mesh.tp, model, cluster, across_nodes=True) or illegal_frame(frame, model, training)
+    if reason:
+        raise UnpricedError(_counted(reason))
+    blocks = configuration.blocks or default_blocks(frame, model.num_layers)
+    strategy = uniform_strategy(frame, blocks, zero=configuration.zero, recompute=levels[0], book=book)
+    return price_step(_in_turn(strategy, levels) if len(levels) > 1 else strategy, book)
+
+
+def _in_turn(strategy: Strategy, levels: tuple[Recompute, ...]) -> Strategy:
+    """The strategy with its blocks at the levels in turn."""
+    cycle = itertools.cycle(levels)
+    stages = tuple(
+        tuple(replace(choice, recompute=next(cycle)) if choice.kind is LayerKind.BLOCK else choice for choice in stage)
+        for stage in strategy.stages)
+    return replace(strategy, stages=stages)
+
+
+def _measured_s(row: Row) -> float | None:
+    """The step time, stated or derived; that of toy models, which the host launches no faster, is none."""
+    return None if LAUNCH_BOUND in row["notes"] else _number(row["step_time_s"] or row["derived_step_time_s"])
+
+
+def _number(text: str | None) -> float | None:
+    return float(text) if text else None

@@ -1,0 +1,44 @@
+"""A table of measured steps, read: the shipped one or a file, one mapping of column to text a row."""
+
+from __future__ import annotations
+
+import csv
+import io
+from importlib.resources import as_file, files
+from pathlib import Path
+
+from parplan.planner.validation.configuration import NEEDED, OPTIONAL, Row
+from parplan.profiles.documents.reader import Hints, read_text
+from parplan.profiles.errors import ConfigError
+
+_HINT = "give a table of measured steps with --steps"
+SHIPPED = "published_steps.csv"
+
+
+def read_table(path: Path | None = None) -> list[Row]:
+    """The rows of a table of measured steps, by default of the one that is shipped. Raises ConfigError."""
+    if path is None:
+        with as_file(files("parplan.profiles") / "data" / SHIPPED) as shipped:
+            return read_table(shipped)
+    try:
+        rows = read_rows(path)
+    except csv.Error:
+        raise ConfigError(f"{path}: not a CSV table", hint=_HINT) from None
+    return [_cleaned(row) for row in rows]
+
+
+def _cleaned(row: Row) -> Row:
+    """The row without the cells that no column names; those that a short line lacks are empty."""
+    return {name: (value or "").strip() for name, value in row.items() if name}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a steps table. Raises ConfigError when the file cannot be read or lacks a needed column."""
+    file = io.StringIO(read_text(path, hints=Hints(_HINT, _HINT)), newline="")
+    rows: list[Row] = [dict.fromkeys(OPTIONAL, "") | row for row in csv.DictReader(file)]
+    if not rows:
+        raise ConfigError(f"{path}: no rows", hint=_HINT)
+    missing = [name for name in (*NEEDED, "id", "framework") if name not in rows[0]]
+    if missing:
+        raise ConfigError(f"{path}: no column {missing[0]}", hint="the columns of a steps table are listed in docs/accuracy.md")
+    return rows

@@ -1,0 +1,61 @@
+"""The rows of a table of measured steps: those of the sources asked for, each priced or with its reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+
+from parplan.planner.validation.configuration import NEEDED, Row, source_of
+from parplan.planner.validation.priced_rows import Priced, price_row
+from parplan.profiles.errors import unknown_name_error
+
+_COUNTS = (*NEEDED, "vocab", "micro_batch", "gpus_per_node", "kv_heads", "head_dim", "vocab_multiple")
+_COUNTS_OR_NONE = ("vpp", "cp", "ep", "experts", "zero_stage")  # where some write 0 for what was not used
+_MEASURED = ("step_time_s", "derived_step_time_s", "peak_memory_gib")
+_MOST_DIGITS = 9  # of a count
+
+OnRow = Callable[[int], None]  # told how many rows are done
+
+
+def of_sources(rows: Sequence[Row], sources: Collection[str]) -> list[Row]:
+    """The rows of these sources, every row when none is named. Raises ConfigError for one that the table lacks."""
+    known = dict.fromkeys(map(source_of, rows))
+    for name in sources:
+        if name not in known:
+            raise unknown_name_error("source", name, known, where="the table of measured steps")
+    return [row for row in rows if not sources or source_of(row) in sources]
+
+
+def price_table(rows: Sequence[Row], on_row: OnRow | None = None) -> list[Priced]:
+    """Every row priced, in order; a cell that is no number is a reason why not, as what `price_row` cannot price is."""
+    priced = []
+    for row in rows:
+        fault = _fault(row)
+        priced.append(Priced(row["id"], source_of(row), reason=fault) if fault else price_row(row))
+        if on_row is not None:
+            on_row(len(priced))
+    return priced
+
+
+def _fault(row: Row) -> str | None:
+    """A row without a name, or what is wrong with a cell that must be a number; other empty cells are not judged here."""
+    if not row["id"]:
+        return "id is not stated"
+    for name in (*_COUNTS, *_COUNTS_OR_NONE):
+        if row.get(name) and not _is_count(row[name], 1 if name in _COUNTS else 0):
+            return f"{name} is no whole number"
+    for name in _MEASURED:
+        if row.get(name) and not 0 < _number(row[name]) < math.inf:
+            return f"{name} is no number above 0"
+    return None
+
+
+def _is_count(text: str, least: int) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS and least <= int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

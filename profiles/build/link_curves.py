@@ -1,0 +1,109 @@
+"""The fits of collectives inside and between nodes; `profiles/build/__main__.py` puts them into profiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from parplan.profiles.machines.curves import CollectiveCurve, spline_s
+from parplan.profiles.machines.curve_fitting import (
+    Array,
+    Row,
+    Score,
+    Tables,
+    Where,
+    crossed,
+    fit,
+    rounded,
+    score,
+    sources_of,
+    times_s,
+)
+from parplan.profiles.provenance import Kind
+from parplan.profiles.machines.speeds import Inter, Intra
+from parplan.profiles.units import GB, US_PER_S
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+RANKS = (2, 4, 8)
+KNOTS_BYTES = tuple(512 * 8**i for i in range(8))  # 512 B .. 1 GiB
+NDR_BYTES_PER_S = 50 * GB  # the 400 Gb/s NIC of the GH200 nodes
+LARGE_BYTES = 2**24
+
+
+def _knots(rows: Sequence[Row]) -> tuple[int, ...]:
+    """The range of the rows and the powers of 8 well inside it."""
+    sizes = [int(row["bytes"]) for row in rows]
+    return (min(sizes), *(knot for knot in KNOTS_BYTES if 2 * min(sizes) < knot < max(sizes) / 2), max(sizes))
+
+
+def _priced(rows: Sequence[Row], curve: CollectiveCurve) -> Array:
+    return np.array([spline_s(curve, int(row["bytes"])) for row in rows])
+
+
+def _spline(rows: Sequence[Row], empty: CollectiveCurve) -> CollectiveCurve:
+    """The rising log-log spline through the knots of `empty` that is nearest to the rows in the sum of |log|."""
+    measured = times_s(rows)
+    sizes = np.array([float(row["bytes"]) for row in rows])
+    order = np.argsort(sizes)
+    start = np.exp(np.interp(np.log(empty.bytes), np.log(sizes[order]), np.log(measured[order])))
+
+    def curve(x: Array) -> CollectiveCurve:
+        return replace(empty, time_us=tuple((np.cumsum(x) * US_PER_S).tolist()))
+
+    rises = np.maximum(np.diff(start, prepend=0.0), 0.01 * start)
+    fitted = curve(fit(lambda x: _priced(rows, curve(x)), measured, rises.tolist()))
+    return replace(fitted, time_us=tuple(rounded(time_us) for time_us in fitted.time_us))
+
+
+def _curves(tables: Tables, device: str, gpus: tuple[str, ...], sources: tuple[str, ...], scores: list[Score]) -> Iterator[CollectiveCurve]:
+    for collective in COLLECTIVES:
+        for ranks in RANKS:
+            where: Where = {"gpu": gpus, "collective": collective, "nodes": "1", "ranks": str(ranks), "source": sources}
+            rows = tables.rows("collectives", where)
+            if not rows:
+                continue
+            empty = CollectiveCurve(collective=collective, ranks=ranks, bytes=_knots(rows), time_us=(), rows=len(rows), median_error=0.0)
+            curve = _spline(rows, empty)
+            line = score(device, f"{collective} on {ranks}", _priced(rows, curve), times_s(rows), _held_out(rows, empty))
+            scores.append(line)
+            yield replace(curve, median_error=rounded(line.median))
+
+
+def _held_out(rows: Sequence[Row], empty: CollectiveCurve) -> Array:
+    return crossed(rows, lambda kept, others: _priced(others, _spline(kept, empty)))
+
+
+def intra(
+    tables: Tables, device: str, gpus: tuple[str, ...], sources: tuple[str, ...], link_bytes_per_s: float, scores: list[Score],
+) -> Intra:
+    """Curves of one node's collectives on the ranks that were measured; the shares of the link that large rings and messages reach."""
+    curves = tuple(_curves(tables, device, gpus, sources, scores))
+    # All-gather, not all-reduce: a switch that reduces moves fewer bytes than a ring.
+    ring = max((curve for curve in curves if curve.collective == "all_gather"), key=lambda curve: curve.ranks)
+    pair = next(curve for curve in curves if (curve.collective, curve.ranks) == ("all_to_all", 2))
+    bus_bytes_per_s = (1 - 1 / ring.ranks) * ring.bytes[-1] / spline_s(ring, ring.bytes[-1])
+    message_bytes_per_s = pair.bytes[-1] / 2 / spline_s(pair, pair.bytes[-1])
+    return Intra(
+        link_bytes_per_s=link_bytes_per_s, link_share=rounded(bus_bytes_per_s / link_bytes_per_s),
+        point_to_point_share=rounded(message_bytes_per_s / link_bytes_per_s), kind=Kind.INTERPOLATED,
+        source=f"{', '.join(sources)}: {', '.join(gpus)}, one node; a message is half of an all-to-all on 2", curves=curves)
+
+
+def inter(tables: Tables, scores: list[Score]) -> Inter:
+    """GH200 nodes with one 400 Gb/s NIC each: all-reduce as EQUATIONS C1 over 2, 4 and 8 nodes, and messages of 16 MiB and more."""
+    rows = tables.rows("collectives", {"gpu": "GH200-96GB", "collective": "all_reduce"})
+    sizes, ranks = (np.array([float(row[column]) for row in rows]) for column in ("bytes", "ranks"))
+
+    def ring_s(x: Array) -> Array:
+        seconds: Array = 2 * (ranks - 1) * (x[0] + sizes / (ranks * x[1] * NDR_BYTES_PER_S))
+        return seconds
+
+    constants = fit(ring_s, times_s(rows), (1e-5, 0.9))
+    scores.append(score("GH200", "all_reduce between nodes (C1)", ring_s(constants), times_s(rows)))
+    messages = tables.rows("collectives", {"gpu": "GH200-96GB", "collective": "p2p"})
+    shares = [float(row["busbw_gbps"]) * GB / NDR_BYTES_PER_S for row in messages if int(row["bytes"]) >= LARGE_BYTES]
+    return Inter(
+        nic_share=rounded(min(float(constants[1]), 1.0)), point_to_point_share=rounded(float(np.median(shares))), kind=Kind.ANALYTIC,
+        source=f"{sources_of(rows)}: shares of a 400 Gb/s NIC on 2 to 8 GH200 nodes, taken for every NIC; latency of the cluster file")

@@ -1,0 +1,1 @@
+"""Hardware, software stacks, measured curves, and the profile that a user has measured."""

@@ -1,0 +1,116 @@
+"""Device, link, node and cluster: what the machine is, from its datasheet. Measured speeds live in `measured.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parplan.profiles.documents.ranges import require_range
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.calibration_factors import Calibration
+from parplan.profiles.machines.speeds import Profile
+
+_FORBID = {"extra": "forbid"}
+CPU = "cpu"  # the device of configs/clusters/cpu.yaml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One accelerator. Peaks are dense, without sparsity, as the datasheet (`source`) gives them.
+
+    compute_capability: of its CUDA architecture (https://developer.nvidia.com/cuda-gpus), None where it is not known or has none
+    """
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_s: float
+    peak_flops_per_s: Mapping[str, float]
+    num_sms: int
+    context_bytes: int
+    source: str
+    compute_capability: float | None = None
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is the host itself, which does one thing after the other."""
+        return self.name == CPU
+
+    def peak(self, precision: str) -> float:
+        """Dense peak FLOP/s at `precision`. Raises ConfigError when the device has none."""
+        if precision not in self.peak_flops_per_s:
+            has = ", ".join(sorted(self.peak_flops_per_s))
+            raise ConfigError(f"{self.name} has no {precision} arithmetic (it has {has})", hint="choose another --precision")
+        return self.peak_flops_per_s[precision]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A connection of one GPU (or one NIC): bytes per second in one direction, and the latency of one message."""
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """`nodes` equal nodes of `gpus_per_node` devices: `intra_node` joins GPUs, `nics_per_node` NICs leave the node.
+
+    calibration: what the user's own runs say of the prices on it, None without any
+    pcie_node_bytes_per_s: what all of a node's GPUs together move to the host, or from it; None where each has all of its lane
+    host_bytes_per_s: bandwidth of a node's host memory, None for what is assumed (costmodels/host/offload.py)
+    numa_domains, gpus_per_numa: equal parts of that memory, and how many GPUs are attached to a part that has any; None where neither
+        is known. A process has its pages in the part of its GPU
+    profile: what was measured on the machine itself, taken instead of the shipped profile of its device; None where nothing was
+    """
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    device: Device
+    nodes: int
+    gpus_per_node: int
+    intra_node: Link
+    nics_per_node: int
+    nic: Link
+    host_memory_bytes: int
+    pcie_bytes_per_s: float
+    pcie_node_bytes_per_s: float | None = None
+    host_bytes_per_s: float | None = None
+    numa_domains: int | None = None
+    gpus_per_numa: int | None = None
+    calibration: Calibration | None = None
+    profile: Profile | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("nodes", "gpus_per_node", "nics_per_node"):
+            require_range(field, getattr(self, field), f"cluster {self.name}: {field}")
+        require_range("gpus", self.num_gpus, f"cluster {self.name}: nodes x gpus_per_node")
+        if (self.numa_domains is None) is not (self.gpus_per_numa is None):
+            raise ConfigError(
+                f"cluster {self.name}: numa_domains is {self.numa_domains} and gpus_per_numa {self.gpus_per_numa}, "
+                "they are stated together", hint="state both in the cluster's node, or neither")
+
+    @property
+    def num_gpus(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """With which a node's NICs leave it, all together."""
+        return self.nic.bytes_per_s * self.nics_per_node
+
+    def group_nic_bytes_per_s(self, ranks_per_node: int, groups: int) -> float:
+        """The part of it of one of `groups` groups with so many ranks on the node (EQUATIONS C6).
+
+            W = min(W_node / groups, max(W_node g / G, W_nic), W_node)
+
+        g of the node's G GPUs reach no more than their part of the NICs, but at least one.
+        """
+        reach = max(self.node_bytes_per_s * ranks_per_node / self.gpus_per_node, self.nic.bytes_per_s)
+        return min(self.node_bytes_per_s / groups, reach, self.node_bytes_per_s)

@@ -1,0 +1,103 @@
+"""What a profiler measures: one case at a time, and what came of it.
+
+A case is one operator of a model at one size on one rank, or a figure of the machine itself. It says what runs (`work`, a name that
+`executor/measuring` knows), at which sizes, and which point of which curve each of its passes is. Pure data: the planner makes
+cases of what it would price (planner/calibration/profile_cases.py), the profiler measures them (profiles/profiler), fits make curves of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One timed part of a case: its name (forward, backward, input_gradient, weight_gradient, or time where there is one part),
+    the curve that it is a point of, and the sizes there, in the curve's own order; no curve where it is none's."""
+
+    __pydantic_config__ = _FORBID
+
+    name: str
+    curve: str = ""
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to measure. `sizes` by name, in a fixed order; `precision` of its tensors."""
+
+    __pydantic_config__ = _FORBID
+
+    work: str
+    sizes: tuple[tuple[str, int], ...]
+    precision: str
+    passes: tuple[Pass, ...]
+
+    @property
+    def key(self) -> str:
+        """What tells it from every other case, also for people: `linear m=2048 n=6144 k=2048 bf16`."""
+        return " ".join((self.work, *(f"{name}={size}" for name, size in self.sizes), self.precision))
+
+    def size(self, name: str) -> int:
+        """The size of that name."""
+        return dict(self.sizes)[name]
+
+
+class UnsupportedCase(Exception):  # noqa: N818  an outcome and no error, as the outcome is called
+    """This device, or the software on it, cannot do what a case asks; the message says what."""
+
+
+class Outcome(StrEnum):
+    """What came of a case. Only MEASURED has figures."""
+
+    MEASURED = "measured"
+    OUT_OF_MEMORY = "out_of_memory"
+    CRASHED = "crashed"
+    HUNG = "hung"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Microseconds of one pass: the median of `repeats`, and half of their interquartile range over it (`spread`)."""
+
+    __pydantic_config__ = _FORBID
+
+    median_us: float
+    spread: float
+    repeats: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Figures of one case: seconds by pass, and bytes.
+
+    saved_bytes      kept between the forward and the backward pass, parameters left out
+    workspace_bytes  most that a pass held beyond its inputs and results
+    figures          what is neither, by name with its unit: copied_bytes_per_s, granularity_bytes, ...
+    clock_mhz        of the device while it was measured, None where it does not say
+    """
+
+    __pydantic_config__ = _FORBID
+
+    times: Mapping[str, Timing] = field(default_factory=dict)
+    saved_bytes: int | None = None
+    workspace_bytes: int | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    clock_mhz: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A case and what came of it; `detail` says why where there are no figures."""
+
+    __pydantic_config__ = _FORBID
+
+    case: Case
+    outcome: Outcome
+    measured: Measured | None = None
+    detail: str = ""

@@ -1,0 +1,114 @@
+"""A family of models: one architecture at several sizes, smallest first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from parplan.profiles.documents.schema import parse
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.spec import ModelEntry, ModelSpec, Norm, Positions
+
+_FORBID = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What the members have in common; heads are as wide as they divide the hidden size, the feed-forward network 4 times as it."""
+
+    __pydantic_config__ = _FORBID
+
+    vocab_size: int
+    max_seq_length: int
+    norm: Norm
+    positions: Positions
+    dropout: float
+    tied_embeddings: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shape:
+    __pydantic_config__ = _FORBID
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Training:
+    __pydantic_config__ = _FORBID
+
+    global_batch_size: int
+    seq_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    __pydantic_config__ = _FORBID
+
+    name: str
+    model: _Shared
+    members: Mapping[str, _Shape]
+    training: _Training
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Its members in the order of the file, smallest first; each is named `<family>-<member>`."""
+
+    name: str
+    members: tuple[ModelEntry, ...]
+
+    def of_width(self, hidden_size: int, num_layers: int) -> ModelEntry:
+        """A model of the family's architecture that need not be a member: so many blocks of a width.
+
+        The heads are those of the member whose width is nearest. Raises ConfigError where they do not divide the width.
+        """
+        nearest = min(self.members, key=lambda entry: abs(entry.spec.hidden_size - hidden_size))
+        shape = _Shape(hidden_size=hidden_size, num_layers=num_layers, num_heads=nearest.spec.num_heads)
+        return _resized(nearest, f"{self.name}-h{hidden_size}-l{num_layers}", shape)
+
+
+def family_of(document: object, where: str) -> Family:
+    """The family that a file describes. Raises ConfigError with `where` and the key's path."""
+    body = parse(_Document, document, where)
+    if not body.members:
+        raise ConfigError(f"{where}: members is empty, a family has at least one", hint="add a member")
+    members = tuple(_member(body, label, shape, where) for label, shape in body.members.items())
+    for smaller, larger in pairwise(members):
+        if _size(larger.spec) <= _size(smaller.spec):
+            raise ConfigError(
+                f"{where}: members: {larger.spec.name} is not larger than {smaller.spec.name} before it", hint="order them by size")
+    return Family(name=body.name, members=members)
+
+
+def _size(spec: ModelSpec) -> int:
+    """What the parameters of the blocks grow with."""
+    return spec.num_layers * spec.hidden_size**2
+
+
+def _member(body: _Document, label: str, shape: _Shape, where: str) -> ModelEntry:
+    shared = {field: getattr(body.model, field) for field in _Shared.__slots__}
+    training = body.training
+    return ModelEntry(
+        spec=_spec(f"{body.name}-{label}", shape, f"{where}: members.{label}", **shared), global_batch_size=training.global_batch_size,
+        seq_length=training.seq_length, source=body.source)
+
+
+def _resized(like: ModelEntry, name: str, shape: _Shape) -> ModelEntry:
+    shared = {field: getattr(like.spec, field) for field in _Shared.__slots__}
+    return ModelEntry(
+        spec=_spec(name, shape, name, **shared), global_batch_size=like.global_batch_size, seq_length=like.seq_length, source=like.source)
+
+
+def _spec(name: str, shape: _Shape, where: str, **shared: Any) -> ModelSpec:
+    hidden, heads = shape.hidden_size, shape.num_heads
+    if heads < 1 or hidden % heads:
+        raise ConfigError(f"{where}: the hidden size {hidden} is not a multiple of the {heads} heads", hint="choose another width")
+    return ModelSpec(
+        name=name, num_layers=shape.num_layers, hidden_size=hidden, num_heads=heads, num_kv_heads=heads, head_dim=hidden // heads,
+        ffn_hidden_size=4 * hidden, **shared)

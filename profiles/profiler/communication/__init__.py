@@ -1,0 +1,1 @@
+"""Collectives are measured by the ranks of a world."""

@@ -1,0 +1,72 @@
+"""Starts `profiles/profile_comm.py` on this node, again after a case that ended it, and reads what it measured. Without torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from parplan.profiles.errors import PlannerError
+from parplan.profiles.profiler.communication.comm_file import CommFile, in_flight_of, read
+
+LAST_LINES = 50  # of what it said: torchrun says much after an error
+ROOT = Path(__file__).resolve().parents[2]
+_ENDED = re.compile(r"^error: (?:hung|crashed|out of memory) in ")  # as comm_run says it
+
+
+def comm_records(
+    num_ranks: int, output: Path, *, device: str = "auto", minutes: float | None = None, largest: str | None = None,
+    restart: bool = False, reruns: int = 5, told: Callable[[str], None] = lambda line: None,
+) -> CommFile:
+    """What `num_ranks` ranks on this node measured of their communication, also written to `output`.
+
+    A run that a case ended is started again, without that case, up to `reruns` times. told: each line of progress.
+
+    Raises PlannerError with what the run said when it failed otherwise, or once too often.
+    """
+    ends_at_s = None if minutes is None else time.monotonic() + 60 * minutes
+    again = ["--restart"] if restart else []
+    lines: deque[str] = deque(maxlen=LAST_LINES)
+    for _ in range(reruns + 1):
+        left = None if ends_at_s is None else max(1.0, ends_at_s - time.monotonic()) / 60
+        command = _command(num_ranks, {"--output": output, "--device": device, "--minutes": left, "--largest": largest})
+        if _run([*command, *again], lines, told) == 0:
+            return read(output)
+        if not in_flight_of(output).exists() and not any(_ENDED.match(line) for line in lines):
+            break
+        again = ["--attempts", "1"]  # what is in flight ended a run that nobody ended from outside
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    own = _command(num_ranks, {"--output": output, "--device": device})
+    raise PlannerError(
+        (errors or [f"communication of {num_ranks} ranks was not measured: {' '.join(list(lines)[-1:])}"])[-1],
+        hint=f"start it yourself to see all it says: {' '.join(['python', *own[1:]])}")
+
+
+def _command(num_ranks: int, options: dict[str, object]) -> list[str]:
+    """The line that starts it; --standalone finds a port that is free."""
+    said = [part for name, value in options.items() if value is not None for part in (name, str(value))]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    return [*torchrun, "-m", "parplan.profiles.profile_comm", *said]
+
+
+def _run(command: list[str], lines: deque[str], told: Callable[[str], None]) -> int:
+    """Run it and keep its last lines; its exit code."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    lines.clear()
+    with subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+    ) as process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                lines.append(line.rstrip())
+                told(lines[-1])
+        except BaseException:  # torchrun, which would be waited for, ends its ranks
+            process.terminate()
+            raise
+    return process.returncode

@@ -1,0 +1,148 @@
+"""Measures cases of communication one after another: rank 0 decides which, keeps the journal, and says what came of them.
+
+Before each case rank 0 notes on disk that it is in flight. A collective that fails or passes its timeout ends the run, for its
+communicators cannot be used again: rank 0 records the case and the next run goes on after it. A case that is still noted when a run
+begins had ended the one before, or was interrupted with it: it is tried again, and given up when that has happened too often.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from parplan.profiles.documents.files import write_text
+from parplan.profiles.documents.reader import read_json
+from parplan.profiles.documents.schema import parse
+from parplan.profiles.errors import ConfigError, PlannerError
+from parplan.profiles.machines.measurements import Case, Outcome, Record
+from parplan.profiles.profiler.communication.collective_timing import FULL, Effort, measured
+from parplan.profiles.profiler.communication.measuring_ranks import Ranks
+from parplan.profiles.profiler.journal import Journal
+
+STOP = -1
+ATTEMPTS = 3  # runs that may end in a case without a word: being killed from outside looks the same
+ENDED = {Outcome.HUNG: "hung in", Outcome.CRASHED: "crashed in", Outcome.OUT_OF_MEMORY: "out of memory in"}
+AGAIN = "run the same command again: it goes on with what is left"
+LAST_WORD_S = 3.0  # other ranks stay so long after an error, for torchrun ends all when the first goes
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """A case by its key, and how many runs have begun it."""
+
+    case: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """The note of the case that is being measured, in a file beside the journal."""
+
+    path: Path
+
+    def begin(self, case: Case) -> None:
+        """Note the case, and how often it was begun."""
+        noted = json.dumps({"case": case.key, "attempts": self.attempts(case) + 1})
+        write_text(noted, self.path, hint="make room, and run the command again: it goes on")
+
+    def attempts(self, case: Case) -> int:
+        """How many runs ended in this case."""
+        noted = self._noted()
+        return noted.attempts if noted is not None and noted.case == case.key else 0
+
+    def end(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def _noted(self) -> _Note | None:
+        try:
+            return parse(_Note, read_json(self.path), str(self.path))
+        except ConfigError:
+            return None
+
+
+@dataclass(kw_only=True)
+class Chief:
+    """What rank 0 has besides: the cases' order, the journal, the note of what is in flight, the end of the budget.
+
+    told: called with each record, how many cases have one, and of how many
+    parent: what started this process; without it there is nobody to measure for
+    """
+
+    cases: Sequence[Case]
+    journal: Journal
+    in_flight: InFlight
+    ends_at_s: float = math.inf  # of time.monotonic()
+    told: Callable[[Record, int, int], None] = lambda record, done, number: None
+    parent: int = field(default_factory=os.getppid)
+
+    def left(self) -> tuple[Case, ...]:
+        """The cases without a record, in order."""
+        return tuple(case for case in self.cases if case.key not in self.journal.records)
+
+    def give_up(self, attempts: int) -> None:
+        """Record the case in flight as crashed where so many runs have ended in it."""
+        for case in self.left():
+            if self.in_flight.attempts(case) >= attempts:
+                self.keep(Record(case=case, outcome=Outcome.CRASHED, detail=f"{attempts} runs ended in it without a word"))
+
+    def next_index(self) -> int:
+        """The case to measure now, STOP when there is none or no time."""
+        if os.getppid() != self.parent:
+            return STOP
+        for index, case in enumerate(self.cases):
+            if case.key not in self.journal.records:
+                return index if time.monotonic() < self.ends_at_s else STOP
+        return STOP
+
+    def keep(self, record: Record) -> None:
+        """The record is on disk when this returns."""
+        self.journal.append(record)
+        self.in_flight.end()
+        self.told(record, len(self.cases) - len(self.left()), len(self.cases))
+
+
+def run_cases(cases: Sequence[Case], ranks: Ranks, chief: Chief | None, effort: Effort = FULL) -> None:
+    """Measure the cases that rank 0, which alone has a `chief`, chooses. Raises PlannerError when a collective failed."""
+    while (index := _next(ranks, chief)) != STOP:
+        case = cases[index]
+        if chief is not None:
+            chief.in_flight.begin(case)
+        try:
+            record = measured(case, ranks, effort)
+        except RuntimeError as error:
+            raise _failed(case, error, chief) from None
+        if chief is not None:
+            chief.keep(record)
+
+
+def _next(ranks: Ranks, chief: Chief | None) -> int:
+    try:
+        return ranks.decided(STOP if chief is None else chief.next_index())
+    except RuntimeError as error:
+        raise PlannerError(f"lost the other ranks between two cases: {_first_line(error)}", hint=AGAIN) from None
+
+
+def _failed(case: Case, error: RuntimeError, chief: Chief | None) -> PlannerError:
+    """The error of a run that cannot go on, once rank 0 has kept what came of the case."""
+    reason = _first_line(error)
+    outcome = Outcome.CRASHED
+    if isinstance(error, torch.OutOfMemoryError):
+        outcome = Outcome.OUT_OF_MEMORY
+    elif any(words in reason.lower() for words in ("timed out", "timeout")):
+        outcome = Outcome.HUNG
+    if chief is None:
+        time.sleep(LAST_WORD_S)
+    else:
+        chief.keep(Record(case=case, outcome=outcome, detail=reason))
+    return PlannerError(f"{ENDED[outcome]} {case.key}: {reason}", hint=f"{AGAIN}, without this case")
+
+
+def _first_line(error: RuntimeError) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,1 @@
+"""Measured records become the curves of a profile."""

@@ -1,0 +1,1 @@
+"""SHOW: the terminal, JSON and plots."""

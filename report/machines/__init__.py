@@ -1,0 +1,1 @@
+"""Profiles, clusters and stacks are printed."""

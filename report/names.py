@@ -1,0 +1,104 @@
+"""What the parts of a plan are called when a person reads them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.state_location import OFFLOAD_OF, Home
+from parplan.costmodels.layers.recompute import (
+    Recompute,
+    host_bytes_by_operator,
+    recompute_operators,
+)
+from parplan.costmodels.operators.kernels import fused_kernel_of
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.planner.plan.plan import LayerPlan, Plan
+from parplan.planner.plan.prediction import Objective, SearchRecord
+from parplan.profiles.machines.hardware import Device
+from parplan.profiles.models.operator_graph import LayerKind, ModelGraph
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.stack import AttentionKernel
+from parplan.report.text import gib_text
+
+_SCHEDULES = {
+    Schedule.GPIPE: "GPipe", Schedule.ONE_F_ONE_B: "1F1B", Schedule.INTERLEAVED: "interleaved 1F1B", Schedule.ZBV: "zero-bubble V",
+    Schedule.EARLY_RECOMPUTE: "1F1B with early recompute", Schedule.LAST_NO_RECOMPUTE: "1F1B with early recompute, none on the last stage",
+    Schedule.SCP: "shifted critical path", Schedule.CUSTOM: "own schedule"}
+FASTEST = "fastest"  # of all: what a search finds that is asked for nothing else
+
+
+def pipeline_phrases(pipeline: Pipeline, mesh: Mesh) -> tuple[str, ...]:
+    """Schedule, virtual stages, micro-batches and their halves; without a pipeline there is no schedule to name."""
+    micro_batches = f"micro-batch {pipeline.micro_batch_size} x {pipeline.num_micro_batches}"
+    halves = (f"sub-pipelined at level {pipeline.tp_overlap}",) if pipeline.tp_overlap else ()
+    if mesh.pp == 1:
+        return ("no pipeline", micro_batches, *halves)
+    virtual = (f"{pipeline.virtual_stages} virtual stages",) if pipeline.virtual_stages > 1 else ()
+    return (_SCHEDULES[pipeline.schedule], *virtual, micro_batches, *halves)
+
+
+def attention_text(training: TrainingSpec, device: Device) -> str:
+    """The attention kernel that runs: `flash (cudnn)`, `unfused`. A CPU has no kernel of those of GPUs."""
+    if training.attention is not AttentionKernel.FLASH or device.is_host:
+        return training.attention
+    return f"{training.attention} ({fused_kernel_of(training.stack, device)})"
+
+
+def graph_of(plan: Plan) -> ModelGraph:
+    """The operator graph of the plan's model, for one sequence."""
+    return build_graph(plan.model, plan.training, 1)
+
+
+def recompute_names(graph: ModelGraph) -> Mapping[tuple[str, ...], str]:
+    """What a block's list of recomputed operators is called: none, selective (with the operators), full."""
+    block = graph.layer_class(LayerKind.BLOCK)
+    selective = recompute_operators(block, Recompute.SELECTIVE)
+    return {
+        recompute_operators(block, Recompute.FULL): "full",
+        selective: f"selective ({', '.join(selective)})",
+        (): "none",
+    }
+
+
+def recompute_text(layer_plan: LayerPlan, names: Mapping[tuple[str, ...], str]) -> str:
+    """The name of what a layer plan recomputes, or its operators when they are nobody's preset."""
+    return names.get(layer_plan.recompute) or ", ".join(layer_plan.recompute)
+
+
+def blocks_by_plan(plan: Plan) -> dict[str, int]:
+    """How many blocks run on each of the layer plans of blocks, in the order of the file."""
+    counts: Counter[str] = Counter()
+    for stage in plan.stages:
+        for run in stage.layers:
+            if run.blocks is not None:
+                counts[run.plan] += run.blocks[1] - run.blocks[0] + 1
+    return {name: counts[name] for name in plan.layer_plans if counts[name]}
+
+
+def found_text(search: SearchRecord) -> str:
+    """By what search a point of a front was found: `fastest within 40.0 GiB`, `leanest within 5 %` (least redundant)."""
+    front, lean = search.front, search.objective is Objective.MEMORY
+    if front and front.max_slowdown is not None:
+        return f"leanest within {100 * front.max_slowdown:g} %"
+    if front and front.memory_limit_gib is not None:
+        return f"fastest within {gib_text(front.memory_limit_gib)} GiB"
+    return "leanest" if lean else FASTEST
+
+
+def zero_text(layer_plan: LayerPlan, *, homes: bool = True) -> str:
+    """`3`, and what of it is not as usual: `3 over 8 ranks, states on the host`. homes: also what chunks have there."""
+    ranks = f" over {layer_plan.zero_ranks} ranks" if layer_plan.zero_ranks else ""
+    offload = [what for what in layer_plan.offload if homes or what not in OFFLOAD_OF[Home.HOST]]
+    return f"{layer_plan.zero}{ranks}" + (f", {' and '.join(offload)} on the host" if offload else "")
+
+
+def kept_text(layer_plan: LayerPlan, graph: ModelGraph) -> str:
+    """What of a block's activations the host keeps: `all`, or that of the operators named: `qkv, fc1`."""
+    kept = host_bytes_by_operator(graph.layer_class(layer_plan.layer), Sharding(), layer_plan.recompute)
+    named = layer_plan.keep_on_host
+    return "all" if named and all(name in named for name, n_bytes in kept.items() if n_bytes) else ", ".join(named)

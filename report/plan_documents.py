@@ -1,0 +1,58 @@
+"""What programs read: the plan as JSON values, and the JSON Schema of the plan file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parplan.planner.plan.plan import PLAN_VERSION, Plan, to_document
+from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.profiles.catalog import cluster_schema
+from parplan.profiles.documents.schema import json_schema
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_KINDS = (Plan, ModulePlan)
+_ELAPSED = {"title": "Elapsed S", "type": "number", "description": "Seconds that the search took; --json says it, a plan file does not."}
+_INSIDE = ("Cluster", "Device", "Link")  # the planner's own dataclasses, which the file replaces by a cluster document
+
+
+def plan_document(plan: Plan | ModulePlan, elapsed_s: float | None = None) -> dict[str, Any]:
+    """The plan file's content, and how long the search took when that is known."""
+    body = to_document(plan)
+    return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}
+
+
+def plan_schema() -> dict[str, Any]:
+    """JSON Schema (2020-12) of the plan file and of `--json`, for described models and for traced modules.
+
+    The cluster is that of a cluster file, with units in its key names.
+    """
+    definitions: dict[str, Any] = {}
+    for kind in _KINDS:
+        schema = _schema(kind)
+        definitions |= schema.pop("$defs")
+        schema["properties"]["elapsed_s"] = _ELAPSED
+        definitions[kind.__name__] = schema
+    return {
+        "$schema": _DRAFT, "title": "Plan", "anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in _KINDS],
+        "$defs": {name: definitions[name] for name in sorted(definitions)}}
+
+
+def _schema(kind: type) -> dict[str, Any]:
+    schema, cluster = json_schema(kind), _public(cluster_schema())
+    definitions = {name: body for name, body in schema.pop("$defs").items() if name not in _INSIDE}
+    definitions |= {_public(name): body for name, body in cluster.pop("$defs").items()}
+    definitions["Cluster"] = cluster
+    schema["properties"]["cluster"] = {"$ref": "#/$defs/Cluster"}
+    schema["properties"]["plan_version"] = {"const": PLAN_VERSION, "title": "Plan Version"}
+    return {**schema, "$defs": definitions}
+
+
+def _public(value: Any) -> Any:
+    """The same schema with `_LinkDocument` called `Link`, in references and titles too."""
+    if isinstance(value, dict):
+        return {key: _public(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_public(inner) for inner in value]
+    if isinstance(value, str) and value.endswith("Document"):
+        return value.replace("/_", "/").removeprefix("_").removesuffix("Document")
+    return value

@@ -1,0 +1,1 @@
+"""One plan is printed: summary, memory, layers, strategies and chunks."""

@@ -1,0 +1,124 @@
+"""The memory table: what each pipeline stage holds, stages that look alike in one row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from rich.console import Console
+
+from parplan.planner.plan.plan import Plan
+from parplan.planner.plan.prediction import StageMemory
+from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.report.text import aligned, gib_text, say
+
+CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "reserve", "total")
+SHORT = ("params", "grads", "optim", "activ", "temps", "reserve", "total")  # of an 80-column terminal
+MOST_ROWS = 12  # of the short form: the fullest rows, in order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Pipeline stages `first` to `last`, alike in memory and in number of blocks (`blocks` first and last block).
+
+    chunks: model chunks a stage holds, more than one when interleaved; ends: embedding, head, or neither
+    """
+
+    first: int
+    last: int
+    blocks: tuple[int, int] | None
+    num_blocks: int
+    chunks: int
+    ends: tuple[str, ...]
+    memory: StageMemory
+
+    @property
+    def stages(self) -> str:
+        return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        digits = 1 if self.memory.total >= 10 else 3
+        return tuple(f"{getattr(self.memory, name):.{digits}f}" for name in CLASSES)
+
+
+def fullest(plan: Plan | ModulePlan) -> StageMemory:
+    """The memory of the stage that needs most of its device."""
+    return max(plan.predicted.memory_gib, key=lambda memory: memory.total)
+
+
+def _row(plan: Plan, memory: StageMemory) -> Row:
+    chunks = [stage for stage in plan.stages if stage.rank == memory.stage]
+    runs = [run for chunk in chunks for run in chunk.layers]
+    held = [block for run in runs if run.blocks is not None for block in run.blocks]
+    num_blocks = sum(run.blocks[1] - run.blocks[0] + 1 for run in runs if run.blocks is not None)
+    kinds = [plan.layer_plans[run.plan].layer for run in runs if run.blocks is None]
+    ends = tuple(str(kind) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD) if kind in kinds)
+    blocks = (held[0], held[-1]) if held and len(chunks) == 1 else None
+    return Row(
+        first=memory.stage, last=memory.stage, blocks=blocks, num_blocks=num_blocks, chunks=len(chunks), ends=ends, memory=memory)
+
+
+def rows(plan: Plan) -> list[Row]:
+    """One row a pipeline stage; consecutive ones that would print the same numbers are one row."""
+    single = [_row(plan, memory) for memory in plan.predicted.memory_gib]
+    return [
+        _merged(list(alike))
+        for _, alike in groupby(single, key=lambda row: (row.numbers, row.num_blocks, row.chunks, row.ends))
+    ]
+
+
+def _merged(alike: list[Row]) -> Row:
+    first, last = alike[0], alike[-1]
+    blocks = (first.blocks[0], last.blocks[1]) if first.blocks and last.blocks else None
+    return replace(first, last=last.last, blocks=blocks)
+
+
+def layers_text(row: Row, *, short: bool) -> str:
+    """`embedding, 0-10`; `11-43 (11 each)` for a merged row; `embedding, 11 x 2 blocks` for interleaved
+    chunks, `embedding, 7 blocks in 4` when the first or the last chunk has one block less."""
+    if row.blocks is None:
+        each, over = divmod(row.num_blocks, row.chunks)
+        text = f"{row.num_blocks} blocks in {row.chunks}" if over else f"{row.chunks} x {each} blocks"
+    else:
+        text = f"{row.blocks[0]}-{row.blocks[1]}" if row.blocks[0] != row.blocks[1] else f"{row.blocks[0]}"
+        if row.first != row.last:
+            text += f" ({row.num_blocks} each)"
+    names = {"embedding": "embed"} if short else {}
+    before = [names.get(end, end) for end in row.ends if end == "embedding"]
+    after = [end for end in row.ends if end == "head"]
+    return ", ".join((*before, text, *after))
+
+
+def _selected(table: list[Row]) -> list[Row]:
+    """At most MOST_ROWS rows: the first, the last and the fullest of the others, in the order of the stages."""
+    if len(table) <= MOST_ROWS:
+        return table
+    inner = sorted(table[1:-1], key=lambda row: -row.memory.total)[: MOST_ROWS - 2]
+    return [row for row in table if row in (table[0], table[-1]) or row in inner]
+
+
+def print_stages(plan: Plan, out: Console, *, whole: bool) -> None:
+    """The table in GiB per device; `whole` shows every row of a long pipeline."""
+    everything = rows(plan)
+    shown = everything if whole else _selected(everything)
+    heading, *lines = _lines(shown, out.width)
+    worst = fullest(plan).stage
+    say(out, f"  GiB per GPU; the device has {gib_text(plan.predicted.memory_gib[0].capacity)}", "dim")
+    say(out, heading, "dim")
+    for row, line in zip(shown, lines, strict=True):
+        say(out, line, "bold" if len(everything) > 1 and row.first <= worst <= row.last else "")
+    if len(shown) < len(everything):
+        hidden = sum(row.last - row.first + 1 for row in everything) - sum(row.last - row.first + 1 for row in shown)
+        say(out, f"  ({hidden} less full stages left out: plan show lists them all)", "dim")
+
+
+def _lines(shown: list[Row], width: int) -> list[str]:
+    """Heading and rows, in whole words where they fit."""
+    for names, short in ((CLASSES, False), (SHORT, True)):
+        heading = ("stage", "layers", *names)
+        lines = aligned((heading, *((row.stages, layers_text(row, short=short), *row.numbers) for row in shown)), width, left=(0, 1))
+        if max(map(len, lines)) <= width:
+            break
+    return lines

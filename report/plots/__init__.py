@@ -1,0 +1,1 @@
+"""Pictures are drawn here; this is the one room that names matplotlib."""

@@ -1,0 +1,1 @@
+"""Runs, dry runs and parity checks are printed."""

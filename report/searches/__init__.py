@@ -1,0 +1,1 @@
+"""Fronts, comparisons, the largest model and infeasible requests are printed."""

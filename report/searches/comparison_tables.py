@@ -1,0 +1,221 @@
+"""A plan beside the baselines: who is faster, who needs less, and which parts of the step and of the memory it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from parplan.costmodels.step_breakdown import NAMES
+from parplan.planner.baselines.optimum import Leanest
+from parplan.planner.search.comparison import MEMORY_NAMES, Comparison, Row, Side
+from parplan.profiles.units import gib
+from parplan.report.names import pipeline_phrases
+from parplan.report.plans.summary import header, layers_phrases
+from parplan.report.text import (
+    aligned,
+    band_text,
+    gib_text,
+    joined,
+    percent,
+    print_table,
+    say,
+    seconds_text,
+)
+
+SAME_STEP = 5e-4  # share of a step below which two are as long
+SAME_GIB = 0.05  # below which two need as much
+NOTHING = 5e-3  # of the table's unit: a line of only such numbers is left out
+
+
+def print_comparison(found: Comparison, out: Console, *, assumed: Sequence[str] = (), pinned: bool = False) -> None:
+    """Print the comparison for a person; `pinned`: choices of ours were pinned, which the baselines do not know of."""
+    say(out, header(found.ours.plan, out.width), "bold")
+    if assumed:
+        say(out, joined(assumed, ", ", out.width, start="assumed: "), "dim")
+    say(out)
+    print_table(out, ("plan", "step", "than ours", "tokens/s/GPU", "MFU", "peak GiB", "redundant GiB"), _overview(found), left=("plan",))
+    say(out)
+    for line in aligned(((name, *text) for name, *text in _layouts(found)), out.width, left=(0, 1)):
+        say(out, line)
+    sides = _sides(found)
+    scale, unit = (1.0, "s") if found.ours.step_s >= 1 else (1e3, "ms")
+    times = [tuple(part * scale for part in side.parts.values) for side in sides]
+    others = ", and what the others take more" if len(sides) > 1 else ""
+    _print_parts(out, f"{unit} of the mean GPU: ours{others}", "step", sides, NAMES, times)
+    memory = [tuple(map(gib, side.memory_bytes)) for side in sides]
+    _print_parts(out, f"GiB of the fullest GPU: ours{others}", "total", sides, MEMORY_NAMES, memory)
+    say(out)
+    for line in _verdicts(found):
+        _say_words(out, line)
+    say(out)
+    for line in _notes(found, pinned=pinned):
+        _say_words(out, line, "dim")
+    for row in found.rows:
+        _say_words(out, f"{row.baseline.name}: {_meaning(row)}", "dim")
+
+
+def _say_words(out: Console, text: str, style: str = "") -> None:
+    say(out, joined(text.split(" "), " ", out.width, start="  ", indent=4), style)
+
+
+def _sides(found: Comparison) -> list[Side]:
+    return [found.ours, *(row.side for row in found.rows if row.side)]
+
+
+def _overview(found: Comparison) -> Iterator[tuple[str, ...]]:
+    yield _numbers(found.ours, "")
+    for row in found.rows:
+        if row.side is None:
+            yield (row.baseline.name, "no fit", *["-"] * 5)
+        else:
+            yield _numbers(row.side, _slower(found, row.side))
+
+
+def _slower(found: Comparison, other: Side) -> str:
+    slower = other.step_s / found.ours.step_s - 1
+    if abs(slower) < SAME_STEP:
+        return "the same"
+    return f"{'tie ' if found.is_tie(other) else ''}{100 * slower:+.1f} %"
+
+
+def _numbers(side: Side, against: str) -> tuple[str, ...]:
+    predicted = side.plan.predicted
+    return (
+        side.name, seconds_text(side.step_s), against, f"{predicted.tokens_per_s_per_gpu.value:,.0f}", percent(predicted.mfu.value),
+        gib_text(gib(side.fullest.total)), gib_text(predicted.redundancy_gib.total))
+
+
+def _layouts(found: Comparison) -> Iterator[tuple[str, str]]:
+    for side in _sides(found):
+        plan = side.plan
+        yield side.name, ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh), *layers_phrases(plan)))
+
+
+def _print_parts(
+    out: Console, title: str, whole: str, sides: Sequence[Side], names: Sequence[str], values: Sequence[tuple[float, ...]],
+) -> None:
+    """One line a part, one column a side: the first as it is, the others as differences, which add up to the last line."""
+    rows = []
+    for name, (ours, *others) in zip((*names, whole), zip(*((*one, sum(one)) for one in values), strict=True), strict=True):
+        if max(abs(ours), *(abs(other - ours) for other in others), 0.0) >= NOTHING:
+            rows.append((name, f"{ours:.2f}", *(_difference(other - ours) for other in others)))
+    say(out)
+    say(out, f"  {title}", "dim")
+    print_table(out, ("", *(side.name for side in sides)), rows, left=("",))
+
+
+def _difference(value: float) -> str:
+    return f"{value:+.2f}" if abs(value) >= NOTHING else "0.00"
+
+
+def _verdicts(found: Comparison) -> Iterator[str]:
+    for row in found.rows:
+        yield _verdict(found, row.side) if row.side else _shortfall(found, row)
+
+
+def _verdict(found: Comparison, other: Side) -> str:
+    """How much more or less another side needs than ours, and in what ours loses."""
+    ours = found.ours
+    slower, more_gib = other.step_s / ours.step_s - 1, gib(other.fullest.total - ours.fullest.total)
+    redundant_gib = other.plan.predicted.redundancy_gib.total - ours.plan.predicted.redundancy_gib.total
+    time = "takes as long" if abs(slower) < SAME_STEP else f"takes {percent(abs(slower))} {'longer' if slower > 0 else 'less time'}"
+    if found.is_tie(other) and abs(slower) >= SAME_STEP:
+        time += ", inside the error band: a tie"
+    lost = [
+        what for what, difference, same in (
+            ("step time", slower, SAME_STEP), ("peak memory", more_gib, SAME_GIB), ("redundant memory", redundant_gib, SAME_GIB))
+        if difference <= -same]
+    memory = f"{_amount(more_gib)} at the peak, {_amount(redundant_gib)} redundant over all GPUs"
+    return f"{other.name} {time}; {memory}" + (f". Ours loses in {' and '.join(lost)}" if lost else "")
+
+
+def _amount(difference_gib: float) -> str:
+    if abs(difference_gib) < SAME_GIB:
+        return "as much"
+    return f"{gib_text(abs(difference_gib))} GiB {'more' if difference_gib > 0 else 'less'}"
+
+
+def _shortfall(found: Comparison, row: Row) -> str:
+    """Why a baseline has no plan: by how much its leanest is short, or that it has no legal strategy."""
+    lean, plan = row.baseline.leanest, found.ours.plan
+    if lean is None:
+        return (
+            f"{row.baseline.name} has no legal layout on {plan.cluster.num_gpus} GPUs with a global batch of "
+            f"{plan.training.global_batch_size}")
+    return (
+        f"{row.baseline.name} does not fit: its leanest ({_lean_text(lean)}) needs {gib_text(gib(lean.peak_bytes))} GiB on stage "
+        f"{lean.rank}, {gib_text(_short_gib(found, lean))} GiB more than the {gib_text(gib(found.limit_bytes))} usable")
+
+
+def _short_gib(found: Comparison, lean: Leanest) -> float:
+    return gib(lean.peak_bytes - found.limit_bytes)
+
+
+def _lean_text(lean: Leanest) -> str:
+    frame = lean.strategy.frame
+    return f"{frame.mesh}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}"
+
+
+def _notes(found: Comparison, *, pinned: bool) -> Iterator[str]:
+    band, ours = found.ours.plan.predicted.error_band, found.ours
+    if found.unpriced:
+        yield f"not priced before the time limit: {', '.join(found.unpriced)}"
+    if found.filed_step_s is not None:
+        yield f"the plan file says {seconds_text(found.filed_step_s)}; the comparison is of {seconds_text(ours.step_s)}, as priced now"
+    if ours.fullest.total > found.limit_bytes:
+        yield (
+            f"ours needs {gib_text(gib(ours.fullest.total))} GiB, more than the {gib_text(gib(found.limit_bytes))} that the baselines "
+            "were held to: --memory-margin, --memory-limit")
+    if pinned:
+        yield "the pins hold for ours; the baselines are free in their own space"
+    yield (
+        f"tie: inside the error band of our step time, {band_text(band.time.share)}" if band
+        else "the error band is unknown: no measured steps on this device")
+
+
+def _meaning(row: Row) -> str:
+    """What a baseline is, and how much of it was priced."""
+    baseline, optimum = row.baseline, row.baseline.optimum
+    strategies = f"{baseline.candidates:,} strategies"
+    if optimum is None:
+        return f"{baseline.what} ({strategies}, none fits)"
+    return f"{baseline.what} ({f'the first of {strategies} that fits' if baseline.in_order else f'{strategies}, {optimum.fitted:,} fit'})"
+
+
+def comparison_document(found: Comparison) -> dict[str, Any]:
+    """What `plan compare --json` prints: seconds, GiB and shares; differences are a baseline's less ours."""
+    plan, unpriced = found.ours.plan, {"unpriced": list(found.unpriced)} if found.unpriced else {}
+    return {
+        "model": plan.model.name, "gpu": plan.cluster.device.name, "gpus": plan.cluster.num_gpus,
+        "global_batch_size": plan.training.global_batch_size, "seq_length": plan.training.seq_length, "stack": plan.training.stack.name,
+        "memory_limit_gib": round(gib(found.limit_bytes), 4),
+        "error_band": asdict(plan.predicted.error_band) if plan.predicted.error_band else None,
+        "filed_step_time_s": found.filed_step_s, "ours": _side_document(found.ours),
+        "baselines": [_row_document(found, row) for row in found.rows], **unpriced}
+
+
+def _side_document(side: Side) -> dict[str, Any]:
+    predicted, plan = side.plan.predicted, side.plan
+    zero, recompute = layers_phrases(plan)
+    return {
+        "step_time_s": side.step_s, "tokens_per_s_per_gpu": predicted.tokens_per_s_per_gpu.value, "mfu": predicted.mfu.value,
+        "peak_memory_gib": gib(side.fullest.total), "redundancy_gib": predicted.redundancy_gib.total, "mesh": asdict(plan.mesh),
+        "pipeline": asdict(plan.pipeline), "zero": zero, "recompute": recompute,
+        "sequence_parallel": any(layer.sequence_parallel for layer in plan.layer_plans.values()),
+        "parts_s": dict(zip(NAMES, side.parts.values, strict=True)),
+        "memory_gib": dict(zip(MEMORY_NAMES, map(gib, side.memory_bytes), strict=True))}
+
+
+def _row_document(found: Comparison, row: Row) -> dict[str, Any]:
+    baseline, lean = row.baseline, row.baseline.leanest
+    document = {"name": baseline.name, "what": baseline.what, "candidates": baseline.candidates, "fits": row.side is not None}
+    if row.side is None:
+        return document | {"short_gib": None if lean is None else _short_gib(found, lean)}
+    ours, other = _side_document(found.ours), _side_document(row.side)
+    differences = {
+        table: {name: other[table][name] - ours[table][name] for name in other[table]} for table in ("parts_s", "memory_gib")}
+    return document | other | {
+        "slower": row.side.step_s / found.ours.step_s - 1, "tie": found.is_tie(row.side), "difference": differences}

@@ -1,0 +1,78 @@
+"""The error for a request that does not fit: what binds, and what makes it fit at what cost in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parplan.planner.infeasible.shortfall import (
+    EXPLAINED_S,
+    no_cluster_text,
+    shortfall,
+    unexplained_error,
+)
+from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.search.relaxations import (
+    BUDGET_S,
+    GPUS,
+    Relaxation,
+    Relaxations,
+    Request,
+    relaxations,
+)
+from parplan.profiles.errors import InfeasibleError, OutOfTimeError
+from parplan.profiles.machines.hardware import Cluster
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.report.text import aligned, seconds_text
+
+_WIDE = 1000  # lines of the hint are as long as they are
+_INDENT = 8
+
+
+def explained_error(
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions,
+) -> InfeasibleError:
+    """The error with its ways out, for `find_plan(..., explain=explained_error)`: mostly up to a quarter of a minute.
+
+    A Ctrl-C or the deadline of the options ends the search for ways out, not the error.
+    """
+    try:
+        short = shortfall(model, cluster, training, pins, replace(options, deadline=options.deadline.within(EXPLAINED_S)))
+    except KeyboardInterrupt:
+        return unexplained_error(model, cluster, "Ctrl-C came")
+    except OutOfTimeError:
+        return unexplained_error(model, cluster)
+    request = Request(model=model, cluster=cluster, training=training, pins=pins, options=options)
+    try:
+        found = relaxations(request, short.need_bytes, host_bytes=short.host_bytes)
+        hint = hint_text(found, cluster, "before the time limit" if options.deadline.is_over else f"in {BUDGET_S:g} s")
+    except KeyboardInterrupt:
+        hint = "ask for more GPUs or pin less; what would fit was not searched to the end (Ctrl-C)"
+    return InfeasibleError(short.text, hint=hint)
+
+
+def hint_text(found: Relaxations, cluster: Cluster, when: str = f"in {BUDGET_S:g} s") -> str:
+    """The ways out, one a line; what was not tried `when` there was time for it."""
+    untried = f"not tried {when}: {', '.join(found.untried)}" if found.untried else ""
+    if not found.found:
+        known = "use more GPUs or pin less" if GPUS in found.untried else no_cluster_text(cluster)
+        return f"{known}{'; ' if untried else ''}{untried}"
+    rows = [(_how(relaxed), _cost(relaxed, found.unlimited_s, first=index == 0)) for index, relaxed in enumerate(found.found)]
+    lines = aligned(rows, _WIDE, left=(0, 1), indent=_INDENT)
+    return "\n".join(("it fits with", *lines, *((f"      {untried}",) if untried else ())))
+
+
+def _how(relaxed: Relaxation) -> str:
+    without = f"without {' '.join(relaxed.dropped)}" if relaxed.dropped else ""
+    return " ".join(part for part in (*relaxed.flags, without) if part)
+
+
+def _cost(relaxed: Relaxation, unlimited_s: float | None, *, first: bool) -> str:
+    """`41.2 s a step (+12 % on the 36.8 s it would take with unlimited memory)`; the words once, on the first line."""
+    if relaxed.step_s is None:
+        text = "its step was not searched"
+    else:
+        text = f"{'' if relaxed.proven else 'at most '}{seconds_text(relaxed.step_s)} a step"
+    if relaxed.step_s is not None and unlimited_s is not None:
+        words = f" on the {seconds_text(unlimited_s)} it would take with unlimited memory" if first else ""
+        text += f" ({100 * (relaxed.step_s / unlimited_s - 1):+.0f} %{words})"
+    return f"{text}, {relaxed.note}" if relaxed.note else text

@@ -1,0 +1,232 @@
+"""How far predictions are from measured steps, for people: by source, by grid, by row, and the fitted terms."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+
+from parplan.planner.validation.fitted_terms import FittedTerm
+from parplan.planner.validation.priced_rows import Priced
+from parplan.planner.validation.scores import GridScore, SourceScore, grid_scores, score, unpriced
+from parplan.profiles.units import format_number
+from parplan.report.text import (
+    aligned,
+    gib_text,
+    joined,
+    labelled,
+    print_table,
+    say,
+    seconds_text,
+)
+
+NOTES = (  # title of a group of columns, what it means
+    ("step time", "time: the published step time, or what follows from the published tokens/s or TFLOP/s"),
+    ("ranking", "ranking: inside each grid of at least 3 configurations of one model, GPUs and tokens in a step; @1: how much slower than "
+     "the best is the one predicted fastest (regret), @3: the best of the three predicted fastest"),
+    ("memory", "memory: what the source measured, mostly the allocator's peak of the fullest GPU"),
+    ("out of memory", "out of memory: found, of the rows that ran out those predicted not to fit; right, of those predicted not to fit "
+     "the ones that ran out"),
+)
+FITTED_NOTES = (
+    "rows: at most 24 of an experiment, evenly spaced over those of the published steps; each experiment counts once",
+    "when held out: the value when one experiment, or one fold of a source, is left out; plan validate prices a row so",
+)
+_GAP = "   "  # between two groups of columns
+_NONE = "-"
+_REASON = "not priced because"
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Columns that stand under one title and stay together; the first row of `table` has their names."""
+
+    title: str
+    table: Sequence[tuple[str, ...]]
+
+    @property
+    def empty(self) -> bool:
+        return all(cell == _NONE for row in self.table[1:] for cell in row)
+
+    @property
+    def width(self) -> int:
+        return len(self.lines()[0])
+
+    def lines(self) -> list[str]:
+        """Title, names and rows, padded to one width; the names of sources are flush left, numbers are not."""
+        body = aligned(self.table, 0, left=() if self.title else (0,), indent=0)
+        width = max(len(self.title), *map(len, body))
+        return [self.title.center(width), *(line.rjust(width) if self.title else line.ljust(width) for line in body)]
+
+
+def validation_document(priced: Sequence[Priced]) -> dict[str, Any]:
+    """What `plan validate --json` prints: fractions, seconds and GiB; None where nothing was priced or measured."""
+    sources = {source: asdict(found) for source, found in score(priced).items()}
+    return {"sources": sources, "rows": [_row_document(row) for row in priced]}
+
+
+def _row_document(row: Priced) -> dict[str, Any]:
+    return {
+        "id": row.id, "predicted_s": row.predicted_s, "measured_s": row.measured_s, "predicted_gib": row.predicted_gib,
+        "measured_gib": row.measured_gib, "kind": row.kind, "reason": row.reason}
+
+
+def fitted_document(terms: Sequence[FittedTerm]) -> list[dict[str, Any]]:
+    """What `plan validate --fitted --json` prints under `fitted`."""
+    return [asdict(term) for term in terms]
+
+
+def print_validation(priced: Sequence[Priced], out: Console, *, table: str, rows: bool = False) -> None:
+    """The errors of a table of measured steps, by source; with `rows` those of every row and grid before them."""
+    if rows:
+        _print_rows(priced, out)
+        _print_grids(grid_scores(priced), out)
+    found = score(priced)
+    count = sum(source.priced for source in found.values())
+    heading = f"{table}: {count:,} of {len(priced):,} rows priced", "errors in percent, + is too slow or too large"
+    say(out, joined(heading, "; ", out.width, indent=2), "bold")
+    say(out)
+    groups = _groups(found)
+    for block in _blocks(groups, out.width):
+        _print_block(block, out)
+        say(out)
+    _print_unpriced(priced, out)
+    shown = {group.title for group in groups}
+    for note in (*_counted_notes(priced), *(note for title, note in NOTES if title in shown)):
+        say(out, joined(note.split(" "), " ", out.width, start=labelled("note")), "dim")
+
+
+def _groups(found: Mapping[str, SourceScore]) -> list[_Group]:
+    """The columns; a group without a single figure is left out."""
+    scores = found.values()
+    groups = [
+        _Group("", [("source", "priced"), *((name, f"{one.priced}/{one.rows}") for name, one in found.items())]),
+        _Group("step time", [("mean", "median", "bias"), *(
+            (_share(one.mape_time), _share(one.median_time), _signed(one.bias_time)) for one in scores)]),
+        _Group("ranking", [("tau", "@1", "@3"), *(
+            (_coefficient(one.kendall_tau), _share(one.regret_at_1), _share(one.regret_at_3)) for one in scores)]),
+        _Group("memory", [("mean", "bias"), *((_share(one.mape_memory), _signed(one.bias_memory)) for one in scores)]),
+        _Group("out of memory", [("found", "right"), *((_share(one.oom_recall), _share(one.oom_precision)) for one in scores)]),
+    ]
+    return [group for group in groups if not group.empty]
+
+
+def _blocks(groups: Sequence[_Group], width: int) -> list[list[_Group]]:
+    """One block where the terminal is wide enough, else as many as it takes, each with the names of the sources."""
+    names, *others = groups
+    blocks = [[names]]
+    for group in others:
+        if len(blocks[-1]) > 1 and sum(one.width + len(_GAP) for one in blocks[-1]) + group.width > width:
+            blocks.append([names])
+        blocks[-1].append(group)
+    return blocks
+
+
+def _print_block(groups: Sequence[_Group], out: Console) -> None:
+    for index, parts in enumerate(zip(*(group.lines() for group in groups), strict=True)):
+        say(out, _GAP.join(parts).rstrip(), "dim" if index < 2 else "")
+
+
+def _print_unpriced(priced: Sequence[Priced], out: Console) -> None:
+    reasons = unpriced(priced)
+    if not reasons:
+        return
+    print_table(out, ("rows", _REASON), [(f"{count:,}", reason) for reason, count in reasons.items()], left=(_REASON,), indent=0)
+    say(out)
+
+
+def _counted_notes(priced: Sequence[Priced]) -> Iterator[str]:
+    """What the predictions are made of, and what the rows left open."""
+    kinds = Counter(row.kind for row in priced if row.kind)
+    if kinds:
+        yield f"predicted step times: {', '.join(f'{count:,} {kind}' for kind, count in kinds.most_common())}"
+    assumed = Counter(setting for row in priced if row.reason is None for setting in row.assumed)
+    if assumed:
+        yield f"settings that rows left open: {', '.join(f'{setting} ({count:,})' for setting, count in assumed.most_common())}"
+
+
+def _print_rows(priced: Sequence[Priced], out: Console) -> None:
+    """Every row; the name comes last because it may be longer than a line."""
+    heading = ("measured", "predicted", "error", "GiB", "predicted", "error", "kind", "row")
+    rows = [(
+        _seconds(row.measured_s), _seconds(row.predicted_s), _signed(row.error), _gib(row.measured_gib), _gib(row.predicted_gib),
+        _signed(row.memory_error), row.kind or _NONE, row.id,
+    ) for row in priced if row.reason is None]
+    if rows:
+        print_table(out, heading, rows, left=("kind", "row"), indent=0)
+        say(out)
+    others = [(row.id, row.reason) for row in priced if row.reason is not None]
+    if others:
+        print_table(out, ("row", _REASON), others, left=("row", _REASON), indent=0)
+        say(out)
+
+
+def _print_grids(grids: Sequence[GridScore], out: Console) -> None:
+    if not grids:
+        return
+    rows = [(
+        str(grid.rows), _seconds(grid.best_s), _coefficient(grid.kendall_tau), _share(grid.regret_at_1), _share(grid.regret_at_3),
+        grid.key.replace("|", ", "),
+    ) for grid in grids]
+    print_table(out, ("rows", "best", "tau", "@1", "@3", "grid"), rows, left=("grid",), indent=0)
+    say(out)
+
+
+def print_fitted(terms: Sequence[FittedTerm], out: Console) -> None:
+    """The fitted terms: value, bounds, what each was fitted on, and how far leaving out one source moves it."""
+    if not terms:
+        say(out, "no term of the prices is fitted to measured steps")
+        return
+    heading = ("of", "term", "value", "bounds", "when held out", "rows", "fitted on")
+    rows = [(
+        term.stack, term.term, _in_unit(term.value, term.unit), _range(term.low, term.high, term.unit), _range_without(term),
+        f"{term.rows:,}", _experiments(term.fitted_on),
+    ) for term in terms]
+    print_table(out, heading, rows, left=("of", "term", "fitted on"), indent=0)
+    say(out)
+    for note in FITTED_NOTES:
+        say(out, joined(note.split(" "), " ", out.width, start=labelled("note")), "dim")
+
+
+def _in_unit(value: float, unit: str) -> str:
+    return seconds_text(value) if unit == "s" else f"{format_number(value, 4)} {unit}".rstrip()
+
+
+def _range(low: float, high: float, unit: str) -> str:
+    ends = (seconds_text(end) if unit == "s" else format_number(end, 4) for end in (low, high))
+    return " .. ".join(ends)
+
+
+def _range_without(term: FittedTerm) -> str:
+    """The least and the largest value when each experiment in turn is left out."""
+    return _range(min(term.without.values()), max(term.without.values()), term.unit) if term.without else _NONE
+
+
+def _experiments(names: Sequence[str]) -> str:
+    """The sources, with the number of folds where a source is held out in parts: `bloom, mpt (4 folds)`."""
+    folds = Counter(name.split("-")[0] for name in names)
+    return ", ".join(source if count == 1 else f"{source} ({count} folds)" for source, count in folds.items())
+
+
+def _share(value: float | None) -> str:
+    """A fraction in percent, without the sign that the heading has."""
+    return _NONE if value is None else f"{100 * value:.1f}"
+
+
+def _signed(value: float | None) -> str:
+    return _NONE if value is None else f"{100 * value:+.1f}"
+
+
+def _coefficient(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.2f}"
+
+
+def _seconds(value: float | None) -> str:
+    return _NONE if value is None else seconds_text(value)
+
+
+def _gib(value: float | None) -> str:
+    return _NONE if value is None else gib_text(value)

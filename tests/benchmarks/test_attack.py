@@ -1,0 +1,144 @@
+"""Attacks on proven plans: what they change, what they may not change, and that nothing they find is beyond a stated gap.
+
+`python benchmarks/search/attack.py` has 60 requests and more changes of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.search.attacks import change
+from benchmarks.search.attacks.allowed import LEFT_OUT, frames, left_out
+from benchmarks.search.attacks.moves import (
+    block_counts,
+    carried,
+    fewest,
+    most,
+    retuned,
+    with_ends,
+)
+from benchmarks.search.attacks.requests import NAMED, SMALL, Request, memory_requests, requests
+from benchmarks.search.attacks.rounds import Attack, Outcome, attacked
+from parplan.commands.requests.described import Asked
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.plan.prediction import Objective
+from parplan.planner.request import Constraints
+from parplan.planner.search.find_plan import find_plan
+from parplan.profiles.models.operator_graph import LayerKind
+from tests.helpers.cases import mostly_slow
+
+EVALUATIONS = 150
+BLOCK = LayerChoice(LayerKind.BLOCK, (), 2)
+OTHER = replace(BLOCK, zero=1)
+
+
+def tiny(**pins: object) -> Request:
+    return Request(Asked(model="gpt-tiny", gpus=4, gpu="a100-80gb"), Constraints(**pins))  # type: ignore[arg-type]
+
+
+def two_stages() -> Strategy:
+    frame = Frame(
+        mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=8,
+        sequence_parallel=False)
+    embedding, head = (LayerChoice(kind, Recompute.NONE, 2) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD))
+    return Strategy(frame=frame, stages=((embedding, BLOCK, BLOCK, BLOCK), (OTHER, head)))
+
+
+@pytest.mark.parametrize("request_", mostly_slow(SMALL, SMALL[1:3]), ids=str)
+def test_nothing_that_an_attack_finds_is_beyond_the_stated_gap(request_: Request) -> None:
+    found = attacked(request_, EVALUATIONS, seed=0)
+
+    assert not found.beyond, f"{100 * found.beyond:.3f} % beyond the gap by {', '.join(found.kinds)}: {found.how}"
+
+
+def test_nothing_is_leaner_than_the_least_redundant_plan() -> None:
+    found = attacked(replace(tiny(pp=(1, 2), tp=(1,)), objective=Objective.MEMORY), EVALUATIONS, seed=0)
+
+    assert not found.beyond, found.how
+
+
+def test_an_attack_prices_the_plan_as_it_was_priced_and_finds_what_is_better_than_a_bad_one() -> None:
+    asked = tiny(pp=(1,), tp=(1,))
+    worse = find_plan(
+        asked.question.model, asked.question.cluster, asked.question.training, constraints=replace(asked.pins, zero=(3,)))
+
+    attack = Attack(asked, worse, EVALUATIONS, seed=0)
+    start, found = attack.start(), dict(attack.found())
+
+    assert start is not None
+    assert start.value == pytest.approx(worse.predicted.step_time_s.value, rel=1e-5)
+    assert found["zero"].value < start.value
+    assert "zero" in change.kinds(start.strategy, found["zero"].strategy)
+
+
+def test_the_same_seed_attacks_alike() -> None:
+    first, second = (attacked(tiny(pp=(1, 2), tp=(1,)), EVALUATIONS, seed=3) for _ in range(2))
+
+    assert (first.best, first.by_kind, first.evaluations, first.how) == (second.best, second.by_kind, second.evaluations, second.how)
+
+
+def test_what_is_better_within_the_gap_does_not_count_as_beyond_it() -> None:
+    found = Outcome(
+        request=tiny(), plan=10.0, gap=0.01, best=9.95, kinds=(), how="", plan_how="", peak_gib=1.0, smaller_peak_gib=None, by_kind={},
+        evaluations=1, search_s=0.0, attack_s=0.0)
+
+    assert (found.beats, found.beyond) == (pytest.approx(0.005), 0.0)
+    assert replace(found, best=9.8).beyond == pytest.approx(0.01)
+    assert replace(found, plan=None, gap=0.0).beyond == 1.0
+
+
+def test_moves_change_what_they_name() -> None:
+    strategy = two_stages()
+
+    assert retuned(strategy, (0,), BLOCK, OTHER, 2, last=True).stages[0][1:] == (BLOCK, OTHER, OTHER)
+    assert retuned(strategy, (0,), BLOCK, OTHER, 1, last=False).stages[0][1:] == (OTHER, BLOCK, BLOCK)
+    moved = carried(strategy, 0, 1)
+    assert moved is not None
+    assert block_counts(moved) == [2, 2]
+    assert moved.stages[1][:2] == (OTHER, OTHER)
+    assert carried(strategy, 1, 0) is None  # a stage keeps a block
+    assert [stage[end].zero for stage, end in zip(with_ends(strategy, 0, 1).stages, (0, -1), strict=True)] == [0, 1]
+
+
+@pytest.mark.parametrize("limit", range(8))
+def test_the_most_and_the_fewest_that_fit_are_those_of_trying_all(limit: int) -> None:
+    assert most(lambda n: n <= limit, 6) == min(limit, 6)
+    assert fewest(lambda n: n >= limit, 7) == limit
+
+
+def test_frames_are_all_that_the_search_has_and_those_that_it_does_not_try() -> None:
+    asked = Request(Asked(model="gpt-tiny", gpus=4, gpu="a100-80gb", stack="parplan"))
+    every = set(frames(asked.question, asked.pins))
+
+    searched = enumerate_space(asked.question.model, asked.question.cluster, asked.question.training, asked.pins).frames
+
+    assert set(searched) <= every
+    assert any(frame.schedule is Schedule.GPIPE and frame.num_micro_batches > frame.mesh.pp for frame in every)
+    assert not set(frames(asked.question, Constraints(pp=(1,)))) & {frame for frame in every if frame.mesh.pp > 1}
+
+
+def test_what_is_left_out_has_a_reason_and_all_else_counts() -> None:
+    strategy, pins = two_stages(), Constraints()
+    ahead = replace(strategy, frame=replace(strategy.frame, schedule=Schedule.EARLY_RECOMPUTE))
+    large = replace(strategy, frame=replace(strategy.frame, micro_batch_size=128))
+
+    assert left_out(strategy, pins) is None
+    assert left_out(ahead, pins) is None
+    assert left_out(retuned(ahead, (0,), BLOCK, replace(BLOCK, zero=3), 1, last=True), pins) in LEFT_OUT
+    assert left_out(large, pins) in LEFT_OUT
+    assert left_out(large, Constraints(micro_batch_size=(128,))) is None
+
+
+def test_requests_are_fixed_and_each_is_there_once() -> None:
+    found = list(requests(20, seed=0))
+
+    assert found == list(requests(20, seed=0))
+    assert len(set(map(str, found))) == 20
+    assert found[: len(NAMED)] == list(NAMED)
+    assert all(request.objective is Objective.MEMORY for request in memory_requests(2, seed=0))

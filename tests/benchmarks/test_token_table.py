@@ -1,0 +1,18 @@
+"""The benchmark of the token table on the host: a row of it."""
+
+from __future__ import annotations
+
+from benchmarks.prices import token_table
+
+
+def test_on_one_gpu_the_model_fits_only_with_its_table_on_the_host():
+    here, there = token_table.rows_of(*token_table.NODES[0])
+
+    assert here[:4] == ("1 x a100-40gb", "12", "device", "none fits")
+    assert there[2] == "host"
+
+
+def test_the_model_has_a_large_table_of_its_own():
+    model = token_table.model_of(3)
+
+    assert (model.num_layers, model.hidden_size, model.vocab_size, model.tied_embeddings) == (3, 4096, 256_000, False)

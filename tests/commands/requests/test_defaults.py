@@ -1,0 +1,39 @@
+"""One set of defaults: Python asks the question that the command asks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from parplan.commands.requests.described import DEFAULT_STACK, Asked, question
+from parplan.planner.plan.plan import read
+from parplan.profiles.models.spec import TrainingSpec
+from tests.helpers.command_runs import succeed
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+def test_python_gets_the_training_and_the_machine_of_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    succeed("--model", "gpt-tiny", "--gpus", "2", "--gpu", "a100-80gb")
+
+    plan, asked = read(Path("plan.yaml")), question(Asked(model="gpt-tiny", gpus=2))
+    assert (plan.model, plan.cluster, plan.training) == (asked.model, asked.cluster, asked.training)
+    assert asked.training.stack.name == DEFAULT_STACK
+
+
+def test_a_training_has_no_stack_by_default():
+    with pytest.raises(TypeError, match="stack"):
+        TrainingSpec(global_batch_size=8, seq_length=64)
+
+
+def test_the_readme_s_python_says_the_step_of_its_command():
+    text = README.read_text()
+    from_python = re.search(r"step_time_s\.value.*# pp \d+ x dp \d+ x tp \d+ ([\d.]+)", text)
+    from_command = re.search(r"^  step +([\d.]+) s", text, re.MULTILINE)
+
+    assert from_python
+    assert from_command
+    assert f"{float(from_python[1]):.1f}" == from_command[1]

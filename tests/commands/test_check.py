@@ -1,0 +1,235 @@
+"""`plan check`: what it prints, its exit codes, and that a plan which trains wrongly does not pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from parplan import cli
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.layers.model_states import StateBytes
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.strategy import Frame
+from parplan.costmodels.usage.rank_traffic import Sent
+from parplan.costmodels.usage.rank_usage import RankUse
+from parplan.executor.checking.parity import gradient_error
+from parplan.executor.pipeline import pipeline
+from parplan.executor.training import train
+from parplan.planner.plan.plan import Plan, write
+from parplan.planner.runs.rank_checks import RankCheck, matches, sent_checks, worst
+from parplan.planner.search.estimate import estimate_plan
+from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.stack import NEUTRAL
+from parplan.profiles.units import MIB
+from parplan.report.runs.check_tables import verdict
+from parplan.report.runs.parity_table import Parity, parity_document
+from parplan.report.runs.parity_table import verdict as parity_verdict
+from tests.helpers.executor_plans import GPT, make_plan
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
+]
+
+
+def tiny(dp: int = 2, pp: int = 1) -> Plan:
+    entry = load_model("gpt-tiny")
+    frame = Frame(
+        mesh=Mesh(pp=pp, dp=dp, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=2,
+        sequence_parallel=False)
+    training = TrainingSpec(global_batch_size=4 * dp, seq_length=entry.seq_length, precision="fp32", stack=NEUTRAL)
+    return estimate_plan(entry.spec, with_gpus(load_cluster("cpu"), dp * pp), training, frame, zero=1)
+
+
+def run(plan: Plan, folder, *options: str):
+    path = folder / "plan.yaml"
+    write(plan, path)
+    return CliRunner().invoke(cli.main, ["check", str(path), *options])
+
+
+def with_memory(plan: Plan, n_bytes: int) -> Plan:
+    device = dataclasses.replace(plan.cluster.device, memory_bytes=n_bytes, context_bytes=0)
+    return dataclasses.replace(plan, cluster=dataclasses.replace(plan.cluster, device=device))
+
+
+def test_a_plan_that_is_as_predicted_is_said_to_match(tmp_path):
+    result = run(tiny(pp=2, dp=1), tmp_path)
+
+    assert result.exit_code == 0, result.output
+    last = " ".join(" ".join(line.strip() for line in result.stdout.splitlines()).split("note")[-1].split())
+    assert "parameters, gradients, optimizer to the byte; activations" in last
+    assert "each stage" in result.stdout
+
+
+def test_a_plan_that_does_not_fit_says_by_how_much_and_exits_with_3(tmp_path):
+    result = run(with_memory(tiny(), MIB), tmp_path, "--json")
+
+    assert result.exit_code == 3
+    found = json.loads(result.stdout)
+    assert not found["fits"]
+    assert found["verdict"].startswith("does not fit: stage 0 needs ")
+    assert found["ranks"][0]["occupied_bytes"] > found["ranks"][0]["capacity_bytes"] == MIB
+
+
+def test_placements_that_have_no_price_are_an_error_before_anything_runs(tmp_path, monkeypatch):
+    plan = make_plan(GPT, tp=2)
+    odd = {name: dataclasses.replace(layer, recompute=("nothing",)) for name, layer in plan.layer_plans.items()}
+    monkeypatch.setattr("parplan.executor.checking.dry_run_workers.dry_runs", lambda *_: pytest.fail("it ran"))
+
+    result = run(dataclasses.replace(plan, layer_plans=odd), tmp_path)
+
+    assert result.exit_code == 2
+    assert "it names nothing, the layer has" in result.stderr
+
+
+def test_only_the_ranks_that_were_asked_for_are_run(tmp_path):
+    found = json.loads(run(tiny(pp=2, dp=1), tmp_path, "--rank", "1", "--json").stdout)
+
+    assert [rank["rank"] for rank in found["ranks"]] == [1]
+    assert {sent["axis"] for sent in found["ranks"][0]["found"]["sent"]} == {"pp"}
+
+
+@pytest.mark.parametrize(("change", "options", "message"), [
+    pytest.param({}, ("--rank", "2"), "--rank 2: the plan has pipeline ranks 0 to 0", id="rank"),
+    pytest.param({"stages": ()}, (), "stages: there are 0, pp 1 x virtual_stages 1 are 1", id="no-layers"),
+])
+def test_what_cannot_be_run_is_an_error_with_exit_code_2(tmp_path, change, options, message):
+    result = run(dataclasses.replace(tiny(), **change), tmp_path, *options)
+
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_file_that_is_no_plan_is_an_error(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("plan_version: 1\nmodel: {}\n")
+
+    result = CliRunner().invoke(cli.main, ["check", str(path)])
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+
+
+def test_without_torch_the_hint_says_what_to_install(tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
+
+    result = run(tiny(), tmp_path)
+
+    assert result.exit_code == 2
+    assert "hint: pip install 'parplan[torch]'" in result.stderr
+
+
+def test_the_shrunk_plan_trains_as_one_process_does(tmp_path):
+    result = run(tiny(), tmp_path, "--execute")
+
+    assert result.exit_code == 0, result.output
+    assert "trains as one process does" in result.stdout
+    assert "qkv.weight" in result.stdout
+
+
+def test_a_rank_that_weighs_its_loss_wrongly_does_not_pass(tmp_path, monkeypatch):
+    right = pipeline._mean_loss
+    monkeypatch.setattr(pipeline, "_mean_loss", lambda *args: 1.001 * right(*args))
+
+    result = run(tiny(), tmp_path, "--execute", "--json")
+
+    assert result.exit_code == 2
+    found = json.loads(result.stdout)
+    assert not found["passed"]
+    assert found["verdict"].startswith("differs: ")
+    assert max(found["gradient_errors"].values()) == pytest.approx(1e-3, rel=0.1)
+
+
+def test_bytes_that_are_not_as_predicted_have_an_exit_code(tmp_path, monkeypatch):
+    right = train.predicted_state_bytes
+    monkeypatch.setattr(train, "predicted_state_bytes", lambda *args: right(*args) + StateBytes(parameters=4))
+
+    result = run(tiny(), tmp_path, "--execute")
+
+    assert result.exit_code == 3, result.output
+    assert "trains as one process does" in result.stdout
+    assert "NOT as" in result.stdout
+
+
+@pytest.mark.parametrize("losses", [((1.0, 1.0), (1.0, math.nan)), ((1.0, 1.0), (math.nan, math.nan)), ((1.0, 1.0), (math.inf, math.inf))])
+def test_losses_that_are_not_finite_do_not_pass_wherever_they_stand(losses):
+    plan = make_plan(GPT)
+    parity = Parity(
+        plan=plan, small=plan, losses=losses, gradients={"block0.qkv.weight": 0.0}, agree=True, as_predicted=True,
+        loss_tolerance=1e-6, gradient_tolerance=1e-5)
+
+    assert not parity.passed
+    assert math.isinf(parity.loss_error)
+    json.dumps(parity_document(parity), allow_nan=False)
+
+
+def test_a_gradient_that_is_not_finite_is_the_worst():
+    good, bad = torch.ones(2), torch.tensor([1.0, math.nan])
+
+    assert [gradient_error(*pair) for pair in ((good, good), (bad, good), (bad, bad))] == [0.0, math.inf, math.inf]
+
+
+def use(activations: int, *sent: Sent, gradients: int = 4) -> RankUse:
+    return RankUse(states=StateBytes(2, gradients, 8), activations=activations, temporaries=10, saved=5, sent=sent)
+
+
+def a_check(predicted: RankUse, found: RankUse, capacity: int = 10**6) -> RankCheck:
+    return RankCheck(
+        rank=0, predicted=predicted, found=found, planned=float(predicted.held), occupied=float(found.held), capacity=capacity,
+        micro_batches=(4,), of=4)
+
+
+@pytest.mark.parametrize(("found", "expected"), [
+    pytest.param(use(1000), "matches: parameters, gradients, optimizer, activations, temporaries, peak to the byte", id="equal"),
+    pytest.param(
+        use(1010), "matches: parameters, gradients, optimizer, temporaries to the byte; activations +1.0 %, peak +1.0 %", id="close"),
+    pytest.param(
+        use(1100), "differs: parameters, gradients, optimizer, temporaries to the byte; activations +10.0 %, peak +9.8 %", id="far"),
+    pytest.param(
+        use(1000, gradients=5),
+        "differs: parameters, optimizer, activations, temporaries to the byte; gradients +25.0 %, peak +0.10 %", id="a-state"),
+])
+def test_the_verdict_says_what_is_as_predicted_and_what_is_not(found, expected):
+    checks = (a_check(use(1000), found),)
+
+    assert verdict(checks).replace("+0.1 %", "+0.10 %") == expected
+    assert matches(checks) == expected.startswith("matches")
+
+
+def test_a_plan_file_of_other_prices_is_said_to_be_old():
+    check = a_check(use(10 * MIB), use(10 * MIB))
+
+    assert not check.outdated
+    assert dataclasses.replace(check, planned=20.0 * MIB).outdated
+
+
+def test_the_worst_deviation_of_all_stages_counts():
+    checks = tuple(a_check(use(1000), use(found)) for found in (1010, 900, 1050))
+
+    assert worst(checks, "activations") == pytest.approx(-0.1)
+
+
+def test_a_collective_that_only_one_side_has_is_shown_with_nothing_on_the_other():
+    (reduced, gathered) = sent_checks(a_check(use(1, Sent("tp", "all_reduce", 2, 8)), use(1, Sent("dp", "all_gather", 3, 6))))[::-1]
+
+    assert (reduced.predicted.calls, reduced.found.calls) == (2, 0)
+    assert (gathered.predicted.calls, gathered.found.calls) == (0, 3)
+
+
+def test_ranks_that_disagree_do_not_pass():
+    plan = make_plan(GPT)
+    parity = Parity(
+        plan=plan, small=plan, losses=((1.0, 1.0),), gradients={"block0.qkv.weight": 0.0}, agree=False, as_predicted=True,
+        loss_tolerance=1e-6, gradient_tolerance=1e-5)
+
+    assert not parity.passed
+    assert parity_verdict(parity).startswith("differs: the ranks do not hold the same")

@@ -1,0 +1,102 @@
+"""The commands after a run: from its file to a profile, and from that to a plan."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from parplan import cli
+from parplan.planner.plan.plan import write as write_plan
+from parplan.planner.runs.run_file import write as write_run
+from tests.helpers.synthetic_runs import estimated, factors, run_of
+
+ESTIMATE = ("estimate", "--model", "gpt-2.5b", "--gpu", "a100-80gb", "--gpus", "1", "--stack", "torchtitan", "--global-batch-size", "8",
+            "--seq-length", "1024", "--micro-batch-size", "2", "--json")
+
+
+@pytest.fixture(autouse=True)
+def _a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = estimated()
+    write_run(run_of(plan, factors(plan, forward=1.5, backward=1.25, optimizer=2.0)), tmp_path / "run.json")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+def succeed(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def error(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert [line.split(":")[0] for line in result.stderr.splitlines()] == ["error", "hint"]
+    return result.stderr
+
+
+def test_a_run_becomes_a_profile_that_meets_its_step():
+    out = succeed("calibrate", "run.json", "-o", "mine.yaml")
+
+    assert re.search(r"forward passes +1\.5  run [0-9a-f]{16}\n", out)
+    assert re.search(r"transfers between stages +-  no run exercised it\n", out)
+    assert out.splitlines()[-1] == "wrote mine.yaml; plan with it: --gpu a100-80gb --stack torchtitan --profile mine.yaml"
+    measured_s = yaml.safe_load(Path("mine.yaml").read_text())["runs"][0]["measured_s"]
+    before, after = (json.loads(succeed(*ESTIMATE, *more))["predicted"]["step_time_s"] for more in ((), ("--profile", "mine.yaml")))
+    assert before["value"] < 0.8 * measured_s
+    assert after == {"value": pytest.approx(measured_s, rel=1e-4), "kind": "interpolated"}
+
+
+def test_json_is_the_profile_and_a_dash_is_stdout():
+    body = json.loads(succeed("calibrate", "run.json", "--json"))
+
+    assert body == yaml.safe_load(Path("profile.yaml").read_text())
+    assert yaml.safe_load(succeed("calibrate", "run.json", "-o", "-")) == body
+
+
+def test_a_search_takes_a_profile_too():
+    succeed("calibrate", "run.json", "-o", "mine.yaml")
+
+    plan = json.loads(succeed(
+        "--model", "gpt-2.5b", "--gpus", "2", "--stack", "torchtitan", "--profile", "mine.yaml", "--json", "--tp", "1", "--zero", "1"))
+
+    assert plan["cluster"]["calibration"]["forward"]["value"] == pytest.approx(1.5)
+
+
+def test_another_device_is_refused_unless_forced():
+    succeed("calibrate", "run.json", "-o", "mine.yaml")
+    other = [argument.replace("a100", "h100") for argument in ESTIMATE]
+
+    assert "the profile is of device a100-80gb, asked is h100-80gb" in error(*other, "--profile", "mine.yaml")
+    assert json.loads(succeed(*other, "--profile", "mine.yaml", "--force-profile"))["cluster"]["calibration"]
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    pytest.param("steps: 1", "run.json:1: not JSON", id="not-json"),
+    pytest.param('{"run_version": 9}', "run_version is 9", id="version"),
+])
+def test_what_is_no_run_is_one_line_and_a_hint(text, message, tmp_path):
+    (tmp_path / "run.json").write_text(text)
+
+    assert message in error("calibrate", "run.json")
+    assert not (tmp_path / "profile.yaml").exists()
+
+
+def test_a_missing_run_and_a_folder_that_is_not_there():
+    assert "cannot read none.json" in error("calibrate", "none.json")
+    assert "no such folder" in error("calibrate", "run.json", "-o", "none/mine.yaml")
+
+
+def test_the_trace_of_a_plan_alone(tmp_path):
+    write_plan(estimated(), tmp_path / "plan.yaml")
+
+    assert succeed("trace", "plan.yaml", "-o", "t.json") == "wrote t.json; open it in https://ui.perfetto.dev\n"
+    assert json.loads(succeed("trace", "plan.yaml", "-o", "-")) == json.loads((tmp_path / "t.json").read_text())

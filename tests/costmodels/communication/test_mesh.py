@@ -1,0 +1,91 @@
+"""Where the ranks of an axis sit (EQUATIONS C6): checked against the rank formula itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from parplan.costmodels.communication.mesh import Axis, Mesh, Placement, place
+from parplan.profiles.errors import ConfigError
+
+
+def groups(mesh: Mesh, axis: Axis) -> list[list[int]]:
+    """The ranks of every group of `axis`, from rank = (pp_rank * dp + dp_rank) * tp + tp_rank."""
+    coordinates = itertools.product(range(mesh.pp), range(mesh.dp), range(mesh.tp))
+    found: dict[tuple[int, ...], list[int]] = {}
+    for coordinate in coordinates:
+        pp, dp, tp = coordinate
+        others = tuple(c for i, c in enumerate(coordinate) if i != list(Axis).index(axis))
+        found.setdefault(others, []).append((pp * mesh.dp + dp) * mesh.tp + tp)
+    return list(found.values())
+
+
+@pytest.mark.parametrize(("axis", "degree", "stride"), [
+    pytest.param(Axis.PP, 2, 32, id="pp-is-outermost"),
+    pytest.param(Axis.DP, 4, 8, id="dp"),
+    pytest.param(Axis.TP, 8, 1, id="tp-ranks-adjacent"),
+])
+def test_degrees_and_strides_follow_the_rank_order(axis, degree, stride):
+    mesh = Mesh(pp=2, dp=4, tp=8)
+
+    assert (mesh.degree(axis), mesh.stride(axis)) == (degree, stride)
+    assert mesh.num_ranks == 64
+
+
+@pytest.mark.parametrize("axis", list(Axis))
+def test_a_degree_below_one_is_refused(axis):
+    degrees = {"pp": 1, "dp": 1, "tp": 1, axis.value: 0}
+
+    with pytest.raises(ConfigError, match=f"mesh: {axis} is 0, it must be from 1 to 10,000,000"):
+        Mesh(**degrees)
+
+
+@pytest.mark.parametrize(("mesh", "axis", "expected"), [
+    pytest.param(Mesh(pp=1, dp=8, tp=8), Axis.TP, Placement(nodes=1, ranks_per_node=8, groups_per_node=1), id="tp-fills-a-node"),
+    pytest.param(Mesh(pp=1, dp=8, tp=8), Axis.DP, Placement(nodes=8, ranks_per_node=1, groups_per_node=8), id="8-dp-groups-share-the-nics"),
+    pytest.param(Mesh(pp=1, dp=64, tp=1), Axis.DP, Placement(nodes=8, ranks_per_node=8, groups_per_node=1), id="one-dp-group-has-them-all"),
+    pytest.param(Mesh(pp=8, dp=1, tp=8), Axis.PP, Placement(nodes=8, ranks_per_node=1, groups_per_node=8), id="pp-across-nodes"),
+    pytest.param(Mesh(pp=1, dp=2, tp=2), Axis.DP, Placement(nodes=1, ranks_per_node=2, groups_per_node=1), id="half-a-node"),
+    pytest.param(Mesh(pp=1, dp=4, tp=16), Axis.TP, Placement(nodes=2, ranks_per_node=8, groups_per_node=1), id="tp-over-two-nodes"),
+])
+def test_placements_by_hand_on_nodes_of_eight(mesh, axis, expected):
+    assert place(mesh, axis, 8) == expected
+
+
+POWERS = (1, 2, 4, 8, 16)
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 2, 4, 8])
+@pytest.mark.parametrize("axis", list(Axis))
+def test_placements_equal_the_nodes_that_the_ranks_of_each_group_sit_on(axis, gpus_per_node):
+    for pp, dp, tp in itertools.product(POWERS, repeat=3):
+        mesh = Mesh(pp=pp, dp=dp, tp=tp)
+        found = place(mesh, axis, gpus_per_node)
+
+        for group in groups(mesh, axis):
+            nodes = [rank // gpus_per_node for rank in group]
+            assert found.nodes == len(set(nodes)), (mesh, axis)
+            assert found.ranks_per_node == nodes.count(nodes[0]), (mesh, axis)
+        assert found.num_ranks == mesh.degree(axis)
+        assert found.crosses_nodes == (found.nodes > 1)
+
+
+@pytest.mark.parametrize("gpus_per_node", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis", list(Axis))
+def test_the_groups_that_share_a_nodes_nics_are_the_groups_with_a_rank_on_it(axis, gpus_per_node):
+    for pp, dp, tp in itertools.product(POWERS, repeat=3):
+        mesh = Mesh(pp=pp, dp=dp, tp=tp)
+        found = place(mesh, axis, gpus_per_node)
+        on_first_node = sum(any(rank < gpus_per_node for rank in group) for group in groups(mesh, axis))
+
+        if found.crosses_nodes:
+            assert found.groups_per_node == on_first_node, (mesh, axis)
+        else:
+            assert found.groups_per_node == 1
+
+
+def test_degrees_that_do_not_divide_a_node_are_rounded_to_the_widest_spread():
+    found = place(Mesh(pp=1, dp=12, tp=1), Axis.DP, 8)
+
+    assert (found.nodes, found.ranks_per_node) == (3, 4)

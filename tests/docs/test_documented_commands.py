@@ -1,0 +1,150 @@
+"""Every command that README and docs show is run as it stands there, or is named here with the reason why not."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from parplan import cli
+from parplan.planner.runs.run_file import write
+from parplan.planner.search.relaxations import relaxations
+from parplan.report.searches import infeasible_text as relaxations_report
+from tests.helpers.documented import ROOT, documented, shape
+from tests.helpers.synthetic_runs import estimated, run_of
+
+QUICK = (
+    "plan --model gpt-tiny --gpu cpu --gpus 2",
+    "plan calibrate run.json -o mygpu.yaml",
+    "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full",
+    "plan estimate --model gpt-18b --gpus 8 --gpu v100-32gb --offload optimizer,parameters --host-blocks 45",
+    "plan estimate --model gpt-7.5b --gpus 4 --gpu v100-32gb --stack parplan --offload optimizer,parameters --host-blocks 20",
+    "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc1",
+    "plan explain --model gpt-20b --gpus 64 --tp 8 --operator fc2",
+    "plan show plan.yaml",
+    "plan show plan.yaml --chunks --plot moments.png",
+    "plan validate --source simumax --rows",
+    "plan tokenize corpus/ --glob '**/*.txt' -o tokens.bin",
+    "plan estimate --model gpt-22b --gpus 8 --tp 8 --micro-batch-size 4 --recompute full -o by-hand.yaml",
+    "plan --model gpt-tiny --gpus 2 --gpu cpu --precision fp32 --stack parplan",
+    "plan --model gpt-tiny --gpus 2 --gpu cpu --precision fp32 --stack parplan --tp 2 -o tp.yaml",
+    "plan tokenize docs/ --glob '**/*.md' -o tokens.bin",
+    "plan show run.json",
+    "plan calibrate run.json -o mycpu.yaml",
+)
+SLOW = (
+    "plan --model gpt-20b --gpus 64",
+    "plan --model ./config.json --gpus 16 --seq-length 4096",
+    "plan --model ./config.json --module huggingface --gpus 8",
+    "plan --model gpt-20b --cluster cluster.yaml",
+    "plan --model gpt-20b --gpus 64 --memory-limit 60GiB --time-limit 10 --explain",
+    "plan --model gpt-20b --gpus 64 --objective memory --max-slowdown 0.05",
+    "plan --model gpt-20b --gpus 64 --tp 4,8 --pp 1,2,4 --zero 1 --schedule 1f1b --recompute none,full",
+    "plan --model gpt-20b --gpus 64 --gpu h100-80gb --stack nemo --fp8",
+    "plan --model llama3-70b --gpus 16 --gpu h100-80gb --zero 0 --recompute none --micro-batch-size 2 --offload none",
+    "plan check plan.yaml",
+)
+ENOUGH_S = 300.0  # no search for what would fit is cut off
+MINUTES = "takes minutes"
+PLACEHOLDER = "names a file or a module of the reader's"
+GPUS = "needs the GPUs of a node"
+NETWORK = "installs from a package index"
+LAUNCHES = "starts processes that train; tests/test_executor_*.py run the same"
+NOT_RUN = {
+    "pip install .": NETWORK,
+    "pip install -c constraints.txt -e '.[test]'": NETWORK,
+    "pip install -c constraints.txt '.[torch]'": NETWORK,
+    "pytest": "is what runs this",
+    "plan --model llama3-70b --gpus 128 --gpu h100-80gb": MINUTES,
+    "plan --model gpt-20b --gpus 64 --objective pareto --plot front.png": MINUTES,
+    "plan compare --model gpt-20b --gpus 64 --baseline all": MINUTES,
+    "plan --model gpt-18b --gpus 8 --gpu v100-32gb --host-memory 240GiB": MINUTES,
+    "plan max-model --gpus 8 --gpu a100-40gb --host-memory 1TiB": MINUTES,
+    "plan --model my_package.my_model:build --gpus 16": PLACEHOLDER,
+    "plan --model ./t5/config.json --gpus 16": MINUTES,
+    "plan --model my_package.my_model:build --gpus 4 --gpu cpu --precision fp32": PLACEHOLDER,
+    "plan check plan.yaml --execute": LAUNCHES,
+    "plan --model shape.yaml --module my_package.my_model:build --gpus 8": PLACEHOLDER,
+    "plan estimate ... --offload optimizer --host-optimizer 12 --eviction lru --memory-limit 24GiB": "is cut short",
+    "plan profile -o mygpu.yaml --model gpt-20b --minutes 10": GPUS,
+    "plan profile -o mygpu.yaml --missing plan.yaml": GPUS,
+    "plan --model gpt-tiny --gpus 2 --gpu cpu --precision fp32 --stack parplan --profile mycpu.yaml": PLACEHOLDER,
+    "plan profile -o mygpu.yaml --add comm.yaml": PLACEHOLDER,
+    "plan profile -o mygpu.yaml --nccl-tests all_reduce.txt --nodes 2 --ranks-per-node 8": PLACEHOLDER,
+    "plan profile --show mygpu.yaml --plot mygpu.png": PLACEHOLDER,
+    "plan profile --diff before.yaml after.yaml": PLACEHOLDER,
+    "plan --model gpt-20b --gpus 64 --profile mygpu.yaml": PLACEHOLDER,
+    "torchrun --nproc-per-node 8 -m parplan.executor plan.yaml": LAUNCHES,
+    "torchrun --nproc-per-node 8 -m parplan.executor plan.yaml --steps 100": LAUNCHES,
+    "torchrun --nproc-per-node 2 -m parplan.executor plan.yaml --steps 5": LAUNCHES,
+    "torchrun --nproc-per-node 8 --max-restarts 3 -m parplan.executor plan.yaml --data tokens.bin --steps 10000 --checkpoint-dir checkpoints":
+        LAUNCHES,
+    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m parplan.profiles.profile_comm -o comm.yaml": GPUS,
+    "torchrun --nproc-per-node 2 -m parplan.executor plan.yaml --data tokens.bin --steps 20 --checkpoint-dir checkpoints": LAUNCHES,
+    "torchrun --nproc-per-node 2 -m parplan.executor tp.yaml --data tokens.bin --steps 25 --checkpoint-dir checkpoints": LAUNCHES,
+    "python examples/train_bytes.py": "tests/docs/test_examples.py runs it",
+}
+EXITS = {"plan --model llama3-70b --gpus 16 --gpu h100-80gb --zero 0 --recompute none --micro-batch-size 2 --offload none": 3}
+DOCUMENTED = {one.command: one for one in documented()}
+SHOWN = [one for one in documented() if one.output]
+
+
+def test_every_documented_command_is_run_or_has_a_reason():
+    assert set(DOCUMENTED) == {*QUICK, *SLOW, *NOT_RUN}
+
+
+@pytest.mark.parametrize("command", [*QUICK, *(pytest.param(command, marks=pytest.mark.slow) for command in SLOW)])
+def test_a_documented_command_prints_what_the_document_shows(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _give_files(command, tmp_path)
+
+    monkeypatch.setattr(relaxations_report, "relaxations", partial(relaxations, budget_s=ENOUGH_S))  # also on a busy machine
+    result = CliRunner().invoke(cli.main, DOCUMENTED[command].words[1:])
+
+    assert result.exit_code == EXITS.get(command, 0), result.output
+    for shown in (one for one in SHOWN if one.command == command):
+        assert shape(result.output.splitlines()) == shape(shown.output), shown.where
+
+
+def _give_files(command: str, folder: Path) -> None:
+    """What the command reads: the model, the machine, the plan, the text and the run of a reader."""
+    shutil.copy(ROOT / "configs/clusters/a100-80gb.yaml", folder / "cluster.yaml")
+    (folder / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8, '
+        '"intermediate_size": 5632, "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, '
+        '"tie_word_embeddings": false, "hidden_act": "silu", "rope_theta": 10000.0}', encoding="utf-8")
+    for name in ("corpus/a.txt", "docs/a.md"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_text("to be read byte by byte", encoding="utf-8")
+    if "plan.yaml" in command:
+        chunks = ("--offload", "optimizer") if "--chunks" in command else ()
+        made = CliRunner().invoke(cli.main, ["estimate", "--model", "gpt-tiny", "--gpus", "2", *chunks, "-o", "plan.yaml"])
+        assert made.exit_code == 0, made.output
+    if "run.json" in command:
+        write(run_of(estimated()), folder / "run.json")
+
+
+@pytest.mark.parametrize("command", NOT_RUN)
+def test_the_options_of_what_is_not_run_are_known(command, monkeypatch):
+    for name in (None, *cli.main.commands):
+        monkeypatch.setattr(cli.main if name is None else cli.main.commands[name], "callback", lambda *_, **__: None)
+    words = [word for word in DOCUMENTED[command].words if word != "..."]
+
+    if words[0] == "plan":
+        result = CliRunner().invoke(cli.main, words[1:])
+        assert result.exit_code == 0, result.output
+    elif words[0] == "torchrun":
+        module = words[words.index("-m") + 1]
+        name = f"{module}.__main__" if (ROOT / module).is_dir() else module
+        program = importlib.import_module(name).main
+        program.make_context(module, words[words.index("-m") + 2:])
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file()
+
+
+def test_the_shape_of_a_line_is_its_words():
+    assert shape(["  step   20.7 s +- 5 %"]) == shape(["  step  1,020.74 s +- 15 %"]) != shape(["  pace   20.7 s +- 5 %"])

@@ -1,0 +1,119 @@
+"""The token table on the host: the losses and gradients of one process, the bytes that a plan says, and what crosses between the sides."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.executor.run_options import Options
+from parplan.executor.training.train import build_trainer
+from parplan.planner.plan.plan import Plan
+from parplan.profiles.models.spec import Precision
+from tests.helpers.executor_plans import GPT, LLAMA, SEQ_LENGTH, make_plan
+from tests.helpers.executor_world import (
+    BF16_GRADIENT_TOLERANCE,
+    BF16_LOSS_TOLERANCE,
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    Outcome,
+    run_plans,
+    run_reference,
+    worst_gradient,
+)
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning"),
+]
+
+UNTIED = dataclasses.replace(GPT, name="tiny-untied", tied_embeddings=False)
+
+
+def looked_up(plan: Plan) -> Plan:
+    """With the token table on the host."""
+    plans = {
+        name: dataclasses.replace(found, offload=(Offload.LOOKUP,)) if name.startswith("embedding") else found
+        for name, found in plan.layer_plans.items()}
+    return dataclasses.replace(plan, layer_plans=plans)
+
+
+PLANS = {
+    "one-rank": looked_up(make_plan(UNTIED)),
+    "dp2-zero0": looked_up(make_plan(UNTIED, dp=2)),
+    "dp2-zero3-llama": looked_up(make_plan(LLAMA, dp=2, zero=(3,), num_micro_batches=4)),
+    "pp2": looked_up(make_plan(UNTIED, pp=2)),
+    "pp2-interleaved": looked_up(make_plan(LLAMA, pp=2, schedule=Schedule.INTERLEAVED, virtual_stages=2)),
+    "pp2-zbv": looked_up(make_plan(LLAMA, pp=2, schedule=Schedule.ZBV, virtual_stages=2, num_micro_batches=4)),
+    "pp2-early-recompute": looked_up(make_plan(LLAMA, pp=2, schedule=Schedule.EARLY_RECOMPUTE, recompute="full")),
+    "bf16-dp2-zero3-recomputed": looked_up(
+        make_plan(UNTIED, dp=2, zero=(3,), recompute="full", recompute_ends=True, precision=Precision.BF16)),
+}
+PLAIN = {
+    "dp2-zero0": make_plan(UNTIED, dp=2), "dp2-zero3-llama": make_plan(LLAMA, dp=2, zero=(3,), num_micro_batches=4)}
+
+
+@cache
+def outcomes(world: int) -> dict[str, Outcome]:
+    plans = {name: plan for name, plan in PLANS.items() if plan.mesh.num_ranks == world}
+    return dict(zip(plans, run_plans(list(plans.values())), strict=True))
+
+
+@cache
+def with_and_without() -> dict[str, tuple[Outcome, Outcome]]:
+    """Each plan with its table on the host, and without."""
+    found = iter(run_plans([plan for name, plain in PLAIN.items() for plan in (PLANS[name], plain)]))
+    return {name: (next(found), next(found)) for name in PLAIN}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_it_trains_like_one_process(name):
+    plan = PLANS[name]
+    found, expected = outcomes(plan.mesh.num_ranks)[name], run_reference(dataclasses.replace(plan, mesh=Mesh(pp=1, dp=1, tp=1)))
+    exact = plan.training.precision is Precision.FP32
+
+    error, parameter = worst_gradient(found, expected)
+
+    assert error <= (GRADIENT_TOLERANCE if exact else BF16_GRADIENT_TOLERANCE), parameter
+    assert found.losses == pytest.approx(expected.losses, rel=LOSS_TOLERANCE if exact else BF16_LOSS_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_ranks_hold_their_columns_of_the_table_and_its_states(name):
+    plan = PLANS[name]
+
+    for (_, _, _), (predicted, measured) in outcomes(plan.mesh.num_ranks)[name].states.items():
+        assert measured == predicted
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_rows_and_their_gradients_are_exchanged_and_no_gradient_of_the_table_is_reduced(name):
+    found, plain = (outcome.collectives for outcome in with_and_without()[name])
+
+    assert found["alltoall_base_"] == 2 * PLANS[name].pipeline.num_micro_batches
+    assert found["_reduce_scatter_base_"] + found["allreduce_"] <= plain["_reduce_scatter_base_"] + plain["allreduce_"]
+
+
+def test_what_crosses_are_rows_of_the_micro_batches_and_the_table_is_updated_where_it_is(tmp_path):
+    plan = PLANS["one-rank"]
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        trainer = build_trainer(plan, Options(steps=1), torch.device("cpu"))
+        table = trainer.pipeline.stages[0].body.embedding.tokens
+        before = table.weight.to_local().clone()
+        list(trainer.run())
+    finally:
+        dist.destroy_process_group()
+
+    rows = plan.training.global_batch_size * SEQ_LENGTH * UNTIED.hidden_size * 4
+    assert (table.copies.back_bytes, table.copies.out_bytes) == (rows, rows)
+    assert trainer.copied_bytes == (0, 0)  # of activations
+    assert not before.equal(table.weight.to_local())

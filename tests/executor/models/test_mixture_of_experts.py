@@ -1,0 +1,238 @@
+"""Mixtures of experts: every mesh trains like one process, the block is that of transformers, and what cannot run is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessRaisedException
+
+from parplan.costmodels.layers.recompute import saved_bytes
+from parplan.costmodels.operators.sharding import Sharding
+from parplan.executor.memory.layer_recompute import recomputed
+from parplan.executor.models.mixture_of_experts import MixtureOfExperts, held_experts
+from parplan.executor.models.transformer_layers import build_layer
+from parplan.executor.rules.all_rules import nearest_legal, validate
+from parplan.executor.rules.expert_rules import MIXTURE
+from parplan.planner.plan.plan import Plan
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.operator_graph import LayerKind
+from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.models.transformer import build_graph
+from parplan.profiles.stack import NEUTRAL
+from tests.helpers.executor_plans import LLAMA, MIXTRAL, SEQ_LENGTH, make_plan
+from tests.helpers.executor_world import Outcome, Worlds, require_parity, run_plans, run_reference
+
+ALL = "full"
+PLANS: dict[str, Plan] = {
+    "one-rank": make_plan(MIXTRAL),
+    "dp2": make_plan(MIXTRAL, dp=2, zero=(2,)),
+    "ep2-zero0": make_plan(MIXTRAL, dp=2, ep=2),
+    "ep2-zero1": make_plan(MIXTRAL, dp=2, ep=2, zero=(1,)),
+    "ep2-zero3-full-recompute": make_plan(MIXTRAL, dp=2, ep=2, zero=(3, 2), recompute=ALL),
+    "ep2-selective-recompute": make_plan(MIXTRAL, dp=2, ep=2, zero=(2,), recompute=("norm1", "norm2", "activation")),
+    "tp2": make_plan(MIXTRAL, tp=2),
+    "tp2-sp": make_plan(MIXTRAL, tp=2, sp=True),
+    "bf16-ep2-zero0": make_plan(MIXTRAL, dp=2, ep=2, precision=Precision.BF16),
+    "bf16-ep2-zero-mixed": make_plan(MIXTRAL, dp=2, ep=2, zero=(1, 3), recompute=ALL, precision=Precision.BF16),
+    "dp4-ep2-zero-mixed": make_plan(MIXTRAL, dp=4, ep=2, zero=(0, 1)),
+    "dp4-ep2-zero3": make_plan(MIXTRAL, dp=4, ep=2, zero=(3, 2)),
+    "bf16-dp4-ep2-zero2": make_plan(MIXTRAL, dp=4, ep=2, zero=(2,), precision=Precision.BF16),
+    "dp2-tp2-sp-ep2-zero1": make_plan(MIXTRAL, dp=2, tp=2, ep=2, sp=True, zero=(1,)),
+    "dp2-tp2-sp-zero3": make_plan(MIXTRAL, dp=2, tp=2, sp=True, zero=(3, 0), recompute=ALL),
+    "pp2-dp2-ep2": make_plan(MIXTRAL, pp=2, dp=2, ep=2, zero=(1,)),
+    "pp2-dp2-tp2-sp-ep2-zero3": make_plan(MIXTRAL, pp=2, dp=2, tp=2, ep=2, sp=True, zero=(3,), recompute=ALL),
+}
+
+
+WORLDS = Worlds(PLANS, slow=[
+    "ep2-zero1", "ep2-selective-recompute", "bf16-ep2-zero0", "tp2", *(name for name, plan in PLANS.items() if plan.mesh.num_ranks >= 4)])
+
+
+@cache
+def reference() -> Outcome:
+    return run_reference(PLANS["one-rank"])
+
+
+@pytest.mark.parametrize("name", WORLDS.params())
+@pytest.mark.multiproc
+def test_a_plan_with_experts_trains_like_one_process(name):
+    plan = PLANS[name]
+    found = WORLDS.outcome(name)
+
+    require_parity(plan, found, reference())
+
+
+@pytest.mark.parametrize("name", WORLDS.params())
+@pytest.mark.multiproc
+def test_every_rank_holds_exactly_the_predicted_bytes(name):
+    plan = PLANS[name]
+
+    states = WORLDS.outcome(name).states
+
+    assert len(states) == plan.mesh.num_ranks
+    assert {rank: measured for rank, (_, measured) in states.items()} == {rank: predicted for rank, (predicted, _) in states.items()}
+
+
+@pytest.mark.multiproc
+def test_the_experts_of_a_rank_are_its_part_of_all():
+    alone, divided = (WORLDS.outcome(name).states[0, 0, 0][1] for name in ("dp2", "ep2-zero0"))
+    experts = 2 * 4 * 3 * 32 * 24  # blocks, experts, matrices
+
+    assert divided.parameters < alone.parameters - 4 * experts // 2
+
+
+@pytest.mark.parametrize(("name", "exchanges"), [
+    pytest.param("dp2", 0, id="alone"), pytest.param("ep2-zero0", 4, id="there-and-back-in-both-passes"),
+    pytest.param("ep2-zero3-full-recompute", 6, id="and-twice-again"), pytest.param("ep2-selective-recompute", 4, id="not-again"),
+])
+@pytest.mark.multiproc
+def test_a_block_exchanges_tokens_as_often_as_is_priced(name, exchanges):
+    found = WORLDS.outcome(name).collectives
+
+    assert found["all_to_all_single"] == exchanges * 2 * 2  # blocks, micro-batches
+
+
+# One process
+
+
+TRAINING = TrainingSpec(global_batch_size=2, seq_length=SEQ_LENGTH, stack=NEUTRAL)
+
+
+def block(model=MIXTRAL):
+    return build_layer(model, TRAINING, LayerKind.BLOCK, 1, 0, torch.device("cpu"))
+
+
+def test_every_parameter_of_the_graph_is_in_the_block():
+    graph = build_graph(MIXTRAL, TRAINING, 1).block
+
+    assert sum(p.numel() for p in block().parameters()) == graph.num_parameters
+    assert [operator.name for operator in graph.operators if operator.name in MixtureOfExperts.operators] == list(MIXTURE)
+
+
+def test_each_expert_starts_from_its_own_values_wherever_it_is():
+    first, second = (held_experts(MIXTRAL, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)) for rank in (0, 1))
+    weight = block().mixture.experts.fc1.weight.unflatten(0, (4, -1))
+
+    assert (first, second) == (range(2), range(2, 4))
+    assert len({matrix.sum().item() for matrix in weight}) == 4
+
+
+def test_a_mixture_is_the_weighted_sum_of_the_chosen_experts():
+    mixture = block().mixture
+    mixture.router.weight.data.mul_(20)  # weights that differ
+    x = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(0))
+    expected = torch.zeros_like(x)
+    for i, token in enumerate(x[0]):
+        scores = (mixture.router.weight @ token).softmax(0)
+        best = scores.argsort(descending=True)[:2]
+        for expert in best:
+            gate, up = (mixture.experts.fc1.weight.unflatten(0, (4, -1, 2))[expert] @ token).unbind(-1)
+            out = mixture.experts.fc2.weight.unflatten(0, (4, -1))[expert] @ (torch.nn.functional.silu(gate) * up)
+            expected[0, i] += scores[expert] / scores[best].sum() * out
+
+    torch.testing.assert_close(mixture(x), expected)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero():
+    experts = block().mixture.experts
+    rows = torch.randn(3, 32, requires_grad=True)
+
+    experts(rows, [0, 3, 0, 0]).sum().backward()
+    gradient = experts.fc1.weight.grad.unflatten(0, (4, -1)).abs().sum(dim=(1, 2))
+    assert gradient[1] > 0
+    assert gradient[[0, 2, 3]].tolist() == [0, 0, 0]
+
+    nobody = torch.randn(0, 32, requires_grad=True)
+    experts(nobody, [0, 0, 0, 0]).sum().backward()
+    assert nobody.grad.shape == (0, 32)
+
+
+def kept_bytes(model) -> int:
+    """Bytes of the tensors that autograd keeps of a block, parameters aside."""
+    layer, kept = block(model), {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(torch.randn(2, SEQ_LENGTH, 32, requires_grad=True))
+    return sum(storage.nbytes() for address, storage in kept.items() if address not in own)
+
+
+def test_experts_keep_what_the_graph_says_and_the_order_of_the_copies():
+    training = dataclasses.replace(TRAINING, precision=Precision.FP32)
+    more = kept_bytes(MIXTRAL) - kept_bytes(LLAMA)
+    predicted = [saved_bytes(build_graph(model, training, 2).block, Sharding()) for model in (MIXTRAL, LLAMA)]
+
+    copies = 2 * SEQ_LENGTH * 2
+    assert 0 <= more - (predicted[0] - predicted[1]) <= 24 * copies  # of a copy three numbers of 8 bytes at most
+
+
+# What is refused, and what it would do
+
+
+def with_block(plan, **changes):
+    changed = dataclasses.replace(plan.layer_plans["block-0"], **changes)
+    return dataclasses.replace(plan, layer_plans={**plan.layer_plans, "block-0": changed})
+
+
+def moved(plan, operator, **changes):
+    operators = plan.layer_plans["block-0"].operators
+    return with_block(plan, operators={**operators, operator: dataclasses.replace(operators[operator], **changes)})
+
+
+THREE = dataclasses.replace(MIXTRAL, num_experts=3)
+TP2 = PLANS["tp2-sp"]
+
+
+@pytest.mark.parametrize(("plan", "message"), [
+    pytest.param(make_plan(THREE, dp=2, ep=2), "ep 2 does not divide the 3 experts", id="experts"),
+    pytest.param(make_plan(LLAMA, dp=2, ep=2), "ep 2 divides experts, tiny-llama has none", id="dense"),
+    pytest.param(with_block(PLANS["one-rank"], recompute=("dispatch",)), "of the experts only activation can run again", id="recompute"),
+    pytest.param(moved(TP2, "combine", input=("Shard(0)@tp",), output=("Shard(0)@tp",)), "combine is placed otherwise than router",
+                 id="placed-apart"),
+    pytest.param(moved(TP2, "fc1", parameters={"weight": ("Shard(1)@tp",)}), "its parameters must be whole", id="divided-over-tp"),
+])
+def test_what_experts_cannot_run_is_refused_and_the_nearest_plan_is_not(plan, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(plan)
+    validate(nearest_legal(plan))
+
+
+def test_experts_that_do_not_divide_would_leave_one_with_nobody():
+    held = [held_experts(THREE, SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)) for rank in (0, 1)]
+
+    assert set().union(*held) == {0, 1}
+
+
+def test_no_module_of_its_own_runs_the_dispatch_again():
+    with pytest.raises(AttributeError, match="dispatch"):
+        recomputed(block(), ("dispatch",), "block0")
+
+
+@pytest.mark.multiproc
+def test_a_mixture_placed_apart_would_not_run():
+    apart = moved(TP2, "combine", input=("Shard(0)@tp",), output=("Shard(0)@tp",))
+
+    with pytest.raises(ProcessRaisedException, match="must match the size"):
+        run_plans([apart])
+
+
+def test_gradients_that_a_tensor_parallel_rank_does_not_add_would_be_halves():
+    """Of experts that are whole on every rank each rank sees half of the tokens."""
+    layer, x = block(), torch.randn(2, SEQ_LENGTH, 32)
+    whole, half = (_expert_gradient(layer, part) for part in (x, x[:, : SEQ_LENGTH // 2]))
+
+    assert (whole - half).abs().max() > 0.1 * whole.abs().max()
+
+
+def _expert_gradient(layer, x):
+    layer.zero_grad()
+    layer.mixture(x).square().sum().backward()
+    return layer.mixture.experts.fc1.weight.grad.clone()

@@ -1,0 +1,27 @@
+"""The command line, as tests call it."""
+
+from __future__ import annotations
+
+from click.testing import CliRunner, Result
+
+from parplan import cli
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, list(arguments))
+
+
+def succeed(*arguments: str) -> Result:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def fail(code: int, *arguments: str) -> str:
+    """The message of a run that must end with one `error:` and one `hint:`, whose further lines are indented, and no result."""
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    starts = [line.split(":")[0] for line in result.stderr.splitlines() if not line.startswith(" ")]
+    assert starts == ["error", "hint"], result.stderr
+    assert result.stdout == ""
+    return result.stderr

@@ -1,0 +1,170 @@
+"""A machine's own profile from cases to file, with a program in place of the operators."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from parplan.planner.calibration.profiling import (
+    Wanted,
+    add_records,
+    cases_wanted,
+    faster,
+    has_links,
+    measure_operators,
+)
+from parplan.profiles.catalog import load_model, load_stack
+from parplan.profiles.documents.schema import document
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.machines.applied_profile import applied
+from parplan.profiles.machines.measurements import Case, Measured, Outcome, Pass, Record, Timing
+from parplan.profiles.machines.user_profile import read
+from parplan.profiles.models.spec import Precision, TrainingSpec
+from parplan.profiles.profiler.environment import environment
+from parplan.profiles.profiler.journal import beside
+from parplan.profiles.provenance import Kind
+
+PROGRAM = "tests.helpers.programs:machine"
+MODEL = load_model("gpt-tiny")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What a session leaves on a machine on which one operator does not fit and another hangs."""
+    output = tmp_path_factory.mktemp("profile") / "mine.yaml"
+    wanted = Wanted(output=output, device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,), hang_limit_s=2.0)
+    cases = cases_wanted(wanted, environment("cpu"))
+    hanging = [case for case in cases if case.work == "attention"]
+    wanted = replace(wanted, cases=tuple(case for case in cases if case not in hanging[1:]))
+    return wanted, measure_operators(wanted, None)
+
+
+def records(found, work):
+    return [record for record in found.profile.records if record.case.work == work]
+
+
+@pytest.mark.slow
+def test_what_fails_is_recorded_and_all_else_measured(measured):
+    _, found = measured
+
+    assert {record.outcome for record in records(found, "gelu")} == {Outcome.OUT_OF_MEMORY}
+    assert {record.outcome for record in records(found, "attention")} == {Outcome.HUNG}
+    others = [record for record in found.profile.records if record.case.work not in ("gelu", "attention")]
+    assert {record.outcome for record in others} == {Outcome.MEASURED}
+    assert {"linear", "layer_norm", "block", "adamw", "device_copy"} <= {record.case.work for record in others}
+    assert not found.missed
+
+
+def test_the_file_has_it_all_and_the_journal_is_gone(measured):
+    wanted, found = measured
+
+    assert document(read(wanted.output)) == document(found.profile)
+    assert not beside(wanted.output).exists()
+
+
+def test_the_same_command_measures_nothing_again(measured):
+    wanted, found = measured
+    again = measure_operators(replace(wanted, program="tests.helpers.programs:no_such_function", minutes=0.01), None)
+
+    assert again.profile.records == found.profile.records
+
+
+def test_curves_are_those_of_the_machine(measured):
+    _, found = measured
+    compute = found.profile.profile.compute
+
+    assert compute.forward.kind is Kind.INTERPOLATED
+    assert compute.named["layer_norm"].forward.kind is Kind.INTERPOLATED
+    assert compute.flash_forward.kind is Kind.ANALYTIC  # it hung
+    assert "gelu" not in compute.named
+    assert found.profile.profile.in_step.stack == "parplan"
+
+
+def test_a_plan_with_it_takes_the_times_that_were_measured(measured):
+    _, found = measured
+    training = TrainingSpec(global_batch_size=16, seq_length=64, precision="fp32", stack=load_stack("parplan"))
+    cluster, training = applied(found.profile, None, training, "mine.yaml", force=False)
+    assert cluster.device.peak("fp32") == pytest.approx(0.1e12, rel=0.5)
+    assert cluster.profile is not None
+
+
+def test_a_budget_that_is_over_leaves_what_was_not_reached(tmp_path):
+    wanted = Wanted(
+        output=tmp_path / "mine.yaml", device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,), minutes=1e-6)
+
+    with pytest.raises(ConfigError, match="nothing was measured"):
+        measure_operators(wanted, None)
+
+
+def test_a_profile_at_another_precision_is_not_added_to(measured):
+    wanted, _ = measured
+
+    with pytest.raises(ConfigError, match="precision fp32, this session with bf16"):
+        measure_operators(replace(wanted, precision=Precision.BF16), None)
+
+
+def collective(n_bytes: int, ranks: int) -> Record:
+    sizes = (("bytes", n_bytes), ("nodes", 1), ("ranks_per_node", ranks), ("groups", 1))
+    case = Case(
+        work="all_reduce", sizes=sizes, precision="fp32",
+        passes=(Pass(name="time", curve="all_reduce", sizes=tuple(size for _, size in sizes)),))
+    times = {"time": Timing(median_us=50 + n_bytes / 1e3, spread=0.0, repeats=5)}
+    return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times=times))
+
+
+def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
+    wanted, found = measured
+    output = tmp_path / "mine.yaml"
+    output.write_text(wanted.output.read_text())
+    assert not has_links(output, 2)
+
+    joined = add_records(output, [collective(2**i, 2) for i in range(10, 27, 2)], "cpu", "comm.yaml").profile
+
+    assert has_links(output, 2)
+    assert not has_links(output, 4)
+    assert len(joined.records) == len(found.profile.records) + 9
+    assert joined.profile.intra.kind is Kind.MEASURED
+    assert document(read(output)) == document(joined)
+
+
+@pytest.mark.parametrize(("device", "message"), [("NVIDIA H200", "measured on NVIDIA H200, .* on cpu"), (None, "no such profile")])
+def test_collectives_of_another_device_or_for_no_profile_are_refused(measured, tmp_path, device, message):
+    wanted, _ = measured
+    output = wanted.output if device else tmp_path / "none.yaml"
+
+    with pytest.raises(ConfigError, match=message):
+        add_records(output, [collective(1024, 2)], device, "comm.yaml")
+
+
+def test_of_two_looks_the_faster_timing_of_every_pass_counts():
+    def linear(forward_us: float, backward_us: float) -> Record:
+        taken = {"forward": forward_us, "backward": backward_us}
+        case = Case(work="gelu", sizes=(("tokens", 8), ("width", 8)), precision="fp32", passes=tuple(Pass(name=name) for name in taken))
+        times = {name: Timing(median_us=taken_us, spread=0.0, repeats=5) for name, taken_us in taken.items()}
+        return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times=times))
+
+    (found,) = faster([linear(10, 30)], [linear(20, 25)])
+
+    assert {name: timing.median_us for name, timing in found.measured.times.items()} == {"forward": 10, "backward": 25}
+    assert faster([linear(10, 30)], []) == (linear(10, 30),)
+
+
+def test_ctrl_c_before_anything_says_how_fast_the_machine_is_is_one_and_keeps_the_journal(tmp_path):
+    wanted = Wanted(output=tmp_path / "mine.yaml", device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,))
+    cases = cases_wanted(wanted, environment("cpu"))
+    norms = [case for case in cases if case.work == "layer_norm"]
+    wanted = replace(wanted, cases=(norms[0], *[case for case in cases if case.work == "linear"][:1]))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(progress: object) -> None:
+        if progress.done == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_operators(wanted, interrupt)
+    signal.signal(signal.SIGINT, before)
+
+    assert beside(wanted.output).exists()
+    assert not wanted.output.exists()

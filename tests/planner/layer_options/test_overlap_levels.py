@@ -1,0 +1,176 @@
+"""Which levels of sub-pipelined tensor parallelism apply, which of them a search tries, and that it loses nothing by the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from parplan.commands.requests.modules import narrowed
+from parplan.costmodels.communication.mesh import Mesh
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.costmodels.step import price_step
+from parplan.costmodels.strategy import Frame
+from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.candidates.lower_bounds import time_bound
+from parplan.planner.forbid import parse_bans
+from parplan.planner.layer_options.overlap_levels import illegal_overlap, paying
+from parplan.planner.plan.plan import Plan, from_document, to_document
+from parplan.planner.plan.reprice import reprice
+from parplan.planner.request import Constraints
+from parplan.planner.search.estimate import estimate_plan
+from parplan.planner.search.find_plan import Prices, find_plan
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.module_source import ModuleSource
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.stack import Stack
+from parplan.report.names import pipeline_phrases
+from tests.helpers.instances import PINS, Instance, every_strategy, random_instance, same_sharding
+
+LLAMA, MIXTRAL = load_model("llama3-8b").spec, load_model("mixtral-8x7b").spec
+FRAME = Frame(
+    mesh=Mesh(pp=2, dp=1, tp=4), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=8,
+    sequence_parallel=False, tp_overlap=3)
+CLUSTER = with_gpus(load_cluster("a100-40gb-pcie"), 8)
+
+
+def training(stack: str = "parplan") -> TrainingSpec:
+    return TrainingSpec(global_batch_size=16, seq_length=2048, stack=load_stack(stack))
+
+
+@pytest.mark.parametrize(("changes", "model", "reason"), [
+    pytest.param({"mesh": Mesh(pp=2, dp=4, tp=1)}, LLAMA, "tp is 1", id="no-tensor-parallelism"),
+    pytest.param({"micro_batch_size": 1}, LLAMA, "two halves, its size is 1", id="odd-micro-batch"),
+    pytest.param({"sequence_parallel": True}, LLAMA, "sends twice between halves", id="sequence-parallel"),
+    pytest.param({"schedule": Schedule.ZBV, "virtual_stages": 2}, LLAMA, "zbv splits them", id="split-backward"),
+    pytest.param({}, MIXTRAL, "tokens of experts", id="mixture-of-experts"),
+    pytest.param(
+        {"mesh": Mesh(pp=2, dp=1, tp=4), "schedule": Schedule.INTERLEAVED, "virtual_stages": 16}, LLAMA, "hold one", id="one-block"),
+])
+def test_a_level_that_does_not_apply_says_why(changes, model, reason):
+    frame = replace(FRAME, **changes)
+
+    assert reason in str(illegal_overlap(frame, model))
+    assert illegal_overlap(replace(frame, tp_overlap=0), model) is None
+    assert illegal_overlap(FRAME, LLAMA) is None
+
+
+def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full():
+    model, full = replace(LLAMA, dropout=0.1), (Recompute.FULL,)
+    pins = replace(PINS, tp=(4,), pp=(2,), micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,), sequence_parallel=(False,))
+
+    found = {tried: Prices(model, CLUSTER, training(), replace(pins, recompute=tried)) for tried in (tuple(Recompute), full)}
+    assert [frame.tp_overlap for frame in found[full].space.frames] == [0, 2]
+    assert [frame.tp_overlap for frame in found[tuple(Recompute)].space.frames] == [0, 2, 3]
+    options = {
+        frame.tp_overlap: [option.recompute for option in found[tuple(Recompute)].table.options(frame)]
+        for frame in found[tuple(Recompute)].space.frames}
+    everything = tuple(operator.name for operator in found[full].book.graph(1).block.operators)
+    assert everything in options[2]
+    assert everything not in options[3]
+    with pytest.raises(ConfigError, match="does not recompute blocks in full where dropout draws other masks"):
+        estimate_plan(model, CLUSTER, training(), FRAME, recompute=Recompute.FULL)
+    with pytest.raises(ConfigError, match="in full where the host keeps activations"):
+        estimate_plan(LLAMA, CLUSTER, training(), FRAME, recompute=Recompute.FULL, offload=(Offload.ACTIVATIONS,))
+    assert estimate_plan(model, CLUSTER, training(), FRAME).pipeline.tp_overlap == 3
+
+
+def test_a_stage_of_one_block_runs_at_level_2():
+    alone = replace(FRAME, schedule=Schedule.INTERLEAVED, virtual_stages=16, tp_overlap=2)
+
+    assert illegal_overlap(alone, LLAMA) is None
+
+
+def test_only_a_stack_that_runs_halves_is_offered_them_unless_they_are_pinned():
+    def levels(stack: str, pins: Constraints = PINS) -> set[int]:
+        return {frame.tp_overlap for frame in enumerate_space(LLAMA, CLUSTER, training(stack), pins).frames}
+
+    assert levels("parplan") == {0, 1, 2, 3}
+    assert levels("megatron-core") == {0}
+    assert levels("megatron-core", replace(PINS, tp_overlap=(0, 2))) == {0, 2}
+    assert levels("parplan", replace(PINS, forbid=parse_bans(["tp-overlap=3,1"]))) == {0, 2}
+    assert {frame.mesh.tp for frame in enumerate_space(LLAMA, CLUSTER, training(), replace(PINS, tp_overlap=(3,))).frames
+            if frame.tp_overlap == 0} == {1}
+
+
+def test_a_module_of_ones_own_runs_without_halves():
+    module = ModuleSource(factory="package.module:function")
+
+    assert narrowed(Constraints(), module).tp_overlap == (0,)
+    with pytest.raises(ConfigError, match="only the executor's own blocks run as two halves"):
+        narrowed(Constraints(tp_overlap=(3,)), module)
+
+
+def test_no_level_is_searched_that_another_beats():
+    prices = Prices(LLAMA, CLUSTER, training(), replace(PINS, tp=(4,), micro_batch_size=(2,)))
+    by_level = Counter(frame.tp_overlap for frame in prices.space.frames)
+
+    assert by_level[3] > 0
+    assert by_level[0] > 0
+    assert by_level[1] == 0  # over PCIe communication is all that counts
+    assert all(LLAMA.num_layers < 2 * frame.num_virtual_stages for frame in prices.space.frames if frame.tp_overlap == 2)
+    frames, dropped = paying([replace(FRAME, tp_overlap=2)], prices.book)
+    assert frames  # pinned
+    assert not dropped
+
+
+def slow_instance(seed: int) -> Instance:
+    """A network inside the node so slow that halves pay, and a stack that runs them."""
+    instance = random_instance(seed)
+    cluster = with_gpus(load_cluster("a100-80gb"), 4, 2)
+    link = replace(cluster.intra_node, bytes_per_s=3e9, latency_s=1e-7)
+    model = replace(
+        instance.model, num_layers=3, hidden_size=1024, head_dim=256, num_heads=4, num_kv_heads=4, ffn_hidden_size=4096)
+    return Instance(
+        model, replace(cluster, intra_node=link),
+        replace(instance.training, seq_length=512, stack=Stack(host_operator_s=1e-7, tp_overlap=3)))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price(seed):
+    instance = slow_instance(seed)
+    pins = replace(PINS, tp=(2,), micro_batch_size=(2, 4), sequence_parallel=(False,), schedule=(Schedule.ONE_F_ONE_B,))
+    asked = instance.model, instance.cluster, instance.training
+    book, table, best = instance.book(), MixTable(instance.book(), pins), dict[Frame, float]()
+    for frame in enumerate_space(*asked, pins).frames:
+        strategies = itertools.islice(every_strategy(frame, instance.model.num_layers), 0, None, 1 if frame.tp_overlap else 3)
+        best[frame] = min(price_step(made, book).closed_form_s for made in strategies if same_sharding(made) or not book.tied)
+
+    for frame, best_s in best.items():
+        assert time_bound(frame, table).step_s <= best_s * (1 + 1e-9)
+    fastest = min(best, key=best.__getitem__)
+    plan, without = (find_plan(*asked, constraints=replace(pins, tp_overlap=levels)) for levels in (None, (0,)))
+    assert plan.pipeline.tp_overlap == fastest.tp_overlap == 3
+    assert plan.search.bound <= best[fastest] * (1 + 1e-5) + 2e-6  # of the plans with one ZeRO stage
+    assert plan.predicted.step_time_s.value < without.predicted.step_time_s.value
+
+
+def estimated(level: int, **changes: object) -> Plan:
+    frame = replace(FRAME, tp_overlap=level, **changes)
+    return estimate_plan(LLAMA, CLUSTER, training(), frame, recompute=Recompute.FULL)
+
+
+def test_a_plan_carries_its_level_and_is_priced_again_alike():
+    plans = {level: estimated(level) for level in (0, 3)}
+
+    assert plans[3].predicted.step_time_s.value < plans[0].predicted.step_time_s.value
+    again = from_document(to_document(plans[3]), "plan")
+    assert again == plans[3]
+    assert reprice(again).plan.predicted == plans[3].predicted
+    assert pipeline_phrases(again.pipeline, again.mesh)[-1] == "sub-pipelined at level 3"
+    assert pipeline_phrases(plans[0].pipeline, plans[0].mesh)[-1] == "micro-batch 2 x 8"
+
+
+def test_a_layout_made_by_hand_is_refused_where_halves_do_not_apply():
+    with pytest.raises(ConfigError, match="sends twice between halves"):
+        estimated(2, sequence_parallel=True)
+    with pytest.raises(ConfigError, match="tp_overlap is 4"):
+        from_document({**to_document(estimated(0)), "pipeline": {**to_document(estimated(0))["pipeline"], "tp_overlap": 4}}, "plan")
+    with pytest.raises(ConfigError, match="--tp-overlap is 4"):
+        Constraints(tp_overlap=(4,))

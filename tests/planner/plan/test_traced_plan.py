@@ -1,0 +1,130 @@
+"""Plans of traced modules: the file and its errors, the schema, and the summary."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.plan.plan import to_document, to_yaml, write
+from parplan.planner.plan.traced_plan import ModulePlan, from_document, read
+from parplan.planner.request import Constraints
+from parplan.planner.traced.plan_traced import find_module_plan
+from parplan.profiles.catalog import load_cluster
+from parplan.profiles.errors import ConfigError
+from parplan.profiles.models.spec import ModelSpec, TrainingSpec
+from parplan.profiles.stack import NEUTRAL
+from parplan.report.plan_documents import plan_document, plan_schema
+from parplan.report.plans.summary import Context
+from parplan.report.plans.traced_summary import print_module_summary
+from parplan.report.text import console
+from tests.helpers.traced_models import model_of, traced_spec
+from tests.planner.plan.test_plan_file import conforms
+
+GPT = ModelSpec(
+    name="gpt", num_layers=4, hidden_size=256, num_heads=4, num_kv_heads=4, head_dim=64, ffn_hidden_size=1024, vocab_size=4096,
+    max_seq_length=128)
+TRAINING = TrainingSpec(global_batch_size=16, seq_length=128, stack=NEUTRAL)
+CLUSTER = replace(load_cluster("a100-80gb"), nodes=1)
+
+
+@pytest.fixture(scope="module")
+def plan() -> ModulePlan:
+    pins = Constraints(pp=(4,), schedule=(Schedule.ONE_F_ONE_B,))
+    return find_module_plan(traced_spec(GPT, TRAINING), CLUSTER, TRAINING, constraints=pins).plan
+
+
+def test_a_plan_that_is_written_is_read_as_it_was(plan, tmp_path):
+    path = tmp_path / "plan.yaml"
+
+    write(plan, path)
+
+    assert read(path) == plan
+    assert to_yaml(read(path)) == path.read_text()
+
+
+def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
+    assert plan.stages[0].first == 0
+    assert all(one.end == two.first for one, two in zip(plan.stages, plan.stages[1:], strict=False))
+    assert plan.stages[-1].end == len(plan.shards)
+    assert plan.shards[-1].end == plan.traced.num_operators
+    assert [shard.layer for shard in plan.shards] == ["A", *"BCBCBCBC", "D"]
+    assert plan.shards[1].starts == "h.0.norm1"
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    (lambda body: body["shards"][1].update(kind="x"), r"unknown key shards\.1\.kind"),
+    (lambda body: body["stages"][0].pop("zero"), r"stages\.0\.zero is missing"),
+    (lambda body: body["stages"][2].update(rank=7), r"stages\.2: rank is 7, the mesh has pp 4"),
+    (lambda body: body["stages"][1].update(first=5), r"stages\.1: it is shards 5 to"),
+    (lambda body: body["stages"][0].update(recompute=[9]), r"stages\.0: it recomputes shard 9"),
+    (lambda body: body["stages"][3].update(zero=4), r"stages\.3: zero is 4"),
+    (lambda body: body["shards"].pop(), "shards end with operators"),
+    (lambda body: body["predicted"]["memory_gib"].pop(), "memory_gib has 3 stages"),
+    (lambda body: body.update(plan_version=2), "plan_version is 2"),
+    (lambda body: body["traced"].update(flops="many"), r"unknown key traced\.flops"),
+])
+def test_a_file_that_is_wrong_is_an_error_with_its_place(plan, change, match):
+    body = yaml.safe_load(to_yaml(plan))
+    change(body)
+
+    with pytest.raises(ConfigError, match=match):
+        from_document(body, "plan.yaml")
+
+
+def test_the_published_schema_takes_a_plan_of_a_traced_module(plan):
+    schema = plan_schema()
+
+    for elapsed_s in (None, 1.5):
+        conforms(plan_document(plan, elapsed_s), schema, schema["$defs"])
+    with pytest.raises(AssertionError):
+        conforms({**plan_document(plan), "layers": 1}, schema, schema["$defs"])
+
+
+def test_the_document_has_the_time_that_the_search_took(plan):
+    assert plan_document(plan, 1.23456) == {**to_document(plan), "elapsed_s": 1.235}
+
+
+def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
+    fast = replace(plan.predicted, tokens_per_s_per_gpu=replace(plan.predicted.tokens_per_s_per_gpu, value=16412.3))
+    first, *others = plan.stages
+    mixed = replace(plan, predicted=fast, stages=(replace(first, zero=1), *(replace(stage, zero=0) for stage in others)))
+    out = io.StringIO()
+
+    print_module_summary(mixed, console(out), Context())
+
+    assert "16,410 " in out.getvalue()
+    assert "ZeRO 1 on 1 stage," in out.getvalue()
+
+
+def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):
+    out = io.StringIO()
+
+    print_module_summary(plan, console(out), Context(elapsed_s=1.0, assumed=("--gpus-per-node 8",)))
+
+    text = out.getvalue()
+    assert text.startswith("gpt, 4.24 M parameters, 45 operators in 10 shards")
+    assert "assumed: --gpus-per-node 8" in text
+    assert "mesh      pp 4 x dp 2 x tp 1 " in text
+    assert "1F1B, micro-batch" in text
+    assert "wte to h.0" in text
+    assert "tokens/s/GPU" in text
+    assert "band unknown: no measured steps of traced modules" in text
+    assert "priced by their FLOPs and bytes" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_module_of_samples_is_planned_by_samples():
+    model = replace(model_of(*traced_spec(GPT, TRAINING).operators), micro_batch_size=1)
+
+    found = find_module_plan(model, CLUSTER, TRAINING).plan
+
+    assert found.training.seq_length == 1
+    speed, step_s = found.predicted.tokens_per_s_per_gpu.value, found.predicted.step_time_s.value
+    assert speed * step_s * 8 == pytest.approx(16, rel=1e-4)
+    out = io.StringIO()
+    print_module_summary(found, console(out), Context())
+    assert "samples/s/GPU" in out.getvalue()

@@ -1,0 +1,228 @@
+"""The search against the enumeration of everything, and what it promises: bound, gap, status, the same plan twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
+from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes, time_bound
+from parplan.planner.deadline import NEVER
+from parplan.planner.plan.plan import to_yaml
+from parplan.planner.plan.prediction import Objective, Status
+from parplan.planner.request import Constraints, SearchOptions, SolverName
+from parplan.planner.search.find_plan import find_plan
+from parplan.planner.stage_columns.mix_table import MixTable
+from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.machines.stack_terms import Residuals, Terms
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.stack import NEUTRAL, Stack
+from parplan.profiles.units import GIB
+from tests.helpers.cases import mostly_slow
+from tests.helpers.instances import (
+    PINS,
+    Instance,
+    every_price,
+    peak_bytes,
+    random_instance,
+    redundant_bytes,
+)
+
+SLOWDOWN = 0.2
+SEEDS = mostly_slow(range(10), {0, 4})
+
+
+def search(instance: Instance, objective: Objective = Objective.THROUGHPUT, **options: object):
+    return find_plan(
+        instance.model, instance.cluster, instance.training, objective, constraints=PINS, options=SearchOptions(**options))
+
+
+@pytest.fixture(scope="module")
+def priced() -> dict[int, list]:
+    return {}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_search_equals_brute_force_under_both_objectives_with_memory_binding(seed, priced):
+    instance = random_instance(seed)
+    everything = every_price(instance, mixed=100)
+    peaks = sorted(peak_bytes(price) for _, price in everything)
+    limit = int(peaks[len(peaks) // 10])  # nine in ten strategies do not fit
+    fitting = [(s, p) for s, p in everything if peak_bytes(p) <= limit]
+    fastest_s = min(p.closed_form_s for _, p in fitting)
+
+    plan = search(instance, memory_limit_bytes=limit)
+
+    assert plan.search.status is Status.OPTIMAL
+    assert plan.search.bound <= fastest_s * (1 + 1e-5) + 2e-6  # nothing that was enumerated is below it
+    assert plan.search.fastest_step_time_s <= fastest_s * (1 + 1e-5) + 2e-6  # nor better than what was found
+    assert plan.search.value <= WORTH_REPLAYING * fastest_s + 1e-6
+    simulated_s = min(p.step_s for _, p in fitting)
+    assert plan.predicted.step_time_s.value <= 1.05 * simulated_s
+
+    slowest_s = fastest_s * (1 + SLOWDOWN)
+    leanest = min(redundant_bytes(s, p) for s, p in fitting if p.closed_form_s <= slowest_s)
+    lean = search(instance, Objective.MEMORY, memory_limit_bytes=limit, max_slowdown=SLOWDOWN)
+
+    assert lean.search.status is Status.OPTIMAL
+    assert lean.search.value <= leanest / GIB * (1 + 1e-5) + 1e-5
+    assert lean.predicted.redundancy_gib.total == pytest.approx(lean.search.value, rel=1e-4, abs=1e-3)
+    assert lean.search.value * (1 - lean.search.gap) <= leanest / GIB * (1 + 1e-5) + 1e-5
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
+    instance = random_instance(seed)
+    table = MixTable(instance.book(), PINS)
+    best_s, best_bytes = {}, {}
+    for strategy, price in every_price(instance):
+        frame = strategy.frame
+        best_s[frame] = min(best_s.get(frame, float("inf")), price.closed_form_s)
+        best_bytes[frame] = min(best_bytes.get(frame, float("inf")), redundant_bytes(strategy, price))
+
+    for frame, optimum_s in best_s.items():
+        assert time_bound(frame, table).step_s <= optimum_s * (1 + 1e-9)
+        assert redundancy_bound_bytes(frame, table) <= best_bytes[frame] * (1 + 1e-9) + 1
+
+
+def gpt_2_5b_on_16():
+    entry = load_model("gpt-2.5b")
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
+    return entry.spec, with_gpus(load_cluster("a100-80gb"), 16), training
+
+
+def gpt_20b_on_64():
+    entry = load_model("gpt-20b")
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
+    return entry.spec, with_gpus(load_cluster("a100-80gb"), 64), training
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return find_plan(*gpt_2_5b_on_16())
+
+
+@pytest.fixture(scope="module")
+def in_14_gib():
+    return find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB))
+
+
+@pytest.mark.slow
+def test_the_same_request_gives_the_same_bytes_twice(whole):
+    assert to_yaml(find_plan(*gpt_2_5b_on_16())) == to_yaml(whole)
+
+
+@pytest.mark.slow
+def test_cbc_and_highs_find_the_same_optimum(in_14_gib):
+    highs = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, solver=SolverName.HIGHS))
+
+    assert in_14_gib.search.bound == pytest.approx(highs.search.bound, rel=1e-6)
+
+
+def test_the_plan_fits_the_memory_limit_and_says_what_was_proven(in_14_gib):
+    plan = in_14_gib
+
+    assert max(stage.total for stage in plan.predicted.memory_gib) <= 14.0
+    assert plan.search.bound <= plan.search.value
+    assert plan.search.gap == pytest.approx(1 - plan.search.bound / plan.search.value, abs=1e-5)
+    assert plan.search.candidates.considered == plan.search.candidates.pruned + plan.search.candidates.solved
+
+
+@pytest.mark.slow
+def test_the_memory_objective_is_leaner_and_within_the_slowdown(whole):
+    fast = whole
+    lean = find_plan(*gpt_2_5b_on_16(), Objective.MEMORY, options=SearchOptions(max_slowdown=0.1))
+
+    assert lean.predicted.redundancy_gib.total < fast.predicted.redundancy_gib.total
+    assert lean.predicted.step_time_s.value <= 1.1 * fast.predicted.step_time_s.value * 1.02  # simulated against closed form
+
+
+def test_a_time_limit_returns_the_best_so_far_with_an_honest_gap(in_14_gib):
+    plan, ended = find_plan(*gpt_2_5b_on_16(), options=SearchOptions(memory_limit_bytes=14 * GIB, deadline=NEVER.first_plan())), in_14_gib
+
+    assert plan.search.status is Status.FEASIBLE
+    assert plan.search.bound <= ended.search.bound <= plan.search.value
+    assert plan.search.gap == pytest.approx(1 - plan.search.bound / plan.search.value, abs=1e-5)
+
+
+def test_an_interrupt_after_the_first_plan_returns_it_as_feasible():
+    calls = []
+
+    def interrupt(progress):
+        calls.append(progress)
+        if progress.incumbent is not None:
+            raise KeyboardInterrupt
+
+    plan = find_plan(*gpt_2_5b_on_16(), on_progress=interrupt)
+
+    assert plan.search.status is Status.FEASIBLE
+    assert plan.search.bound <= plan.search.value
+    assert calls
+
+
+def test_runners_up_inside_the_error_band_are_marked_and_no_others(whole):
+    plan = whole
+    share, best_s = plan.predicted.error_band.time.share, plan.predicted.step_time_s.value
+
+    assert plan.search.runners_up
+    for other in plan.search.runners_up:
+        assert other.inside_error_band is (abs(other.step_time_s.value / best_s - 1) <= share)
+
+
+@pytest.mark.slow
+def test_the_margin_of_the_stack_is_what_a_search_keeps_free(monkeypatch):
+    residuals = Residuals(time_rows=50, time_band=0.001, memory_rows=50, memory_band=0.05, memory_margin=0.6)
+    every = replace(residuals, memory_margin=0.0)
+    monkeypatch.setattr("parplan.planner.plan.error_band.shipped_terms", lambda: Terms(residuals={"all": every, "s": residuals}))
+    model, cluster, training = gpt_2_5b_on_16()
+
+    kept = find_plan(model, cluster, replace(training, stack=Stack(name="s")))
+    full = find_plan(model, cluster, training)
+
+    assert max(stage.total for stage in kept.predicted.memory_gib) <= 0.4 * cluster.device.memory_bytes / GIB
+    assert max(stage.total for stage in full.predicted.memory_gib) > 0.4 * cluster.device.memory_bytes / GIB
+    assert kept.predicted.error_band.time.stack == "s"
+
+
+def test_pins_are_respected():
+    plan = find_plan(*gpt_2_5b_on_16(), constraints=Constraints(tp=(2,), pp=(1, 2), zero=(1,)))
+
+    assert plan.mesh.tp == 2
+    assert plan.mesh.pp in (1, 2)
+    assert {layer.zero for layer in plan.layer_plans.values()} == {1}
+
+
+@pytest.mark.slow
+def test_a_model_too_large_says_how_much_where_and_how_many_gpus_would_do():
+    entry = load_model("gpt-175b")
+    training = TrainingSpec(global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, stack=NEUTRAL)
+    cluster = with_gpus(load_cluster("a100-80gb"), 8)
+
+    with pytest.raises(InfeasibleError, match=r"does not fit on 8 x a100-80gb.*needs [\d.]+ GiB on stage \d+, .* GiB short") as error:
+        find_plan(entry.spec, cluster, training)
+
+    enough = int(error.value.hint.split()[0])
+    find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), enough), training)  # they are enough
+    with pytest.raises(InfeasibleError):
+        find_plan(entry.spec, with_gpus(load_cluster("a100-80gb"), enough - 8), training)
+
+
+def test_no_legal_mesh_names_the_commonest_reason():
+    model, _, training = gpt_20b_on_64()
+
+    with pytest.raises(ConfigError, match=r"no legal way to use 53 GPUs.*because"):
+        find_plan(model, with_gpus(load_cluster("a100-80gb"), 53, 53), training)
+
+
+def test_an_interrupt_in_the_memory_search_falls_back_to_the_fastest_plan(whole, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("parplan.planner.master.Master.leanest", interrupt)
+    plan = find_plan(*gpt_2_5b_on_16(), "memory")
+
+    assert plan.search.status is Status.FEASIBLE
+    assert plan.search.bound <= plan.search.value
+    assert plan.mesh == whole.mesh

@@ -1,0 +1,272 @@
+"""Ways out of a request that does not fit: each really fits and takes the stated time, and none that helps is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from parplan.costmodels.layers.recompute import Recompute
+from parplan.costmodels.schedules.schedule import Schedule
+from parplan.planner.forbid import Ban, parse_bans
+from parplan.planner.infeasible.shortfall import limit_bytes, shortfall
+from parplan.planner.plan.error_band import residuals_of
+from parplan.planner.plan.prediction import Status
+from parplan.planner.request import Constraints, SearchOptions
+from parplan.planner.search.find_plan import find_plan
+from parplan.planner.search.relaxations import Relaxations, Request, relaxations
+from parplan.profiles.catalog import load_cluster, load_model, with_gpus
+from parplan.profiles.errors import ConfigError, InfeasibleError
+from parplan.profiles.models.spec import TrainingSpec
+from parplan.profiles.stack import NEUTRAL
+from parplan.profiles.units import GIB
+
+A100 = load_cluster("a100-80gb")
+ENOUGH_S = 300.0  # no search of these is cut off
+
+
+def request(pins: Constraints, limit_bytes_: float | None = None, *, gpus=8, name="llama3-8b", **options) -> Request:
+    limit = None if limit_bytes_ is None else int(limit_bytes_)
+    return Request(
+        model=replace(load_model(name).spec, num_layers=16), cluster=with_gpus(A100, gpus),
+        training=TrainingSpec(global_batch_size=8, seq_length=4096, stack=NEUTRAL), pins=pins,
+        options=SearchOptions(memory_limit_bytes=limit, **options))
+
+
+def needs(asked: Request) -> float:
+    return shortfall(asked.model, asked.cluster, asked.training, asked.pins, asked.options).need_bytes
+
+
+def between(pinned: Constraints, freed: Constraints) -> Request:
+    """The pinned request under a limit that its leanest plan misses and the leanest without the pin meets."""
+    need, least = needs(request(pinned, GIB)), needs(request(freed, GIB))
+    assert least < 0.99 * need, "the pin costs memory"
+    return request(pinned, (need + least) / 2)
+
+
+def search(asked: Request):
+    return find_plan(asked.model, asked.cluster, asked.training, constraints=asked.pins, options=asked.options)
+
+
+def relaxed(asked: Request) -> Relaxations:
+    with pytest.raises(InfeasibleError):
+        search(asked)
+    found = relaxations(asked, needs(asked), ENOUGH_S)
+    assert found.untried == ()
+    return found
+
+
+def require_true(asked: Request, found: Relaxations) -> None:
+    """Every relaxation, searched again from its request, fits and takes the stated time."""
+    for one in found.found:
+        plan = search(one.request)
+        limit = limit_bytes(one.request.cluster, one.request.training.stack, one.request.options)
+        assert max(stage.total for stage in plan.predicted.memory_gib) * GIB <= limit + 1e6
+        assert plan.predicted.step_time_s.value == one.step_s
+        assert one.proven is (plan.search.status is Status.OPTIMAL)
+    device = replace(asked.cluster.device, memory_bytes=10**18)
+    unlimited = find_plan(
+        asked.model, replace(asked.cluster, device=device), asked.training, constraints=asked.pins, options=SearchOptions(memory_margin=0))
+    assert unlimited.predicted.step_time_s.value == found.unlimited_s
+
+
+PINS = {
+    "recompute": ("recompute", Constraints(recompute=(Recompute.NONE,))),
+    "zero": ("zero", Constraints(zero=(0,), dp=(2, 4, 8))),
+    "zero-of-several": ("zero", Constraints(zero=(0, 1), dp=(4, 8))),
+    "micro-batch": ("micro_batch_size", Constraints(micro_batch_size=(4,), recompute=(Recompute.NONE,))),
+    "tp": ("tp", Constraints(tp=(1,), recompute=(Recompute.SELECTIVE,))),
+    "pp": ("pp", Constraints(pp=(1,), tp=(1,), zero=(0, 1))),
+    "dp": ("dp", Constraints(dp=(8,), zero=(0,))),
+    "sequence-parallel": ("sequence_parallel", Constraints(sequence_parallel=(False,), tp=(8,))),
+    "schedule": ("schedule", Constraints(schedule=(Schedule.GPIPE,), pp=(4,))),
+    "virtual-stages": ("virtual_stages", Constraints(virtual_stages=(4,), pp=(4,), tp=(2,), recompute=(Recompute.NONE,))),
+}
+
+
+PLAIN = ("recompute", "zero-of-several", "schedule")  # degrees: in the test of a whole mesh
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=() if name in PLAIN else pytest.mark.slow) for name in PINS])
+def pinned(request):
+    """A pin, the pins, the request that does not fit with them, and what makes it fit."""
+    name, pins = PINS[request.param]
+    asked = between(pins, replace(pins, **{name: None}))
+    return name, pins, asked, relaxed(asked)
+
+
+@pytest.mark.slow
+def test_a_pin_that_stands_in_the_way_is_named_with_a_value_that_fits(pinned):
+    name, pins, asked, found = pinned
+
+    require_true(asked, found)
+    flag = f"--{name.replace('_', '-')}"
+    (one,) = [one for one in found.found if len(one.flags) == 1 and one.flags[0].startswith((flag, "--no-sequence"))]
+    assert set(getattr(one.request.pins, name)).isdisjoint(getattr(pins, name)) or name in ("recompute", "zero")
+    assert replace(one.request.pins, **{name: None}) == replace(pins, **{name: None})
+
+
+@pytest.mark.slow
+def test_no_pin_that_helps_alone_is_left_out_and_none_that_does_not_is_listed(pinned):
+    _, pins, asked, found = pinned
+    every = ("recompute", "zero", "micro_batch_size", "tp", "pp", "dp", "sequence_parallel", "schedule", "virtual_stages")
+    fields = [field for field in every if getattr(pins, field) is not None]
+    helping = set()
+    for field in fields:
+        try:
+            search(replace(asked, pins=replace(pins, **{field: None})))
+        except (InfeasibleError, ConfigError):
+            continue
+        helping.add(field)
+
+    listed = [one for one in found.found if not one.flags[0].startswith(("--gpus", "--memory"))]
+    changed = [{field for field in fields if getattr(one.request.pins, field) != getattr(pins, field)} for one in listed]
+    assert sorted(map(sorted, changed)) == sorted([field] for field in helping)
+
+
+@pytest.mark.parametrize(("text", "other"), [
+    pytest.param("zero=3", "dp=1,2", marks=pytest.mark.slow),
+    pytest.param("recompute=full", "tp=2,4", marks=pytest.mark.slow), pytest.param("tp=8", "schedule=gpipe", marks=pytest.mark.slow)])
+def test_a_ban_that_stands_in_the_way_is_named(text, other):
+    others = parse_bans([other])
+    pins = Constraints(forbid=(*parse_bans([text]), *others))
+    asked = between(pins, replace(pins, forbid=others))
+
+    found = relaxed(asked)
+
+    require_true(asked, found)
+    (one,) = [one for one in found.found if f"--forbid {text}" in one.dropped]
+    assert one.flags == ()
+    assert one.request.pins.forbid == others
+
+
+def test_a_whole_mesh_that_is_pinned_is_relaxed_with_the_dp_that_follows():
+    pins = Constraints(tp=(1,), pp=(1,), dp=(8,), zero=(0,))
+    asked = between(pins, replace(pins, tp=None, dp=None))
+
+    found = relaxed(asked)
+
+    require_true(asked, found)
+    assert any(one.flags[0].startswith("--tp ") and one.flags[1].startswith("--dp ") for one in found.found)
+
+
+@pytest.mark.slow
+def test_the_cheapest_comes_first_and_more_gpus_last():
+    asked = between(PINS["micro-batch"][1], Constraints())
+    found = relaxed(asked).found
+    here = [one.step_s for one in found if one.request.cluster == asked.cluster]
+
+    assert len(here) > 1
+    assert here == sorted(here)
+    assert [one.flags[0].startswith("--gpus") for one in found] == [False] * len(here) + [True] * (len(found) - len(here))
+
+
+@pytest.mark.slow
+def test_pins_that_only_together_stand_in_the_way_are_dropped_together_and_no_more_of_them():
+    pins = Constraints(tp=(1,), recompute=(Recompute.NONE,), zero=(0,), micro_batch_size=(1, 2, 4, 8))
+    singly = [replace(pins, **{name: None}) for name in ("tp", "recompute", "zero", "micro_batch_size")]
+    least, single = needs(request(Constraints(), GIB)), min(needs(request(one, GIB)) for one in singly)
+    asked = request(pins, (least + single) / 2)
+    assert least < 0.95 * single
+
+    found = relaxed(asked)
+
+    require_true(asked, found)
+    (one,) = [one for one in found.found if not one.flags[0].startswith(("--gpus", "--memory"))]
+    assert len(one.flags) > 1
+    changed = [name for name in ("tp", "recompute", "zero", "micro_batch_size") if getattr(one.request.pins, name) != getattr(pins, name)]
+    for kept in changed:  # with any one of them back, nothing fits
+        fewer = replace(pins, **{name: None for name in changed if name != kept})
+        with pytest.raises(InfeasibleError):
+            search(replace(asked, pins=fewer))
+
+
+
+def test_the_margin_that_is_named_is_the_largest_that_fits():
+    pins = Constraints(tp=(1,), pp=(8,), micro_batch_size=(4,), recompute=(Recompute.NONE,))
+    need = needs(request(pins, GIB))
+    device = replace(A100.device, memory_bytes=int(need / 0.975))  # it fits with 2.5 % free
+    asked = request(pins)
+    asked = replace(asked, cluster=replace(asked.cluster, device=device))
+
+    found = relaxed(asked)
+
+    (one,) = [one for one in found.found if one.flags[0].startswith("--memory-margin")]
+    margin = one.request.options.memory_margin
+    assert margin == pytest.approx(0.025, abs=0.0011)
+    assert one.note == f"below the {residuals_of(asked.training.stack).memory_margin:g} that measured runs ask for"
+    assert search(one.request).predicted.step_time_s.value == one.step_s
+    with pytest.raises(InfeasibleError):
+        search(replace(asked, options=SearchOptions(memory_margin=margin + 0.002)))
+
+
+@pytest.mark.slow
+def test_a_margin_that_measured_runs_do_not_ask_for_has_no_note():
+    asked = request(Constraints(recompute=(Recompute.NONE,), tp=(1,)))
+    share = needs(asked) / asked.cluster.device.memory_bytes
+    asked = replace(asked, options=SearchOptions(memory_margin=1 - 0.95 * share))
+    assert 1 - share > residuals_of(asked.training.stack).memory_margin
+
+    (one,) = [one for one in relaxed(asked).found if one.flags[0].startswith("--memory-margin")]
+
+    assert one.note == ""
+
+
+@pytest.mark.slow
+def test_a_memory_limit_is_raised_by_no_more_than_a_tenth_of_a_gib():
+    asked = request(Constraints(recompute=(Recompute.NONE,)), 8 * GIB)
+    need = needs(asked)
+
+    (one,) = [one for one in relaxed(asked).found if one.flags[0].startswith("--memory-limit")]
+
+    assert need <= one.request.options.memory_limit_bytes <= need + 0.11 * GIB
+    assert search(one.request).predicted.step_time_s.value == one.step_s
+
+
+@pytest.mark.slow
+def test_with_nothing_pinned_more_memory_and_more_gpus_are_left():
+    asked = request(Constraints(), 8 * GIB)
+
+    found = relaxed(asked)
+
+    require_true(asked, found)
+    assert [one.flags[0].split()[0] for one in found.found] == ["--memory-limit", "--gpus"]
+
+
+@pytest.mark.slow
+def test_pinned_degrees_that_belong_to_the_old_number_of_gpus_change_with_it():
+    asked = request(Constraints(pp=(8,), dp=(1,)), 6 * GIB)
+
+    (one,) = [one for one in relaxed(asked).found if one.flags[0].startswith("--gpus")]
+
+    assert [flag.split()[0] for flag in one.flags] == ["--gpus", "--pp", "--dp"]
+    assert search(one.request).predicted.step_time_s.value == one.step_s
+    with pytest.raises((InfeasibleError, ConfigError)):
+        search(replace(one.request, pins=asked.pins))
+
+
+@pytest.mark.slow
+def test_nodes_smaller_than_usual_are_asked_for_with_the_gpus():
+    asked = replace(request(Constraints(), 30 * GIB, gpus=2))
+
+    (one,) = [one for one in relaxed(asked).found if one.flags[0].startswith("--gpus")]
+
+    assert one.flags[1] == "--gpus-per-node 2"
+    assert with_gpus(A100, int(one.flags[0].split()[1]), 2) == one.request.cluster
+
+
+def test_nothing_helps_below_what_every_device_loses():
+    found = relaxations(request(Constraints(pp=(8,)), GIB // 2), 80 * GIB)
+
+    assert found.found == ()
+
+
+def test_a_budget_that_is_spent_says_what_was_not_tried():
+    pins = Constraints(recompute=(Recompute.NONE,), forbid=(Ban("zero", 3),))
+    asked = between(pins, Constraints())
+
+    found = relaxations(asked, needs(asked), budget_s=0.0)
+
+    assert found.untried == ("less free memory", "--recompute", "--forbid zero=3", "--recompute --forbid zero=3")
+    assert [one.step_s for one in found.found] == [None]  # the number of GPUs is known from the memory alone
+    assert found.unlimited_s is None

@@ -1,0 +1,151 @@
+"""Where the token table lies, decided by the search: against the enumeration of everything, within bounds, in the plan and its file."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from parplan.costmodels.host.host_embedding import illegal_lookup
+from parplan.costmodels.host.offload import Offload
+from parplan.costmodels.step import price_step
+from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
+from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.candidates.lower_bounds import may_fit, redundancy_bound_bytes, time_bound
+from parplan.planner.plan.plan import read, write
+from parplan.planner.plan.prediction import Objective, Status
+from parplan.planner.plan.reprice import reprice
+from parplan.planner.request import SEARCHED_OFFLOAD, SearchOptions
+from parplan.planner.search.comparison import compare
+from parplan.planner.search.estimate import estimate_plan
+from parplan.planner.search.find_plan import find_plan
+from parplan.planner.stage_columns.chunk_columns import rank_columns
+from parplan.planner.stage_columns.columns import MixTable
+from parplan.planner.stage_columns.embedding_columns import EitherTable
+from parplan.profiles.units import GIB
+from tests.helpers.instances import (
+    PINS,
+    Instance,
+    every_strategy,
+    peak_bytes,
+    random_instance,
+    redundant_bytes,
+)
+from tests.helpers.uniform_strategies import frame_of
+
+LOOKUP = replace(PINS, offload=(Offload.LOOKUP,))
+SEEDS = [pytest.param(seed, marks=() if seed in (3, 5) else pytest.mark.slow) for seed in range(8)]
+
+
+def untied(seed: int) -> Instance:
+    """A table that is large beside the blocks."""
+    instance = random_instance(seed)
+    return replace(instance, model=replace(instance.model, num_layers=2, vocab_size=8192, tied_embeddings=False))
+
+
+@cache
+def prices(seed: int):
+    """Every strategy with its price, with the table on the device and, where that is legal, on the host."""
+    instance = untied(seed)
+    here = instance.book()
+    there, found = here.with_table(on_host=True), []
+    for frame in enumerate_space(instance.model, instance.cluster, instance.training, LOOKUP).frames:
+        books = (here,) if illegal_lookup(frame.mesh, instance.model.hidden_size, tied=False) else (here, there)
+        for strategy, book in itertools.product(every_strategy(frame, instance.model.num_layers), books):
+            found.append((strategy, price_step(strategy, book), book is there))
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_strategy_is_below_the_bounds_of_its_frame_wherever_its_table_is(seed):
+    table = MixTable(untied(seed).book(), LOOKUP)
+    time_s = cache(lambda frame: time_bound(frame, table).step_s)
+    redundant = cache(lambda frame: redundancy_bound_bytes(frame, table))
+
+    assert {there for _, _, there in prices(seed)} == {False, True}
+    for strategy, price, _ in prices(seed):
+        assert time_s(strategy.frame) <= price.closed_form_s * (1 + 1e-12)
+        assert redundant(strategy.frame) <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
+        assert may_fit(strategy.frame, table, peak_bytes(price) * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_search_equals_the_enumeration_of_both(seed, tmp_path):
+    instance, peaks = untied(seed), sorted(peak_bytes(price) for _, price, _ in prices(seed))
+    limit = int(peaks[len(peaks) // 20])
+    fitting = [price for _, price, _ in prices(seed) if peak_bytes(price) <= limit]
+    fastest_s = min(price.closed_form_s for price in fitting)
+
+    plan = find_plan(
+        instance.model, instance.cluster, instance.training, constraints=LOOKUP, options=SearchOptions(memory_limit_bytes=limit))
+    write(plan, tmp_path / "plan.yaml")
+
+    assert plan.search.status is Status.OPTIMAL
+    assert plan.search.bound <= fastest_s * (1 + 1e-5) + 2e-6
+    assert plan.search.gap < 0.001
+    assert plan.search.value <= WORTH_REPLAYING * fastest_s + 1e-6
+    assert plan.predicted.step_time_s.value <= 1.05 * min(price.step_s for price in fitting)
+    assert reprice(read(tmp_path / "plan.yaml")).plan.predicted == plan.predicted
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_without_the_host(seed):
+    instance = untied(seed)
+    slowest_s = 1.2 * min(price.closed_form_s for _, price, there in prices(seed) if not there)
+    found = [
+        (redundant_bytes(strategy, price), peak_bytes(price), there) for strategy, price, there in prices(seed)
+        if max(price.closed_form_s, price.step_s) <= slowest_s]
+    alone = min(redundant for redundant, _, there in found if not there)
+    peaks = [peak for redundant, peak, there in found if not there and redundant <= alone * (1 + 1e-6) + 1]  # it is one of these
+    most, least = (
+        min(redundant for redundant, peak, _ in found if peak <= fullest + 1) / GIB for fullest in (min(peaks), max(peaks)))
+
+    plan = find_plan(
+        instance.model, instance.cluster, instance.training, Objective.MEMORY, constraints=LOOKUP, options=SearchOptions(max_slowdown=0.2))
+
+    assert plan.predicted.redundancy_gib.total <= most + 1e-4
+    assert plan.search.bound <= least + 1e-4
+
+
+def frames(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD):
+    asked = replace(PINS, offload=offload)
+    return enumerate_space(instance.model, instance.cluster, instance.training, asked).frames
+
+
+def test_only_the_first_rank_has_both_and_only_where_that_is_legal_and_there_is_room():
+    instance = untied(0)
+    table, small = (MixTable(book, replace(PINS, offload=SEARCHED_OFFLOAD)) for book in (instance.book(), instance.book()))
+    small.host_share_bytes = 1
+    for frame in frames(instance):
+        legal = frame.mesh.tp == 1
+        for rank in range(frame.mesh.pp):
+            assert isinstance(rank_columns(rank, frame, table), EitherTable) == (legal and rank == 0)
+            assert not isinstance(rank_columns(rank, frame, small), EitherTable)
+
+
+def test_real_numbers_of_blocks_are_a_bound_of_both_in_chunks_or_not():
+    instance = untied(0)
+    table = MixTable(instance.book(), replace(PINS, offload=SEARCHED_OFFLOAD))
+    checked = set()
+    for frame in frames(instance):
+        columns = rank_columns(0, frame, table)
+        if not isinstance(columns, EitherTable) or frame.mesh.pp > 1:
+            continue
+        limit = columns.smallest(2).memory_bytes * 1.1
+        for column in columns.fastest(2, limit):
+            assert any(c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s + 1e-12 for c in columns.relaxed(2, limit))
+            checked.add((frame.chunked, column.looks_up))
+    assert (True, True) in checked
+    assert (False, True) in checked
+
+
+def test_baselines_beside_a_plan_that_looks_up_on_the_host_have_their_tables_on_the_device():
+    instance = untied(5)
+    plan = estimate_plan(instance.model, instance.cluster, instance.training, frame_of(dp=2, m=2), offload=LOOKUP.offload)
+
+    (row,) = compare(plan, ["megatron-defaults"], SearchOptions()).rows
+
+    assert plan.layer_plans["embedding"].offload == LOOKUP.offload
+    assert row.side.plan.layer_plans["embedding"].offload == ()

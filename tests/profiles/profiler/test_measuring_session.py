@@ -1,0 +1,257 @@
+"""Sessions of measurements: order, budget, devices at once, failures, and that nothing is lost or done twice however one ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from parplan.profiles.machines.measurements import Outcome, Pass, Record
+from parplan.profiles.profiler import measuring_session as session
+from parplan.profiles.profiler.journal import open_journal
+from parplan.profiles.profiler.measuring_session import Measurements, run_session
+from parplan.profiles.profiler.session_progress import Progress
+from tests.helpers.programs import (
+    ASKED,
+    apart,
+    by_work,
+    case,
+    logged,
+    meeting,
+    processes_left,
+    steady,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+NUM_CASES = 30
+
+
+def cases(work: str, count: int):
+    return [case(work, size) for size in range(1, count + 1)]
+
+
+def measured(found) -> Record:
+    return Record(case=found, outcome=Outcome.MEASURED, measured=steady(found, "cpu"))
+
+
+@pytest.fixture
+def journal(tmp_path):
+    journal = open_journal(tmp_path / "x.journal", ASKED)
+    yield journal
+    journal.close()
+
+
+def ran(journal, asked, program=None, devices=("cpu",), **options) -> Measurements:
+    """A session of `program`, or of one that logs what it begins."""
+    program = program or partial(logged, str(journal.path.with_name("log")))
+    return run_session(
+        asked, program, devices, journal, **{"deadline_s": 60.0, "hang_limit_s": 20.0, "modules": ("tests.helpers.programs",), **options})
+
+
+def log(journal) -> list[str]:
+    """Cases in the order in which they were begun."""
+    path = journal.path.with_name("log")
+    return [line.rpartition(" on ")[0] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_all_cases_are_measured_once_and_in_their_order(journal):
+    asked = random.Random(1).sample(cases("linear", 6), 6)
+
+    found = ran(journal, [*asked, asked[0]])
+
+    assert found == Measurements(records=tuple(map(measured, asked)), missed=(), interrupted=False)
+    assert log(journal) == [case.key for case in asked]
+
+
+def test_failures_are_recorded_and_the_others_complete(journal):
+    works = ("linear", "allocates", "softmax", "exits", "segfaults", "is_unsupported", "sleeps", "babbles", "gelu")
+    outcomes = {
+        "allocates": Outcome.OUT_OF_MEMORY, "exits": Outcome.CRASHED, "segfaults": Outcome.CRASHED,
+        "is_unsupported": Outcome.UNSUPPORTED, "sleeps": Outcome.HUNG}
+
+    found = ran(journal, [case(work) for work in works], by_work, hang_limit_s=2.0)
+
+    assert [record.outcome for record in found.records] == [outcomes.get(work, Outcome.MEASURED) for work in works]
+    assert [record.measured for record in found.records] == [None if work in outcomes else steady(case(work), "") for work in works]
+
+
+def test_what_the_journal_holds_is_not_measured_again_not_even_failures(journal):
+    asked = cases("linear", 5)
+    kept = [measured(asked[1]), Record(case=asked[3], outcome=Outcome.HUNG, detail="no answer")]
+    for record in kept:
+        journal.append(record)
+
+    found = ran(journal, asked)
+
+    assert log(journal) == [asked[index].key for index in (0, 2, 4)]
+    assert found.records == tuple(kept[1] if case is asked[3] else measured(case) for case in asked)
+
+
+def test_failures_are_measured_again_when_asked(journal):
+    asked = cases("linear", 3)
+    journal.append(measured(asked[0]))
+    journal.append(Record(case=asked[1], outcome=Outcome.OUT_OF_MEMORY))
+
+    found = ran(journal, asked, retry_failed=True)
+
+    assert log(journal) == [asked[1].key, asked[2].key]
+    assert found.records == tuple(map(measured, asked))
+
+
+def test_a_failure_that_is_not_reached_again_stays(journal):
+    failure = Record(case=case("linear"), outcome=Outcome.OUT_OF_MEMORY)
+    journal.append(failure)
+
+    found = ran(journal, [case("linear")], retry_failed=True, deadline_s=0.0)
+
+    assert found == Measurements(records=(failure,), missed=(), interrupted=False)
+
+
+def test_a_record_of_other_passes_is_no_record_of_the_case(journal):
+    other = Record(case=session.Case(work="linear", sizes=(("size", 1),), precision="fp32", passes=(Pass(name="forward"),)),
+                   outcome=Outcome.CRASHED)
+    journal.append(other)
+
+    assert ran(journal, [case("linear")]).records == (measured(case("linear")),)
+
+
+def test_no_case_starts_when_the_time_is_over(journal, monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: 100.0 if len(journal.records) >= 2 else 0.0)
+    monkeypatch.setattr(session, "time", clock)
+    asked = cases("linear", 5)
+
+    found = ran(journal, asked)
+
+    assert found == Measurements(records=tuple(map(measured, asked[:2])), missed=tuple(asked[2:]), interrupted=False)
+    assert log(journal) == [case.key for case in asked[:2]]
+
+
+def test_devices_work_at_the_same_time(journal, tmp_path):
+    (tmp_path / "met").mkdir()
+
+    found = ran(journal, [case(work, 3) for work in "abc"], partial(meeting, str(tmp_path / "met")), ("d0", "d1", "d2"))
+
+    assert [record.outcome for record in found.records] == [Outcome.MEASURED] * 3
+
+
+def test_a_device_has_one_case_at_a_time_and_works_of_the_host_have_it_alone(journal, tmp_path):
+    asked = [case("launch" if index % 4 == 2 else "linear", index + 1) for index in range(12)]
+
+    found = ran(journal, asked, partial(apart, str(tmp_path)), ("d0", "d1", "d2"))
+
+    assert found.records == tuple(map(measured, asked))
+
+
+def test_progress_counts_what_is_done_what_failed_and_what_runs(journal):
+    asked, told = [case(work) for work in ("linear", "exits", "gelu")], []
+    journal.append(measured(asked[0]))
+
+    ran(journal, asked, by_work, on_progress=told.append)
+
+    first, last = told[0], told[-1]
+    assert (first.done, first.total, first.failed, first.running, first.expected_s) == (1, 3, 0, (asked[1].key,), None)
+    assert (last.done, last.total, last.failed, last.running, last.expected_s) == (3, 3, 1, (), 0.0)
+    assert [progress.done for progress in told] == sorted(progress.done for progress in told)
+    assert all(0 < progress.budget_s <= 60 for progress in told)
+
+
+@pytest.fixture
+def _ctrl_c():
+    """As in a shell's foreground: tests may run with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def interrupting(found, times: int):
+    def interrupt(progress: Progress) -> None:
+        for _ in range(times * (progress.running == (found.key,))):
+            signal.raise_signal(signal.SIGINT)
+    return interrupt
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_ctrl_c_ends_what_runs_and_keeps_what_is_done(journal):
+    asked = [case("linear"), case("gelu"), case("sleeps"), case("softmax")]
+
+    found = ran(journal, asked, by_work, on_progress=interrupting(asked[2], times=1))
+
+    assert found == Measurements(records=tuple(map(measured, asked[:2])), missed=tuple(asked[2:]), interrupted=True)
+    assert ran(journal, [asked[3]]).records == (measured(asked[3]),)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_a_second_ctrl_c_does_not_wait(journal):
+    asked = [case("linear"), case("sleeps")]
+
+    with pytest.raises(KeyboardInterrupt):
+        ran(journal, asked, by_work, on_progress=interrupting(asked[1], times=2))
+
+    assert list(journal.records) == [asked[0].key]
+    assert multiprocessing.active_children() == []
+
+
+# kill -9
+
+
+class Killed:
+    """A session in a process of its own, over cases that say in a log when they begin."""
+
+    def __init__(self, folder: Path) -> None:
+        self.journal, self.log = folder / "x.journal", folder / "log"
+        self.process: subprocess.Popen[str]
+
+    def begin(self) -> None:
+        code = f"from tests.helpers.programs import main; main({str(self.journal)!r}, {str(self.log)!r}, {NUM_CASES})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+    def begun(self) -> list[str]:
+        return [line.rpartition(" on ")[0] for line in self.log.read_text().splitlines()] if self.log.exists() else []
+
+    def kill(self, more: int, then_s: float) -> None:
+        """Some moments after `more` cases have begun."""
+        target = min(len(self.begun()) + more, NUM_CASES)
+        while len(self.begun()) < target and self.process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(then_s)
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.slow
+def test_a_session_killed_five_times_ends_as_one_that_was_not(tmp_path):
+    draw, killed, journaled = random.Random(6), Killed(tmp_path), set()
+    for round_ in range(6):
+        before = len(killed.begun())
+        killed.begin()
+        if round_ < 5:
+            killed.kill(draw.randrange(0, 5), draw.uniform(0.0, 0.02))
+        else:
+            assert killed.process.communicate(timeout=60)[0] == "done\n"
+        assert processes_left(killed.process.pid) == []
+
+        started = killed.begun()[before:]
+        assert not journaled & set(started), "measured again"
+        assert max(Counter(started).values(), default=0) <= 1
+        journal = open_journal(killed.journal, ASKED)
+        journal.close()
+        assert set(journal.records) >= journaled
+        assert all(record == measured(record.case) for record in journal.records.values())
+        assert len(set(started) - set(journal.records)) <= 2, "no more than one case in flight on each of the two devices"
+        journaled = set(journal.records)
+
+    lines = killed.journal.read_bytes().splitlines()
+    assert journaled == {found.key for found in cases("logged", NUM_CASES)}
+    assert len(lines) == 1 + NUM_CASES

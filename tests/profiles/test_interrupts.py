@@ -1,0 +1,119 @@
+"""Ctrl-C and SIGTERM: what handles them while a search or a measurement runs, and afterwards."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from parplan.profiles import interrupts
+from parplan.profiles.interrupts import (
+    leave_to_parent,
+    on_ctrl_c,
+    signals_later,
+    sigterm_as_ctrl_c,
+    without_signals,
+)
+
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_come_back() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in BOTH]
+    yield
+    after = [signal.getsignal(number) for number in BOTH]
+    for number, handler in zip(BOTH, before, strict=True):
+        signal.signal(number, handler)
+    assert after == before
+
+
+def noticed(*numbers: int) -> list[int]:
+    """Which signals reach the handler of those that are raised."""
+    found: list[int] = []
+    with on_ctrl_c(lambda number, _: found.append(number)):
+        for number in numbers:
+            signal.raise_signal(number)
+    return found
+
+
+def test_both_signals_reach_the_handler():
+    assert noticed(signal.SIGINT, signal.SIGTERM) == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_a_sigterm_that_comes_at_once_again_is_the_same_one_and_a_ctrl_c_is_not(monkeypatch):
+    assert noticed(signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGINT) == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
+
+    monkeypatch.setattr(interrupts, "REPEATED_S", 0.0)
+    assert noticed(signal.SIGTERM, signal.SIGTERM) == [signal.SIGTERM, signal.SIGTERM]
+
+
+def test_an_ignored_ctrl_c_stays_ignored_and_sigterm_is_handled():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert noticed(signal.SIGINT, signal.SIGTERM) == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_sigterm_is_a_keyboard_interrupt_where_nothing_else_handles_it():
+    with sigterm_as_ctrl_c(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+
+    found: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: found.append(number))
+    with sigterm_as_ctrl_c():
+        signal.raise_signal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
+    assert found == [signal.SIGTERM]
+
+
+def test_other_threads_change_no_handler():
+    before, during = [signal.getsignal(number) for number in BOTH], []
+
+    def look() -> None:
+        with without_signals(), sigterm_as_ctrl_c(), on_ctrl_c(lambda number, _: None):
+            during.extend(signal.getsignal(number) for number in BOTH)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert during == before
+
+
+def test_signals_that_come_while_a_process_is_started_are_handled_afterwards():
+    found: list[object] = []
+    with on_ctrl_c(lambda number, _: found.append(number)), signals_later():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        found.append("started")
+
+    assert found == ["started", signal.SIGINT, signal.SIGTERM]
+
+
+def test_what_is_started_without_signals_ignores_both():
+    with without_signals():
+        assert [signal.getsignal(number) for number in BOTH] == [signal.SIG_IGN, signal.SIG_IGN]
+
+
+def test_a_forked_child_ends_on_the_sigterm_of_its_parent_although_that_handles_its_own():
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+
+    def wait() -> None:
+        leave_to_parent()
+        ready.set()
+        signal.raise_signal(signal.SIGINT)
+        threading.Event().wait()
+
+    with sigterm_as_ctrl_c():
+        child = context.Process(target=wait, daemon=True)
+        child.start()
+        ready.wait()
+        child.terminate()
+        child.join()
+
+    assert child.exitcode == -signal.SIGTERM
