@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from parplan.commands.requests.described import Question
     from parplan.planner.plan.plan import Plan
     from parplan.planner.request import Constraints, SearchOptions
-    from parplan.planner.search.pareto import Front
-    from parplan.planner.validation.priced_rows import Priced
-    from parplan.report.plans.summary import Context
+    from parplan.planner.search.pareto import ParetoFront
+    from parplan.planner.validation.priced_rows import PricedRow
+    from parplan.report.plans.summary import SummaryContext
 
 
 
@@ -95,7 +95,7 @@ def _search(options: dict[str, Any]) -> int:
         require_possible,
         search_options,
     )
-    from parplan.report.plans.summary import Context
+    from parplan.report.plans.summary import SummaryContext
 
     output: Path = options["output"]
     require_no_front(options)
@@ -108,7 +108,7 @@ def _search(options: dict[str, Any]) -> int:
     plan, interrupts = _find(question, pins, how, options["objective"])
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
-    context = Context(
+    context = SummaryContext(
         assumed=(*all_assumed(question, options, how), *offload_assumed(pins, plan)), elapsed_s=time.monotonic() - started_s,
         interrupted=bool(interrupts), **_files(options))
     deliver(plan, context, output, as_json=options["as_json"])
@@ -131,7 +131,7 @@ def _front(options: dict[str, Any]) -> int:
         search_options,
     )
     from parplan.planner.search.pareto import find_front
-    from parplan.report.plans.summary import Context
+    from parplan.report.plans.summary import SummaryContext
     from parplan.report.progress_bars import front_bar
     from parplan.report.text import console
 
@@ -146,14 +146,14 @@ def _front(options: dict[str, Any]) -> int:
             question.model, question.cluster, question.training, constraints=pins, options=how,
             on_progress=on_progress, on_search=on_search, **({} if options["points"] is None else {"num_points": options["points"]}))
     front = replace(front, points=tuple(replace(point, plan=_with_module(point.plan, question)) for point in front.points))
-    context = Context(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
+    context = SummaryContext(assumed=all_assumed(question, options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts))
     _deliver_front(front, context, options["output"], options["plot"], as_json=options["as_json"])
     return INTERRUPTED if interrupts else 0
 
 
-def _deliver_front(front: Front, context: Context, output: Path, plot: Path | None, *, as_json: bool) -> None:
+def _deliver_front(front: ParetoFront, context: SummaryContext, output: Path, plot: Path | None, *, as_json: bool) -> None:
     """A plan file for every point, the table to the terminal, the picture; what cannot be written does not lose the table."""
-    from parplan.planner.plan.plan import write
+    from parplan.planner.plan.plan import write_plan
     from parplan.planner.search.pareto import plan_paths
     from parplan.report.searches.front_table import front_document, print_front
     from parplan.report.text import console
@@ -161,7 +161,7 @@ def _deliver_front(front: Front, context: Context, output: Path, plot: Path | No
     paths = plan_paths(output, len(front.points))
     try:
         for point, path in zip(front.points, paths, strict=True):
-            write(point.plan, path)
+            write_plan(point.plan, path)
     finally:
         if as_json:
             print_json(front_document(front, paths, context.elapsed_s or 0.0))
@@ -202,11 +202,11 @@ def _with_module(plan: Plan, question: Question) -> Plan:
 
 def _explain(question: Question, pins: Constraints, how: SearchOptions, *, to_stderr: bool) -> None:
     from parplan.planner.candidates.never_searched import left_out
-    from parplan.planner.search.search_session import Prices
+    from parplan.planner.search.search_session import SearchPrices
     from parplan.report.searches.pruned_table import print_pruned
     from parplan.report.text import console
 
-    prices = Prices(question.model, question.cluster, question.training, pins, how.deadline)
+    prices = SearchPrices(question.model, question.cluster, question.training, pins, how.deadline)
     print_pruned(prices.space, left_out(pins, question.training.stack), console(sys.stderr if to_stderr else sys.stdout))
 
 
@@ -238,7 +238,7 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
         search_options,
     )
     from parplan.planner.baselines.systems import baseline_names
-    from parplan.planner.plan.plan import read
+    from parplan.planner.plan.plan import read_plan
     from parplan.planner.request import Constraints
     from parplan.planner.search.comparison import compare
     from parplan.report.searches.comparison_tables import comparison_document, print_comparison
@@ -250,7 +250,7 @@ def compare(ctx: click.Context, plan_file: Path | None, **options: Any) -> int:
     assumed: tuple[str, ...] = ()
     interrupts: list[int] = []
     if plan_file:
-        plan = read(plan_file)
+        plan = read_plan(plan_file)
     else:
         question = question_of(options)
         require_possible(question, pins)
@@ -310,20 +310,20 @@ _MEASURED = "Measured steps"
 def estimate(**options: Any) -> None:
     """Price one layout by hand: the same breakdown and the same plan file, without a search."""
     from parplan.commands.requests.chunk_options import chunk_request
-    from parplan.commands.requests.described import frame, question_of
+    from parplan.commands.requests.described import layout, question_of
     from parplan.costmodels.layers.recompute import Recompute
     from parplan.planner.search.estimate import estimate_plan
-    from parplan.report.plans.summary import Context
+    from parplan.report.plans.summary import SummaryContext
 
     output = options["output"]
     require_output(output)
     question = question_of(options)
     offload, chunks = chunk_request(question, options)
     plan = estimate_plan(
-        question.model, question.cluster, question.training, frame(question, options), zero=options["zero"],
+        question.model, question.cluster, question.training, layout(question, options), zero=options["zero"],
         recompute=Recompute(options["recompute"]), zero_ranks=options["zero_ranks"], offload=offload, chunks=chunks,
         keep_on_host=options["keep_on_host"] or ())
-    context = Context(assumed=question.assumed, **_files(options))
+    context = SummaryContext(assumed=question.assumed, **_files(options))
     deliver(_with_module(plan, question), context, output, as_json=options["as_json"])
 
 
@@ -337,17 +337,17 @@ def estimate(**options: Any) -> None:
 @as_json
 def explain(**options: Any) -> None:
     """List the strategies of every operator with their prices, and the rejected ones with the reason."""
-    from parplan.commands.requests.described import layout_book, question_of
+    from parplan.commands.requests.described import layout_prices, question_of
     from parplan.planner.layer_options.operator_strategies import operator_strategies
     from parplan.report.plans.strategy_table import print_strategies, strategies_document
     from parplan.report.text import console
 
-    frame, book = layout_book(question_of(options), options)
-    found = list(operator_strategies(frame, options["zero"], book, options["operator"]))
+    layout, price_cache = layout_prices(question_of(options), options)
+    found = list(operator_strategies(layout, options["zero"], price_cache, options["operator"]))
     if options["as_json"]:
         print_json(strategies_document(found))
     else:
-        print_strategies(found, console(sys.stdout), str(frame.mesh))
+        print_strategies(found, console(sys.stdout), str(layout.mesh))
 
 
 @main.command(epilog="  plan validate\n  plan validate --steps steps.csv --source vtrain --rows --plot errors.png\n"
@@ -385,7 +385,7 @@ def validate(steps: Path | None, sources: tuple[str, ...], rows: bool, fitted: b
         click.echo(f"wrote {plot}", err=as_json)
 
 
-def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[Priced]:
+def _priced_table(steps: Path | None, sources: Sequence[str]) -> list[PricedRow]:
     """The rows of a table, by default of the shipped one, priced; a bar on stderr while it lasts."""
     from parplan.planner.validation.step_rows import read_table
     from parplan.planner.validation.step_table import of_sources, price_table
@@ -437,7 +437,7 @@ def _list(rows: Callable[[], Sequence[object]], show_table: Callable[[Any], None
 @option(OUTPUT, "--profile", is_flag=True, help="Of the profile file instead.")
 def schema(profile: bool) -> None:
     """Print the JSON Schema of the plan file."""
-    from parplan.profiles.machines.user_profile import schema as profile_schema
+    from parplan.profiles.machines.user_profile import profile_schema as profile_schema
     from parplan.report.plan_documents import plan_schema
 
     print_json(profile_schema() if profile else plan_schema())

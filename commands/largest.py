@@ -24,8 +24,8 @@ from parplan.commands.style import (
 if TYPE_CHECKING:
     from parplan.commands.requests.described import Question
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.search.largest_model import Largest
-    from parplan.profiles.models.families import Family
+    from parplan.planner.search.largest_model import LargestModel
+    from parplan.profiles.models.families import ModelFamily
 
 
 @click.command("max-model", cls=Command, epilog=(
@@ -56,7 +56,7 @@ def max_model(**options: Any) -> int:
     return INTERRUPTED if interrupts else 0
 
 
-def _question(options: dict[str, Any]) -> tuple[Question, Family]:
+def _question(options: dict[str, Any]) -> tuple[Question, ModelFamily]:
     """The question as it is asked about the smallest model, and the family."""
     from dataclasses import fields
 
@@ -69,7 +69,7 @@ def _question(options: dict[str, Any]) -> tuple[Question, Family]:
     return question_about(first, asked, whose="the family's"), family
 
 
-def _rows(options: dict[str, Any], question: Question, family: Family, interrupted: Callable[[], bool]) -> tuple[Largest, ...]:
+def _rows(options: dict[str, Any], question: Question, family: ModelFamily, interrupted: Callable[[], bool]) -> tuple[LargestModel, ...]:
     """The searches, with a bar on stderr while they last."""
     from parplan.commands.requests.described import constraints, search_options
     from parplan.planner.search.largest_model import LEVELS, Asking, find_largest, members, widths
@@ -86,7 +86,7 @@ def _rows(options: dict[str, Any], question: Question, family: Family, interrupt
         return find_largest(sizes, asking, levels, interrupted=interrupted)
 
 
-def _require_any(rows: Sequence[Largest], *, interrupted: bool) -> None:
+def _require_any(rows: Sequence[LargestModel], *, interrupted: bool) -> None:
     """Raises InfeasibleError with what is missing where no model at all fits, KeyboardInterrupt where none was found before Ctrl-C."""
     from parplan.profiles.errors import InfeasibleError
 
@@ -100,10 +100,10 @@ def _require_any(rows: Sequence[Largest], *, interrupted: bool) -> None:
     raise InfeasibleError(f"no model of the family fits: {error.message}", hint=error.hint)
 
 
-def _deliver(rows: Sequence[Largest], question: Question, options: dict[str, Any], elapsed_s: float) -> None:
+def _deliver(rows: Sequence[LargestModel], question: Question, options: dict[str, Any], elapsed_s: float) -> None:
     """The table to the terminal or the rows as JSON, and the plan of the largest model to its file."""
     from parplan.commands.requests.described import all_assumed, search_options
-    from parplan.planner.plan.plan import to_yaml
+    from parplan.planner.plan.plan import plan_to_yaml
     from parplan.report.searches.largest_table import largest_document, print_largest
     from parplan.report.text import console
 
@@ -117,11 +117,11 @@ def _deliver(rows: Sequence[Largest], question: Question, options: dict[str, Any
     out = console(sys.stderr if output == STDOUT else sys.stdout)
     print_largest(rows, question, out, assumed=all_assumed(question, options, search_options(options)), elapsed_s=elapsed_s)
     if output == STDOUT:
-        click.echo(to_yaml(plan), nl=False)
+        click.echo(plan_to_yaml(plan), nl=False)
 
 
 def _write(plan: Plan, output: Path) -> None:
-    from parplan.planner.plan.plan import write
+    from parplan.planner.plan.plan import write_plan
 
-    write(plan, output)
+    write_plan(plan, output)
     click.echo(f"wrote {output}, the plan of {plan.model.name}", err=True)

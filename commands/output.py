@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.plan.traced_plan import ModulePlan
-    from parplan.report.plans.summary import Context
+    from parplan.planner.plan.traced_plan import TracedPlan
+    from parplan.report.plans.summary import SummaryContext
 
 STDOUT = Path("-")
 
@@ -34,19 +34,19 @@ def require_output(output: Path | None) -> None:
         require_writable(output)
 
 
-def deliver(plan: Plan | ModulePlan, context: Context, output: Path | None, *, as_json: bool) -> None:
+def deliver(plan: Plan | TracedPlan, context: SummaryContext, output: Path | None, *, as_json: bool) -> None:
     """The plan to `output` and its summary to the terminal; a file that cannot be written does not lose the summary."""
     from parplan.executor.placed_layers import torchrun_line
-    from parplan.planner.plan.plan import to_yaml, write
+    from parplan.planner.plan.plan import plan_to_yaml, write_plan
     from parplan.report.text import console
 
     if output == STDOUT and not as_json:
-        click.echo(to_yaml(plan), nl=False)
+        click.echo(plan_to_yaml(plan), nl=False)
         print_plan(plan, console(sys.stderr), context)
         return
     try:
         if output not in (None, STDOUT):
-            write(plan, output)
+            write_plan(plan, output)
     finally:
         if as_json:
             print_plan_json(plan, context.elapsed_s)
@@ -56,19 +56,19 @@ def deliver(plan: Plan | ModulePlan, context: Context, output: Path | None, *, a
         click.echo(f"wrote {output}; run it with\n  {torchrun_line(plan, shlex.quote(str(output)))}")
 
 
-def print_plan(plan: Plan | ModulePlan, out: Console, context: Context) -> None:
+def print_plan(plan: Plan | TracedPlan, out: Console, context: SummaryContext) -> None:
     """The summary of a plan."""
-    from parplan.planner.plan.traced_plan import ModulePlan
+    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.report.plans.summary import print_summary
-    from parplan.report.plans.traced_summary import print_module_summary
+    from parplan.report.plans.traced_summary import print_traced_summary
 
-    if isinstance(plan, ModulePlan):
-        print_module_summary(plan, out, context)
+    if isinstance(plan, TracedPlan):
+        print_traced_summary(plan, out, context)
     else:
         print_summary(plan, out, context)
 
 
-def print_plan_json(plan: Plan | ModulePlan, elapsed_s: float | None = None) -> None:
+def print_plan_json(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> None:
     """The plan for programs."""
     from parplan.report.plan_documents import plan_document
 

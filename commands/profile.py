@@ -16,9 +16,9 @@ from parplan.commands.output import require_torch
 from parplan.commands.style import INTERRUPTED, LONGEST_S, Command, Number, Whole, option
 
 if TYPE_CHECKING:
-    from parplan.planner.calibration.profiling import Profiled, Wanted
+    from parplan.planner.calibration.profiling import Profiled, ProfileRequest
     from parplan.profiles.machines.measurements import Case
-    from parplan.profiles.machines.user_profile import OwnProfile
+    from parplan.profiles.machines.user_profile import UserProfile
 
 WHAT, HOW, IMPORT, LOOK = "What to measure", "How", "Import", "Look at profiles"
 LINKS_SHARE = 0.3  # of the budget, where operators and collectives are measured
@@ -79,11 +79,11 @@ def _check(files: tuple[Path, ...], options: dict[str, Any]) -> None:
 
 
 def _diff(first: Path, second: Path, *, as_json: bool) -> int:
-    from parplan.profiles.machines.user_profile import read
+    from parplan.profiles.machines.user_profile import read_profile
     from parplan.report.machines.profile_diff import diff_document, print_diff
     from parplan.report.text import console
 
-    before, after = read(first), read(second)
+    before, after = read_profile(first), read_profile(second)
     if as_json:
         click.echo(json.dumps(diff_document(before, after), indent=2))
     else:
@@ -92,16 +92,16 @@ def _diff(first: Path, second: Path, *, as_json: bool) -> int:
 
 
 def _show(path: Path, options: dict[str, Any]) -> int:
-    from parplan.profiles.machines.user_profile import read
+    from parplan.profiles.machines.user_profile import read_profile
     from parplan.report.plots.scatter_plot import require_plot
 
     if options["plot"] is not None:
         require_plot(options["plot"])
-    _print(read(path), options)
+    _print(read_profile(path), options)
     return 0
 
 
-def _draw(found: OwnProfile, plot: Path, *, quiet: bool) -> None:
+def _draw(found: UserProfile, plot: Path, *, quiet: bool) -> None:
     from parplan.report.plots.profile_plot import draw_profile
 
     draw_profile(found, plot)
@@ -161,15 +161,15 @@ def _imported(options: dict[str, Any]) -> Profiled:
 
     found = None
     for path in options["add"]:
-        measured = comm_file.read(path)
+        measured = comm_file.read_comm_file(path)
         found = add_records(options["output"], measured.records, measured.device, str(path))
     if options["nccl_tests"]:
-        records = nccl_tests.read(options["nccl_tests"], options["nodes"], options["ranks_per_node"])
+        records = nccl_tests.read_nccl_tests(options["nccl_tests"], options["nodes"], options["ranks_per_node"])
         found = add_records(options["output"], records, None, ", ".join(map(str, options["nccl_tests"])))
     return found
 
 
-def _print(profile: OwnProfile, options: dict[str, Any]) -> None:
+def _print(profile: UserProfile, options: dict[str, Any]) -> None:
     from parplan.report.machines.profile_tables import print_profile, profile_document
     from parplan.report.text import console
 
@@ -181,11 +181,11 @@ def _print(profile: OwnProfile, options: dict[str, Any]) -> None:
         _draw(profile, options["plot"], quiet=options["as_json"])
 
 
-def _wanted(options: dict[str, Any]) -> Wanted:
+def _wanted(options: dict[str, Any]) -> ProfileRequest:
     """What the options ask for. Raises ConfigError."""
     import torch
 
-    from parplan.planner.calibration.profiling import Wanted
+    from parplan.planner.calibration.profiling import ProfileRequest
     from parplan.profiles.catalog import load_model
     from parplan.profiles.errors import ConfigError
     from parplan.profiles.models.spec import Precision
@@ -196,7 +196,7 @@ def _wanted(options: dict[str, Any]) -> Wanted:
     elif device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no GPU", hint="use --device cpu, or install a torch with CUDA")
     precision = Precision(options["precision"] or ("bf16" if device == "cuda" else "fp32"))
-    return Wanted(
+    return ProfileRequest(
         output=options["output"], device=device, precision=precision, program=PROGRAM, minutes=options["minutes"],
         models=tuple(load_model(name) for name in options["models"]), hang_limit_s=options["hang_limit"],
         cases=None if options["missing"] is None else _missing(options["missing"], options["output"], precision),
@@ -209,11 +209,11 @@ def _missing(path: Path, output: Path, precision: str) -> tuple[Case, ...]:
     Raises ConfigError: the plan is at another precision than what is measured.
     """
     from parplan.planner.calibration.profile_coverage import missing_cases
-    from parplan.planner.plan.plan import read
+    from parplan.planner.plan.plan import read_plan
     from parplan.profiles.errors import ConfigError
-    from parplan.profiles.machines.user_profile import read as read_profile
+    from parplan.profiles.machines.user_profile import read_profile as read_profile
 
-    plan = read(path)
+    plan = read_plan(path)
     if plan.training.precision != precision:
         raise ConfigError(
             f"{path}: the plan is in {plan.training.precision}, what is measured in {precision}",

@@ -40,19 +40,19 @@ def check(plan_file: Path, ranks: tuple[int, ...], execute: bool, trust_module: 
     Exit code 3 when a stage does not fit its device or holds other bytes than predicted, 2 when losses or gradients differ.
     """
     from parplan.executor.rules.all_rules import validate
-    from parplan.planner.plan.traced_plan import ModulePlan, read
+    from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan
 
-    plan = read(plan_file)
-    if isinstance(plan, ModulePlan):
+    plan = read_any_plan(plan_file)
+    if isinstance(plan, TracedPlan):
         cli_module.require_executed(execute=execute)
     else:
         validate(plan)
     require_torch("plan check runs the executor, which needs torch")
-    if execute and not isinstance(plan, ModulePlan):
+    if execute and not isinstance(plan, TracedPlan):
         return _execute(plan, as_json=as_json)
     with cli_module.users_modules():
         cli_module.say_module(plan, plan_file, trust=trust_module)
-        if isinstance(plan, ModulePlan):
+        if isinstance(plan, TracedPlan):
             return cli_module.check(plan, as_json=as_json)
         return _dry_run(plan, ranks, as_json=as_json)
 
@@ -110,20 +110,20 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
     what `plan profile` measured, the new profile keeps those curves beside the factors.
     """
     from parplan.planner.calibration.run_factors import calibrate
-    from parplan.planner.runs.run_file import read
+    from parplan.planner.runs.run_file import read_run
     from parplan.profiles.documents.files import write_text
-    from parplan.profiles.machines.user_profile import to_document, to_yaml
+    from parplan.profiles.machines.user_profile import profile_to_document, profile_to_yaml
     from parplan.report.runs.calibration_table import print_calibration
     from parplan.report.text import console, say
 
     require_output(output)
-    found = calibrate([read(path) for path in runs], [str(path) for path in runs])
+    found = calibrate([read_run(path) for path in runs], [str(path) for path in runs])
     if output == STDOUT:
-        click.echo(to_yaml(found), nl=False)
+        click.echo(profile_to_yaml(found), nl=False)
     else:
-        write_text(to_yaml(found), output, hint="choose another file with --output")
+        write_text(profile_to_yaml(found), output, hint="choose another file with --output")
     if as_json:
-        click.echo(json.dumps(to_document(found), indent=2))
+        click.echo(json.dumps(profile_to_document(found), indent=2))
         return
     out = console(sys.stderr if output == STDOUT else sys.stdout)
     print_calibration(found, out)
@@ -138,13 +138,13 @@ def calibrate(runs: tuple[Path, ...], output: Path, as_json: bool) -> None:
         help="The trace; - for stdout.")
 def trace(plan_file: Path, output: Path) -> None:
     """Write the predicted timeline of a plan's step as a trace that opens in Perfetto or chrome://tracing."""
-    from parplan.planner.plan.plan import read
+    from parplan.planner.plan.plan import read_plan
     from parplan.planner.runs.run_account import plan_trace_ranks
     from parplan.profiles.documents.files import write_text
     from parplan.report.chrome_trace import trace_json
 
     require_output(output)
-    text = trace_json(plan_trace_ranks(read(plan_file)))
+    text = trace_json(plan_trace_ranks(read_plan(plan_file)))
     if output == STDOUT:
         click.echo(text, nl=False)
         return

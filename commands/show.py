@@ -27,12 +27,12 @@ def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_
 
     Of a run's file, run.json, what was predicted beside what was measured.
     """
-    from parplan.planner.plan.traced_plan import ModulePlan, read
+    from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan
     from parplan.planner.runs.run_file import is_run
     from parplan.report.plans.chunk_tables import print_chunks
     from parplan.report.plans.layer_table import print_layers
     from parplan.report.plans.redundancy_table import print_redundancy
-    from parplan.report.plans.summary import Context
+    from parplan.report.plans.summary import SummaryContext
     from parplan.report.text import console
 
     if is_run(plan_file):
@@ -45,13 +45,13 @@ def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_
         return
     if rank is not None or plot is not None:
         raise click.UsageError(f"{'--plot' if rank is None else '--rank'} is for --chunks")
-    plan = read(plan_file)
+    plan = read_any_plan(plan_file)
     if as_json:
         print_plan_json(plan)
         return
     out = console(sys.stdout)
-    print_plan(plan, out, Context(whole=True, plan_file=str(plan_file)))
-    if isinstance(plan, ModulePlan):
+    print_plan(plan, out, SummaryContext(whole=True, plan_file=str(plan_file)))
+    if isinstance(plan, TracedPlan):
         return
     print_layers(plan, out)
     print_chunks(plan, out)
@@ -59,12 +59,12 @@ def show(plan_file: Path, chunks: bool, rank: int | None, plot: Path | None, as_
 
 
 def _show_run(run_file: Path, *, as_json: bool) -> None:
-    from parplan.planner.runs.run_file import read
+    from parplan.planner.runs.run_file import read_run
     from parplan.profiles.documents.schema import document
     from parplan.report.runs.run_table import print_record
     from parplan.report.text import console
 
-    run = read(run_file)
+    run = read_run(run_file)
     if as_json:
         print_json(document(run))
     else:
@@ -73,9 +73,9 @@ def _show_run(run_file: Path, *, as_json: bool) -> None:
 
 def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_json: bool) -> None:
     from parplan.planner.plan.chunk_levels import levels
-    from parplan.planner.plan.plan import read
+    from parplan.planner.plan.plan import read_plan
     from parplan.planner.plan.plan_chunks import busiest_rank, rank_chunks_of
-    from parplan.planner.plan.plan_strategy import book_of
+    from parplan.planner.plan.plan_strategy import prices_of_plan
     from parplan.report.plans.chunk_tables import levels_document, print_levels
     from parplan.report.plots.chunk_plot import draw_levels
     from parplan.report.plots.scatter_plot import require_plot
@@ -83,10 +83,10 @@ def _show_chunks(plan_file: Path, rank: int | None, plot: Path | None, *, as_jso
 
     if plot:
         require_plot(plot)
-    plan = read(plan_file)
+    plan = read_plan(plan_file)
     rank = busiest_rank(plan) if rank is None else rank
     found = rank_chunks_of(plan, rank)
-    moments = levels(found, book_of(plan))
+    moments = levels(found, prices_of_plan(plan))
     if plot:
         draw_levels(moments, plan, rank, found.device_bytes, plot)
     if as_json:

@@ -16,9 +16,9 @@ from parplan.commands.output import STDOUT, deliver, require_output, require_tor
 from parplan.commands.style import INTERRUPTED, noticing_ctrl_c, print_json
 
 if TYPE_CHECKING:
-    from parplan.executor.checking.parity import Outcome
+    from parplan.executor.checking.parity import TrainingOutcome
     from parplan.planner.plan.plan import Plan
-    from parplan.planner.plan.traced_plan import ModulePlan
+    from parplan.planner.plan.traced_plan import TracedPlan
     from parplan.profiles.models.module_source import ModuleSource
 
 NOT_EQUAL = 2  # the plan does not train as one process does
@@ -41,9 +41,9 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     """Trace the module, search its plan, write it and print its summary; the exit code."""
     from parplan.commands.requests.described import all_assumed, constraints, search_options
     from parplan.commands.requests.traced import assumed_of, module_question
-    from parplan.planner.traced.plan_traced import plan_module
+    from parplan.planner.traced.plan_traced import plan_traced_module
     from parplan.planner.traced.stage_rules import StageRule, parse_stages
-    from parplan.report.plans.summary import Context
+    from parplan.report.plans.summary import SummaryContext
     from parplan.report.progress_bars import progress_bar
     from parplan.report.text import console
 
@@ -56,12 +56,12 @@ def search(options: Mapping[str, Any], source: ModuleSource) -> int:
     how = search_options(options)
     started_s = time.monotonic()
     with users_modules(), noticing_ctrl_c() as interrupts, progress_bar(console(sys.stderr)) as on_progress:
-        plan = plan_module(
+        plan = plan_traced_module(
             source, question.cluster, question.training, constraints=pins, options=how, how=stages, cross_skips=options["cross_skips"],
             on_progress=on_progress)
     if plan.search.solver_failure:
         click.echo(f"warning: {plan.search.solver_failure}", err=True)
-    context = Context(
+    context = SummaryContext(
         assumed=all_assumed(assumed_of(plan, question), options, how), elapsed_s=time.monotonic() - started_s, interrupted=bool(interrupts),
         plan_file="" if output == STDOUT else str(output))
     deliver(plan, context, output, as_json=options["as_json"])
@@ -76,26 +76,26 @@ def require_executed(*, execute: bool) -> None:
         raise ConfigError("a plan of a traced module has no dry run", hint="add --execute: it is trained as planned on gloo processes")
 
 
-def check(plan: ModulePlan, *, as_json: bool) -> int:
+def check(plan: TracedPlan, *, as_json: bool) -> int:
     """Train the module as planned on gloo processes, and as it is in one process; the exit code of `say_parity`."""
     import torch
 
     from parplan.executor.traced.traced_parity import (
         comparable,
-        run_module_plans,
-        run_module_reference,
+        run_traced_plans,
+        run_traced_reference,
     )
     from parplan.report.text import console
 
     torch.set_num_threads(1)  # a fork must not inherit a pool of threads
     with console(sys.stderr).status(f"training {plan.mesh} of {plan.traced.name}, and one process"):
         small = comparable(plan)
-        (found,), expected = run_module_plans([small]), run_module_reference(small, by_micro_batch=True)
+        (found,), expected = run_traced_plans([small]), run_traced_reference(small, by_micro_batch=True)
     return say_parity(plan, small, found, expected, as_json=as_json)
 
 
 def say_parity(
-    plan: Plan | ModulePlan, small: Plan | ModulePlan, found: Outcome, expected: Outcome, *, as_json: bool,
+    plan: Plan | TracedPlan, small: Plan | TracedPlan, found: TrainingOutcome, expected: TrainingOutcome, *, as_json: bool,
 ) -> int:
     """Print how far ranks are from one process; the exit code of `plan check --execute`."""
     from parplan.executor.checking.parity import (
@@ -120,7 +120,7 @@ def say_parity(
     return 0 if result.bytes_as_predicted else NOT_AS_PREDICTED
 
 
-def say_module(plan: Plan | ModulePlan, plan_file: Path, *, trust: bool) -> None:
+def say_module(plan: Plan | TracedPlan, plan_file: Path, *, trust: bool) -> None:
     """Say on stderr which module the plan imports from where. Raises ConfigError for one that needs --trust-module."""
     from parplan.profiles.models.module_trust import trusted_note
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Once:
+class KeyedCache:
     """`once(key, make)`: what `make` gives, made at the first call with a key.
 
     check: called before anything is made; may raise, when there is no time left for it

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
-from parplan.costmodels.host.host_embedding import Lookup, lookup_of, without_table
+from parplan.costmodels.host.host_embedding import HostEmbedding, host_embedding_of, without_table
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import BlockCost, Chunking, block_cost
 from parplan.costmodels.layers.halved_layer import (
     HalvedOperators,
@@ -22,9 +22,9 @@ from parplan.costmodels.layers.layer_price import (
     has_tied_head,
     tied_reduction,
 )
-from parplan.costmodels.layers.layer_price_cache import LayerBook, LayerStates
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache, LayerStates
 from parplan.costmodels.layers.model_states import owned_parameters
-from parplan.costmodels.layers.recompute import Again, recompute_operators
+from parplan.costmodels.layers.recompute import RecomputedOperators, recompute_operators
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
@@ -34,10 +34,10 @@ from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.provenance import ZERO, Seconds
 
 
-class PriceBook(LayerBook[LayerKind]):
+class PriceCache(LayerPriceCache[LayerKind]):
     """Prices of the layers of `model`; the head's recompute is always none.
 
-    chunking: how a device holds chunks, of frames whose blocks are held in chunks; it does not change any other price
+    chunking: how a device holds chunks, of layouts whose blocks are held in chunks; it does not change any other price
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PriceBook(LayerBook[LayerKind]):
         self.model = model
         self.chunking = chunking or Chunking()
 
-    def within(self, chunking: Chunking) -> PriceBook:
+    def within(self, chunking: Chunking) -> PriceCache:
         """The same prices for devices that hold chunks in another way."""
         found = copy(self)  # what is known of layers is shared
         found.chunking = chunking
@@ -70,21 +70,21 @@ class PriceBook(LayerBook[LayerKind]):
         return self._once(key, lambda: without_table(layer))
 
     @property
-    def outside(self) -> PriceBook:
+    def outside(self) -> PriceCache:
         """Prices of embedding and head where blocks are in chunks: FSDP2 keeps and reduces gradients of fp32 shards in fp32, of which
         precision those of the chunks may be."""
         if self.training.gradient_precision is Precision.FP32:
             return self
-        return self._once("outside", lambda: PriceBook(
+        return self._once("outside", lambda: PriceCache(
             self.model, replace(self.training, gradient_precision=Precision.FP32), self.machine, zero_ranks=self.zero_ranks,
             offload=self.offload, chunking=self.chunking))
 
-    def with_table(self, *, on_host: bool) -> PriceBook:
+    def with_table(self, *, on_host: bool) -> PriceCache:
         """The same with the token table on the host, or on the device."""
         if self.looks_up(LayerKind.EMBEDDING) == on_host:
             return self
         offload = (*(what for what in self.offload if what is not Offload.LOOKUP), *((Offload.LOOKUP,) if on_host else ()))
-        other = self._once("other table", lambda: PriceBook(
+        other = self._once("other table", lambda: PriceCache(
             self.model, self.training, self.machine, zero_ranks=self.zero_ranks, offload=offload))
         return self._once(("other table", self.chunking), lambda: other.within(self.chunking))
 
@@ -92,10 +92,10 @@ class PriceBook(LayerBook[LayerKind]):
         """Whether the host has the table of a layer of `kind`."""
         return kind is LayerKind.EMBEDDING and Offload.LOOKUP in self.offload
 
-    def lookup(self, micro_batch_size: int, mesh: Mesh) -> Lookup:
+    def lookup(self, micro_batch_size: int, mesh: Mesh) -> HostEmbedding:
         """What the host's look-up costs (call only where it does so)."""
         return self._once(
-            ("lookup", micro_batch_size, mesh), lambda: lookup_of(self.graph(micro_batch_size).embedding, mesh, self.machine))
+            ("lookup", micro_batch_size, mesh), lambda: host_embedding_of(self.graph(micro_batch_size).embedding, mesh, self.machine))
 
     def data_parallel(self, kind: LayerKind, micro_batch_size: int, mesh: Mesh, sharding: Sharding, zero: int) -> DataParallelTime:
         """As of any layer; of the embedding with the host's look-up, the exchange of what it gives, and the update of the table."""
@@ -132,7 +132,7 @@ class PriceBook(LayerBook[LayerKind]):
     def tied(self) -> bool:
         return has_tied_head(self.graph(1).head)
 
-    def recompute_operators(self, kind: LayerKind, level: Again) -> tuple[str, ...]:
+    def recompute_operators(self, kind: LayerKind, level: RecomputedOperators) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`: only blocks recompute."""
         return recompute_operators(self.kept_graph(1).layer_class(kind), level) if kind is LayerKind.BLOCK else ()
 
@@ -148,7 +148,7 @@ class PriceBook(LayerBook[LayerKind]):
         return self._once(("operators", kind, micro_batch_size, sharding), make)
 
     def chunked(
-        self, home: Home, micro_batch_size: int, mesh: Mesh, sharding: Sharding, *, in_parameters: bool, elements: int | None = None,
+        self, home: StateLocation, micro_batch_size: int, mesh: Mesh, sharding: Sharding, *, in_parameters: bool, elements: int | None = None,
     ) -> BlockCost:
         """One block held in chunks at `home`. elements: of its chunks on all data-parallel ranks together, without padding by default."""
         own = owned_parameters(self.layer(LayerKind.BLOCK, 1), sharding) if elements is None else elements

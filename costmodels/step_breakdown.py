@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from parplan.costmodels.step import StepPrice
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 
 NAMES = ("compute", "recompute", "bubble", "imbalance", "data", "tensor", "p2p", "optimizer")  # of the fields, for people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class StepParts:
     """Seconds of one step of the mean GPU, by cause. Communication is what is exposed of it, by axis: dp, with copies between device
     and host, tp, pp."""
 
@@ -48,17 +48,17 @@ class Parts:
             self.optimizer_s)
 
 
-def parts_of(frame: Frame, price: StepPrice) -> Parts:
+def parts_of(layout: ParallelLayout, price: StepPrice) -> StepParts:
     """The parts of a priced step; without a pipeline nothing waits."""
     ranks = price.ranks
     waiting_s = price.step_s - fmean(rank.total.value_s for rank in ranks)
     timelines = price.simulated.ranks
-    micro_batch_s = fmean(line.busy_s + line.transfer_s for line in timelines) / frame.num_micro_batches
-    if frame.recomputes_ahead:  # in the ramps, while a rank waits
-        micro_batch_s -= fmean(rank.recompute.value_s for rank in ranks) / frame.num_micro_batches
-    bubble_s = (frame.mesh.pp - 1) * price.bubble_share * micro_batch_s
-    return Parts(
+    micro_batch_s = fmean(line.busy_s + line.transfer_s for line in timelines) / layout.num_micro_batches
+    if layout.recomputes_ahead:  # in the ramps, while a rank waits
+        micro_batch_s -= fmean(rank.recompute.value_s for rank in ranks) / layout.num_micro_batches
+    bubble_s = (layout.mesh.pp - 1) * price.bubble_share * micro_batch_s
+    return StepParts(
         compute_s=fmean(rank.compute.value_s for rank in ranks), recompute_s=fmean(rank.recompute.value_s for rank in ranks),
-        bubble_s=bubble_s, imbalance_s=waiting_s - bubble_s if frame.mesh.pp > 1 else 0.0,
+        bubble_s=bubble_s, imbalance_s=waiting_s - bubble_s if layout.mesh.pp > 1 else 0.0,
         dp_comm_s=fmean((rank.dp_comm + rank.host_comm).value_s for rank in ranks), tp_comm_s=fmean(rank.tp_comm.value_s for rank in ranks),
         pp_comm_s=fmean(rank.pp_comm.value_s for rank in ranks), optimizer_s=fmean(rank.optimizer.value_s for rank in ranks))

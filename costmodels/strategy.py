@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.host.state_location import Home
-from parplan.costmodels.layers.recompute import Again
+from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.layers.recompute import RecomputedOperators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.actions import Action, orders_of, placement_of
 from parplan.costmodels.schedules.schedule import (
@@ -26,22 +26,22 @@ TP_OVERLAP_LEVELS = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not the frame's.
+    """How one layer is run: what it recomputes, its ZeRO stage, and its sharding where that is not the layout's.
 
-    home: of a block whose frame holds states in chunks, where they lie
+    home: of a block whose layout holds states in chunks, where they lie
     on_host: operators of a block, in their order, whose kept tensors the host keeps (costmodels/memory/activation_copies.py)
     """
 
     kind: LayerKind
-    recompute: Again
+    recompute: RecomputedOperators
     zero: int
     sharding: Sharding | None = None
-    home: Home = Home.DEVICE
+    home: StateLocation = StateLocation.DEVICE
     on_host: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class ParallelLayout:
     """The outer choices that the layers of a strategy share (EQUATIONS I1).
 
     sequence_parallel: between layers, activations are divided by token over the tensor-parallel ranks
@@ -65,7 +65,7 @@ class Frame:
         return Sharding(self.mesh.tp, self.sequence_parallel, ep=self.mesh.ep, overlap=self.tp_overlap)
 
     def sharding_of(self, choice: LayerChoice) -> Sharding:
-        """How a layer of this frame is divided."""
+        """How a layer of this layout is divided."""
         return choice.sharding or self.sharding
 
     @property
@@ -112,9 +112,9 @@ class Frame:
         return tuple(actions(self.schedule, rank, self.mesh.pp, self.num_micro_batches, self.virtual_stages) for rank in ranks)
 
 
-def in_chunks(choice: LayerChoice, frame: Frame) -> bool:
-    """Whether the states of a layer of `frame` are held in chunks: those of blocks, where any are."""
-    return frame.chunked and choice.kind is LayerKind.BLOCK
+def in_chunks(choice: LayerChoice, layout: ParallelLayout) -> bool:
+    """Whether the states of a layer of `layout` are held in chunks: those of blocks, where any are."""
+    return layout.chunked and choice.kind is LayerKind.BLOCK
 
 
 _placement = lru_cache(maxsize=8)(placement_of)
@@ -123,11 +123,11 @@ _orders = lru_cache(maxsize=8)(orders_of)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A frame and the layers of every virtual stage in model order; stage k runs on pipeline rank `frame.rank_of(k)`."""
+    """A layout and the layers of every virtual stage in model order; stage k runs on pipeline rank `layout.rank_of(k)`."""
 
-    frame: Frame
+    layout: ParallelLayout
     stages: tuple[tuple[LayerChoice, ...], ...]
 
     def chunks(self, rank: int) -> tuple[tuple[LayerChoice, ...], ...]:
         """The model chunks of one pipeline rank, first chunk first."""
-        return tuple(self.stages[stage] for stage in self.frame.stages_of(rank))
+        return tuple(self.stages[stage] for stage in self.layout.stages_of(rank))

@@ -22,12 +22,12 @@ JSON_WORDS = {"boolean": "true or false", "null": "null", "object": "mapping", "
 
 def pages() -> dict[str, str]:
     """The content of every generated page by its file name."""
-    from parplan.planner.runs.run_file import Run
+    from parplan.planner.runs.run_file import RunFile
     from parplan.profiles.documents.schema import json_schema
-    from parplan.profiles.machines.user_profile import schema as profile_schema
+    from parplan.profiles.machines.user_profile import profile_schema as profile_schema
     from parplan.report.plan_documents import plan_schema
 
-    schemas = {"plan": plan_schema(), "profile": profile_schema(), "run": json_schema(Run)}
+    schemas = {"plan": plan_schema(), "profile": profile_schema(), "run": json_schema(RunFile)}
     fields = {f"{kind}-fields.md": fields_page(kind, schema, _explaining(kind)) for kind, schema in schemas.items()}
     return {"commands.md": commands_page(_commands()), **fields}
 

@@ -23,17 +23,17 @@ from parplan.executor.checkpoint.resume import CheckpointOptions
 from parplan.executor.data.tokens import TOKEN_TYPES
 from parplan.executor.rules.all_rules import validate
 from parplan.executor.rules.external_rules import has_even_shards
-from parplan.executor.rules.traced_rules import validate_module_plan
+from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import LARGEST_SEED, LearningRateSchedule, Options
-from parplan.executor.traced.traced_trainer import ModuleTrainer, build_module_trainer, opened_of
+from parplan.executor.traced.traced_trainer import TracedTrainer, build_traced_trainer, opened_of
 from parplan.executor.training.compiled import validate_compiled
 from parplan.executor.training.train import StepResult, build_trainer
-from parplan.executor.watch.rank_progress import Progress
+from parplan.executor.watch.rank_progress import RankProgress
 from parplan.executor.watch.run_recorder import RunFiles, collect
 from parplan.executor.watch.state_bytes import table
 from parplan.executor.watch.watch import SLACK_S, Watch, own_connection
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.traced_plan import ModulePlan, read
+from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan
 from parplan.profiles.documents.files import explained_file_errors
 from parplan.profiles.errors import ConfigError, PlannerError, RunError
 from parplan.profiles.models.module_trust import trusted_note
@@ -95,9 +95,9 @@ def main(
 
     A PLAN that names a module runs that module's code; the command says which.
     """
-    plan, trained = read(plan_file), Options(**options)  # every rank meets the same error
-    if isinstance(plan, ModulePlan):
-        validate_module_plan(plan, trained)
+    plan, trained = read_any_plan(plan_file), Options(**options)  # every rank meets the same error
+    if isinstance(plan, TracedPlan):
+        validate_traced_plan(plan, trained)
     else:
         validate(plan)
     _check_world(plan, plan_file)
@@ -115,12 +115,12 @@ def main(
 
 
 def _watched(
-    plan: Plan | ModulePlan, options: Options, checkpoints: CheckpointOptions, device: torch.device, timeout_s: float, files: RunFiles,
+    plan: Plan | TracedPlan, options: Options, checkpoints: CheckpointOptions, device: torch.device, timeout_s: float, files: RunFiles,
 ) -> int:
     """Train; every way in which that can end gives one error on one rank, and an exit code."""
     limit = timedelta(seconds=timeout_s + 2 * SLACK_S)  # the watch says more than a collective's own timeout
     rank, store = launch.rank(), launch.open_store(limit)
-    progress = Progress()
+    progress = RankProgress()
     watch = Watch(own_connection(store), rank, plan.mesh, progress, timeout_s)
     watch.start()
     try:
@@ -144,7 +144,7 @@ def _watched(
     return 0
 
 
-def _check_world(plan: Plan | ModulePlan, plan_file: Path) -> None:
+def _check_world(plan: Plan | TracedPlan, plan_file: Path) -> None:
     world = launch.world()
     if world != plan.mesh.num_ranks:
         mesh = plan.mesh
@@ -175,12 +175,12 @@ def _join(device: torch.device, store: dist.Store, rank: int, world: int, timeou
 
 
 def _train(
-    plan: Plan | ModulePlan, options: Options, checkpoint_options: CheckpointOptions, device: torch.device, timeout: timedelta,
-    progress: Progress, files: RunFiles,
+    plan: Plan | TracedPlan, options: Options, checkpoint_options: CheckpointOptions, device: torch.device, timeout: timedelta,
+    progress: RankProgress, files: RunFiles,
 ) -> None:
     """Only rank 0 prints."""
     speaks = dist.get_rank() == 0
-    if isinstance(plan, ModulePlan):
+    if isinstance(plan, TracedPlan):
         trainer = _module_trainer(plan, options, device, progress)
     else:
         trainer = build_trainer(plan, options, device, progress)
@@ -204,19 +204,19 @@ def _train(
     dist.all_gather_object(rows, own)
     run = collect(plan, trainer.recorder, own, device, trainer.moved(), trainer.on_host_bytes)
     if speaks:
-        click.echo(table(rows, compared=isinstance(plan, ModulePlan) or has_even_shards(plan)))
+        click.echo(table(rows, compared=isinstance(plan, TracedPlan) or has_even_shards(plan)))
     if run is not None:
         files.write(run)
 
 
-def _module_trainer(plan: ModulePlan, options: Options, device: torch.device, progress: Progress) -> ModuleTrainer:
+def _module_trainer(plan: TracedPlan, options: Options, device: torch.device, progress: RankProgress) -> TracedTrainer:
     opened = opened_of(plan, options.seed)
     if opened.note and dist.get_rank() == 0:
         _note(opened.note)
-    return build_module_trainer(plan, options, device, progress, opened)
+    return build_traced_trainer(plan, options, device, progress, opened)
 
 
-def _step_line(plan: Plan | ModulePlan, options: Options, result: StepResult) -> str:
+def _step_line(plan: Plan | TracedPlan, options: Options, result: StepResult) -> str:
     norm = f"grad norm {result.gradient_norm:.4g}"
     if result.skipped:
         norm += f" skipped, loss scale {result.loss_scale:g}"
@@ -224,7 +224,7 @@ def _step_line(plan: Plan | ModulePlan, options: Options, result: StepResult) ->
         norm += f" clipped to {options.clip_gradients:g}"
     rate = f"  lr {result.learning_rate:.2e}" if options.lr_varies else ""
     speed = plan.training.tokens_per_step / result.seconds
-    unit = plan.traced.unit if isinstance(plan, ModulePlan) else "tokens"
+    unit = plan.traced.unit if isinstance(plan, TracedPlan) else "tokens"
     return f"step {result.step + 1:>4}  loss {result.loss:.6f}  {norm}{rate}  {speed:,.0f} {unit}/s"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import csv_rows
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan
 from parplan.profiles.errors import ConfigError
@@ -65,7 +65,7 @@ def action_rows(plan: Plan) -> tuple[str, ...]:
 
 def recomputes_ahead(plan: Plan) -> bool:
     """Whether a list has a recompute ahead of its gradient."""
-    return plan.mesh.pp > 1 and any(Work.RECOMPUTE.value in text for text in action_rows(plan))
+    return plan.mesh.pp > 1 and any(ActionKind.RECOMPUTE.value in text for text in action_rows(plan))
 
 
 def zero_ranks(layer: PlacedLayer, mesh: Mesh) -> int:

@@ -14,7 +14,7 @@ def new_lows(values: Array) -> npt.NDArray[np.bool_]:
     return np.concatenate((np.full(min(1, len(values)), True), values[1:] < np.minimum.accumulate(values)[:-1]))
 
 
-def front(first: Array, second: Array, third: Array | None = None) -> Ints:
+def undominated_rows(first: Array, second: Array, third: Array | None = None) -> Ints:
     """The indices that no other beats or equals in both, by increasing `first`; of equals the one with the least `third`."""
     order = np.lexsort((second, first) if third is None else (third, second, first))
     found: Ints = order[new_lows(second[order])]

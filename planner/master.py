@@ -23,12 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parplan.costmodels.schedules.hidden_recompute import Ahead, hidden_passes
+from parplan.costmodels.schedules.hidden_recompute import HiddenRecompute, hidden_passes
 from parplan.costmodels.step import closed_form_s
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, Unsolved, chosen, weighted
-from parplan.planner.stage_columns.columns import Column
+from parplan.planner.stage_columns.columns import StageColumn
 from parplan.planner.stage_columns.stage_prices import tied_ends
 from parplan.profiles.units import MIB, US_PER_S
 
@@ -36,37 +36,37 @@ TOLERANCE = 1e-6  # relative slack of (C6): CBC's own feasibility tolerance is o
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class MasterChoice:
     """A column for each rank, its closed-form time, the redundant bytes of the cluster, and whether it is proven best."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[StageColumn, ...]
     step_s: float
     redundant_bytes: float
     proven: bool
 
 
-def evaluate(frame: Frame, columns: Sequence[Column], *, proven: bool, share: float | None = None) -> Choice:
+def evaluate(layout: ParallelLayout, columns: Sequence[StageColumn], *, proven: bool, share: float | None = None) -> MasterChoice:
     """The price of one column for each rank; `share` as in `Master`."""
-    share = 1 / frame.virtual_stages if share is None else share
-    ahead = Ahead(hidden_passes(frame.schedule), [c.plain_s for c in columns], [c.ramp_s for c in columns])
-    step_s = closed_form_s([c.time_s for c in columns], [c.tail_s for c in columns], frame.num_micro_batches, share, ahead)
-    return Choice(tuple(columns), step_s, frame.mesh.ranks_per_stage * sum(c.redundant_bytes for c in columns), proven)
+    share = 1 / layout.virtual_stages if share is None else share
+    ahead = HiddenRecompute(hidden_passes(layout.schedule), [c.plain_s for c in columns], [c.ramp_s for c in columns])
+    step_s = closed_form_s([c.time_s for c in columns], [c.tail_s for c in columns], layout.num_micro_batches, share, ahead)
+    return MasterChoice(tuple(columns), step_s, layout.mesh.ranks_per_stage * sum(c.redundant_bytes for c in columns), proven)
 
 
 class Master:
-    """The program of one frame, over `options[s]`, the columns of rank s; `share` is its bubble's, 1/v unless given.
+    """The program of one layout, over `options[s]`, the columns of rank s; `share` is its bubble's, 1/v unless given.
 
     Of columns that are corners of a bound (`RankColumns.relaxed`) a rank takes an average over one group: z is a share, and its sum over
     a group is 0 or 1.
     """
 
     def __init__(
-        self, frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, *, tied: bool = False, share: float | None = None,
+        self, layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], num_layers: int, *, tied: bool = False, share: float | None = None,
     ) -> None:
-        self.frame, self.share = frame, 1 / frame.virtual_stages if share is None else share
+        self.layout, self.share = layout, 1 / layout.virtual_stages if share is None else share
         self.problem = Problem("master")
         self.picks = [self._variables(s, columns) for s, columns in enumerate(options)]
-        self.pace, self.tail, self.hidden = self.problem.continuous("Z"), self.problem.continuous("E"), hidden_passes(frame.schedule)
+        self.pace, self.tail, self.hidden = self.problem.continuous("Z"), self.problem.continuous("E"), hidden_passes(layout.schedule)
         self.plain = self.problem.continuous("N") if self.hidden else None
         for s, picks in enumerate(self.picks):
             self.problem.require(weighted((z, 1.0) for z in picks.values()) == 1, f"C1_one_{s}")
@@ -74,14 +74,14 @@ class Master:
             self.problem.require(weighted((z, c.tail_s * US_PER_S) for c, z in picks.items()) <= self.tail, f"C4_tail_{s}")
             if self.plain is not None:
                 self.problem.require(weighted((z, c.plain_s * US_PER_S) for c, z in picks.items()) <= self.plain, f"C8_plain_{s}")
-        if not frame.equal_ranks and frame.mesh.pp > 1:
+        if not layout.equal_ranks and layout.mesh.pp > 1:
             blocks = [(z, float(c.num_blocks)) for picks in self.picks for c, z in picks.items()]
             self.problem.require(weighted(blocks) == num_layers, "C2_blocks")
-        if tied and tied_ends(frame):
-            first, last = ([(z, 1.0) for c, z in self.picks[rank].items() if c.zero] for rank in tied_ends(frame))
+        if tied and tied_ends(layout):
+            first, last = ([(z, 1.0) for c, z in self.picks[rank].items() if c.zero] for rank in tied_ends(layout))
             self.problem.require(weighted(first) == weighted(last), "C7_tied")
 
-    def _variables(self, s: int, columns: Sequence[Column]) -> dict[Column, Any]:
+    def _variables(self, s: int, columns: Sequence[StageColumn]) -> dict[StageColumn, Any]:
         """The z of every column of rank s: 0 or 1, of a corner a share."""
         variable = {True: self.problem.continuous, False: self.problem.binary}
         picks = {column: variable[column.corner](f"z_{s}_{c}") for c, column in enumerate(columns)}
@@ -98,21 +98,21 @@ class Master:
         share = self.share
         ramps = [(z, share * c.ramp_s * US_PER_S) for picks in self.picks for c, z in picks.items()]
         plain = [] if self.plain is None else [(self.plain, float(self.hidden))]
-        return weighted([(self.pace, self.frame.num_micro_batches - share - self.hidden), *plain, *ramps, (self.tail, 1.0)])
+        return weighted([(self.pace, self.layout.num_micro_batches - share - self.hidden), *plain, *ramps, (self.tail, 1.0)])
 
     @property
     def redundant_mib(self) -> object:
-        devices = self.frame.mesh.ranks_per_stage
+        devices = self.layout.mesh.ranks_per_stage
         return weighted((z, devices * c.redundant_bytes / MIB) for picks in self.picks for c, z in picks.items())
 
-    def _solve(self, solver: SolverName, time_limit_s: float | None) -> Choice | None:
+    def _solve(self, solver: SolverName, time_limit_s: float | None) -> MasterChoice | None:
         solution = self.problem.solve(solver, time_limit_s)
         if solution is None:
             return None
         picked = tuple(chosen(picks) for picks in self.picks)
-        return evaluate(self.frame, picked, proven=solution.proven, share=self.share)
+        return evaluate(self.layout, picked, proven=solution.proven, share=self.share)
 
-    def fastest(self, solver: SolverName, time_limit_s: float | None = None) -> Choice | None:
+    def fastest(self, solver: SolverName, time_limit_s: float | None = None) -> MasterChoice | None:
         """The fastest choice, or None when the columns cannot place all blocks."""
         self.problem.minimize(self.time_us)
         return self._solve(solver, time_limit_s)
@@ -123,7 +123,7 @@ class Master:
         solution = self.problem.solve(solver, time_limit_s)
         return solution.objective / US_PER_S if solution is not None and solution.proven else None
 
-    def leanest(self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None) -> Choice | None:
+    def leanest(self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None) -> MasterChoice | None:
         """The fastest of the choices with the least redundant bytes that take at most `slowest_s`, or None."""
         self.problem.require(self.time_us <= slowest_s * US_PER_S, "C5_time")  # type: ignore[operator]
         self.problem.minimize(self.redundant_mib)
@@ -136,9 +136,9 @@ class Master:
             best = None
         if best is None:  # out of time, or the solver's own tolerance on (C5) and (C6): the first answer stands
             return replace(least, proven=False)
-        return Choice(best.columns, best.step_s, best.redundant_bytes, proven=least.proven and best.proven)
+        return MasterChoice(best.columns, best.step_s, best.redundant_bytes, proven=least.proven and best.proven)
 
-    def fastest_of_redundancy(self, redundant_bytes: float, solver: SolverName, time_limit_s: float | None = None) -> Choice | None:
+    def fastest_of_redundancy(self, redundant_bytes: float, solver: SolverName, time_limit_s: float | None = None) -> MasterChoice | None:
         """The fastest of the choices with so many redundant bytes at most, or None where there is none."""
         self.problem.require(self.redundant_mib <= slackened(redundant_bytes) / MIB, "C6_redundancy")  # type: ignore[operator]
         self.problem.minimize(self.time_us)
@@ -150,7 +150,7 @@ def slackened(redundant_bytes: float) -> float:
     return redundant_bytes + TOLERANCE * max(MIB, abs(redundant_bytes))
 
 
-def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers: int, share: float | None = None) -> float | None:
+def lower_bound_s(layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], num_layers: int, share: float | None = None) -> float | None:
     """A lower bound of the throughput master without solving it, or None when it is infeasible.
 
     The pace is at least the smallest Z at which the ranks together can hold all blocks; the sum is at least each
@@ -159,31 +159,31 @@ def lower_bound_s(frame: Frame, options: Sequence[Sequence[Column]], num_layers:
     """
     if any(not columns for columns in options):
         return None
-    share = 1 / frame.virtual_stages if share is None else share
+    share = 1 / layout.virtual_stages if share is None else share
     tail_s = max(min(column.tail_s for column in columns) for columns in options)
-    repeats = frame.num_micro_batches - share
+    repeats = layout.num_micro_batches - share
 
-    def whole_s(column: Column) -> float:
+    def whole_s(column: StageColumn) -> float:
         """Of one rank with its own tail: what shortens the pace may make the tail longer."""
         return repeats * column.time_s + column.tail_s
 
-    if frame.equal_ranks or frame.mesh.pp == 1:  # no schedule with recompute ahead
+    if layout.equal_ranks or layout.mesh.pp == 1:  # no schedule with recompute ahead
         fastest = [min(column.time_s for column in columns) for columns in options]
         slowest_s = max(min(map(whole_s, columns)) for columns in options)
         ramps_s = sum(min(column.ramp_s for column in columns) for columns in options)
-        return max(slowest_s, (frame.num_micro_batches - share) * max(fastest) + tail_s) + share * ramps_s
-    hidden, pace_s = hidden_passes(frame.schedule), _smallest_pace_s(options, num_layers, lambda column: column.time_s)
+        return max(slowest_s, (layout.num_micro_batches - share) * max(fastest) + tail_s) + share * ramps_s
+    hidden, pace_s = hidden_passes(layout.schedule), _smallest_pace_s(options, num_layers, lambda column: column.time_s)
     if pace_s is None:
         return None
     plain_s = (hidden and _smallest_pace_s(options, num_layers, lambda column: column.plain_s)) or 0.0
-    ramp_s = 0.0 if frame.recomputes_ahead else _smallest_pace_s(options, num_layers, lambda column: column.ramp_s) or 0.0
+    ramp_s = 0.0 if layout.recomputes_ahead else _smallest_pace_s(options, num_layers, lambda column: column.ramp_s) or 0.0
     at_least = max(_sum_bound(options, lambda column: column.ramp_s, num_layers), ramp_s)
-    slowest_s = 0.0 if frame.recomputes_ahead else _smallest_pace_s(options, num_layers, whole_s) or 0.0
-    return max(slowest_s, (frame.num_micro_batches - share - hidden) * pace_s + hidden * plain_s + tail_s) + share * at_least
+    slowest_s = 0.0 if layout.recomputes_ahead else _smallest_pace_s(options, num_layers, whole_s) or 0.0
+    return max(slowest_s, (layout.num_micro_batches - share - hidden) * pace_s + hidden * plain_s + tail_s) + share * at_least
 
 
 def _smallest_pace_s(
-    options: Sequence[Sequence[Column]], num_layers: int, value: Callable[[Column], float],
+    options: Sequence[Sequence[StageColumn]], num_layers: int, value: Callable[[StageColumn], float],
 ) -> float | None:
     """The least Z such that ranks limited to columns whose `value` is at most Z can hold `num_layers` blocks, by bisection over Z."""
     paces = sorted({value(column) for columns in options for column in columns})
@@ -204,14 +204,14 @@ def _smallest_pace_s(
     return paces[low] if low < len(paces) else None
 
 
-def redundancy_bound_bytes(frame: Frame, options: Sequence[Sequence[Column]], num_layers: int) -> float | None:
+def redundancy_bound_bytes(layout: ParallelLayout, options: Sequence[Sequence[StageColumn]], num_layers: int) -> float | None:
     """A lower bound of the memory master whatever its time, or None when it is infeasible."""
     if any(not columns for columns in options):
         return None
-    return frame.mesh.ranks_per_stage * _sum_bound(options, lambda column: column.redundant_bytes, num_layers)
+    return layout.mesh.ranks_per_stage * _sum_bound(options, lambda column: column.redundant_bytes, num_layers)
 
 
-def _sum_bound(options: Sequence[Sequence[Column]], value: Callable[[Column], float], num_layers: int) -> float:
+def _sum_bound(options: Sequence[Sequence[StageColumn]], value: Callable[[StageColumn], float], num_layers: int) -> float:
     """sum_s value_s >= lambda L + sum_s min_c (value_c - lambda n_c) for any lambda (Lagrange): the best of a few."""
     slopes = sorted({value(column) / column.num_blocks for columns in options for column in columns})
     tried = (0.0, *slopes[:: max(1, len(slopes) // 8)])

@@ -24,7 +24,7 @@ from parplan.profiles.machines.calibration_factors import Calibration
 from parplan.profiles.machines.hardware import Cluster, Device, Link
 from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
-from parplan.profiles.models.families import Family, family_of
+from parplan.profiles.models.families import ModelFamily, family_of
 from parplan.profiles.models.huggingface import entry_from_config
 from parplan.profiles.models.spec import ModelEntry, ModelSpec
 from parplan.profiles.stack import Stack
@@ -129,7 +129,7 @@ def family_names() -> tuple[str, ...]:
     return _names("families")
 
 
-def load_family(name_or_path: str) -> Family:
+def load_family(name_or_path: str) -> ModelFamily:
     """A packaged family by name, or a YAML of the same shape. Raises ConfigError, as `load_model` does."""
     name = name_or_path.lower()
     source: Traversable = _packaged("families", name) if name in family_names() else _path_or_unknown(

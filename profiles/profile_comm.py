@@ -24,7 +24,7 @@ from parplan.profiles.profiler.communication.comm_file import (
     COMM_VERSION,
     CommFile,
     in_flight_of,
-    write,
+    write_comm_file,
 )
 from parplan.profiles.profiler.communication.comm_run import ATTEMPTS, Chief, InFlight, run_cases
 from parplan.profiles.profiler.communication.group_shapes import World
@@ -120,7 +120,7 @@ def _write(chief: Chief, output: Path, measured_on: Mapping[str, Any]) -> None:
     """The file of what there is; the journal stays where cases are left."""
     records = tuple(chief.journal.records[case.key] for case in chief.cases if case.key in chief.journal.records)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    write(output, CommFile(comm_version=COMM_VERSION, date=date, records=records, **measured_on))
+    write_comm_file(output, CommFile(comm_version=COMM_VERSION, date=date, records=records, **measured_on))
     left = len(chief.left())
     if left:
         click.echo(f"note: {left} of {len(chief.cases)} cases are left; the same command goes on with them", err=True)

@@ -10,11 +10,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from parplan.planner.runs.run_file import NO_PLACE, Span
+from parplan.planner.runs.run_file import NO_PLACE, WorkSpan
 from parplan.profiles.units import US_PER_S
 
 
-def trace_document(ranks: Mapping[str, Mapping[str, Sequence[Span]]]) -> dict[str, Any]:
+def trace_document(ranks: Mapping[str, Mapping[str, Sequence[WorkSpan]]]) -> dict[str, Any]:
     """`ranks`: by name of the process, the spans by name of the thread."""
     metadata: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -26,12 +26,12 @@ def trace_document(ranks: Mapping[str, Mapping[str, Sequence[Span]]]) -> dict[st
     return {"traceEvents": [*metadata, *sorted(events, key=lambda event: event["ts"])], "displayTimeUnit": "ms"}
 
 
-def trace_json(ranks: Mapping[str, Mapping[str, Sequence[Span]]]) -> str:
+def trace_json(ranks: Mapping[str, Mapping[str, Sequence[WorkSpan]]]) -> str:
     """The file's text."""
     return json.dumps(trace_document(ranks)) + "\n"
 
 
-def _events(spans: Sequence[Span], process: int, thread: int) -> Iterator[dict[str, Any]]:
+def _events(spans: Sequence[WorkSpan], process: int, thread: int) -> Iterator[dict[str, Any]]:
     for span in spans:
         place = {} if span.stage == NO_PLACE else {"stage": span.stage, "micro_batch": span.micro_batch}
         yield {

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.host.state_location import OFFLOAD_OF, Home
+from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.layers.recompute import (
     Recompute,
     host_bytes_by_operator,
@@ -15,7 +15,7 @@ from parplan.costmodels.layers.recompute import (
 from parplan.costmodels.operators.kernels import fused_kernel_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, Plan
 from parplan.planner.plan.prediction import Objective, SearchRecord
 from parplan.profiles.machines.hardware import Device
@@ -32,7 +32,7 @@ _SCHEDULES = {
 FASTEST = "fastest"  # of all: what a search finds that is asked for nothing else
 
 
-def pipeline_phrases(pipeline: Pipeline, mesh: Mesh) -> tuple[str, ...]:
+def pipeline_phrases(pipeline: PipelinePlan, mesh: Mesh) -> tuple[str, ...]:
     """Schedule, virtual stages, micro-batches and their halves; without a pipeline there is no schedule to name."""
     micro_batches = f"micro-batch {pipeline.micro_batch_size} x {pipeline.num_micro_batches}"
     halves = (f"sub-pipelined at level {pipeline.tp_overlap}",) if pipeline.tp_overlap else ()
@@ -93,7 +93,7 @@ def found_text(search: SearchRecord) -> str:
 def zero_text(layer_plan: LayerPlan, *, homes: bool = True) -> str:
     """`3`, and what of it is not as usual: `3 over 8 ranks, states on the host`. homes: also what chunks have there."""
     ranks = f" over {layer_plan.zero_ranks} ranks" if layer_plan.zero_ranks else ""
-    offload = [what for what in layer_plan.offload if homes or what not in OFFLOAD_OF[Home.HOST]]
+    offload = [what for what in layer_plan.offload if homes or what not in OFFLOAD_OF[StateLocation.HOST]]
     return f"{layer_plan.zero}{ranks}" + (f", {' and '.join(offload)} on the host" if offload else "")
 
 

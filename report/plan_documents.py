@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from parplan.planner.plan.plan import PLAN_VERSION, Plan, to_document
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.plan import PLAN_VERSION, Plan, plan_to_document
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.catalog import cluster_schema
 from parplan.profiles.documents.schema import json_schema
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
-_KINDS = (Plan, ModulePlan)
+_KINDS = (Plan, TracedPlan)
 _ELAPSED = {"title": "Elapsed S", "type": "number", "description": "Seconds that the search took; --json says it, a plan file does not."}
 _INSIDE = ("Cluster", "Device", "Link")  # the planner's own dataclasses, which the file replaces by a cluster document
 
 
-def plan_document(plan: Plan | ModulePlan, elapsed_s: float | None = None) -> dict[str, Any]:
+def plan_document(plan: Plan | TracedPlan, elapsed_s: float | None = None) -> dict[str, Any]:
     """The plan file's content, and how long the search took when that is known."""
-    body = to_document(plan)
+    body = plan_to_document(plan)
     return body if elapsed_s is None else {**body, "elapsed_s": round(elapsed_s, 3)}
 
 

@@ -112,7 +112,7 @@ def profile_bar(out: Console) -> Iterator[profiling.OnProgress | None]:
             task, completed=progress.done, total=progress.total, left=_left(progress), case=", ".join(progress.running))
 
 
-def _left(progress: profiling.Progress) -> str:
+def _left(progress: profiling.SessionProgress) -> str:
     """How long it takes still, by its cases so far and by its budget, and what failed."""
     expected_s, budget_s = progress.expected_s, progress.budget_s
     phrases = [f"{progress.failed} failed"] if progress.failed else []

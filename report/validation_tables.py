@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from parplan.planner.validation.fitted_terms import FittedTerm
-from parplan.planner.validation.priced_rows import Priced
+from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.scores import GridScore, SourceScore, grid_scores, score, unpriced
 from parplan.profiles.units import format_number
 from parplan.report.text import (
@@ -62,13 +62,13 @@ class _Group:
         return [self.title.center(width), *(line.rjust(width) if self.title else line.ljust(width) for line in body)]
 
 
-def validation_document(priced: Sequence[Priced]) -> dict[str, Any]:
+def validation_document(priced: Sequence[PricedRow]) -> dict[str, Any]:
     """What `plan validate --json` prints: fractions, seconds and GiB; None where nothing was priced or measured."""
     sources = {source: asdict(found) for source, found in score(priced).items()}
     return {"sources": sources, "rows": [_row_document(row) for row in priced]}
 
 
-def _row_document(row: Priced) -> dict[str, Any]:
+def _row_document(row: PricedRow) -> dict[str, Any]:
     return {
         "id": row.id, "predicted_s": row.predicted_s, "measured_s": row.measured_s, "predicted_gib": row.predicted_gib,
         "measured_gib": row.measured_gib, "kind": row.kind, "reason": row.reason}
@@ -79,7 +79,7 @@ def fitted_document(terms: Sequence[FittedTerm]) -> list[dict[str, Any]]:
     return [asdict(term) for term in terms]
 
 
-def print_validation(priced: Sequence[Priced], out: Console, *, table: str, rows: bool = False) -> None:
+def print_validation(priced: Sequence[PricedRow], out: Console, *, table: str, rows: bool = False) -> None:
     """The errors of a table of measured steps, by source; with `rows` those of every row and grid before them."""
     if rows:
         _print_rows(priced, out)
@@ -130,7 +130,7 @@ def _print_block(groups: Sequence[_Group], out: Console) -> None:
         say(out, _GAP.join(parts).rstrip(), "dim" if index < 2 else "")
 
 
-def _print_unpriced(priced: Sequence[Priced], out: Console) -> None:
+def _print_unpriced(priced: Sequence[PricedRow], out: Console) -> None:
     reasons = unpriced(priced)
     if not reasons:
         return
@@ -138,7 +138,7 @@ def _print_unpriced(priced: Sequence[Priced], out: Console) -> None:
     say(out)
 
 
-def _counted_notes(priced: Sequence[Priced]) -> Iterator[str]:
+def _counted_notes(priced: Sequence[PricedRow]) -> Iterator[str]:
     """What the predictions are made of, and what the rows left open."""
     kinds = Counter(row.kind for row in priced if row.kind)
     if kinds:
@@ -148,7 +148,7 @@ def _counted_notes(priced: Sequence[Priced]) -> Iterator[str]:
         yield f"settings that rows left open: {', '.join(f'{setting} ({count:,})' for setting, count in assumed.most_common())}"
 
 
-def _print_rows(priced: Sequence[Priced], out: Console) -> None:
+def _print_rows(priced: Sequence[PricedRow], out: Console) -> None:
     """Every row; the name comes last because it may be longer than a line."""
     heading = ("measured", "predicted", "error", "GiB", "predicted", "error", "kind", "row")
     rows = [(

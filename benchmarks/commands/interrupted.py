@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parplan.profiles.machines.user_profile import OwnProfile, read
+from parplan.profiles.machines.user_profile import UserProfile, read_profile
 from parplan.profiles.profiler.journal import beside
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def kill_at(output: Path, after_s: float) -> tuple[int, float]:
     return max(0, len(journal.read_bytes().splitlines()) - 1) if journal.exists() else 0, time.monotonic() - killed_s
 
 
-def differences(one: OwnProfile, other: OwnProfile) -> list[str]:
+def differences(one: UserProfile, other: UserProfile) -> list[str]:
     """What the second has otherwise than the first."""
     keys, others = ([record.case.key for record in profile.records] for profile in (one, other))
     found = [f"missing: {key}" for key in keys if key not in others] + [f"beyond: {key}" for key in others if key not in keys]
@@ -95,7 +95,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         whole, killed = Path(folder) / "whole.yaml", Path(folder) / "killed.yaml"
         whole_s = finish(whole)
-        print(f"undisturbed: {len(read(whole).records)} records in {whole_s:.0f} s", flush=True)
+        print(f"undisturbed: {len(read_profile(whole).records)} records in {whole_s:.0f} s", flush=True)
         share_s = max(LEAST_S, whole_s / (options.kills + 1))
         for number in range(options.kills):
             after_s = draw.uniform(LEAST_S / 2, LEAST_S + share_s)
@@ -104,7 +104,7 @@ def main() -> int:
             if gone_s >= MOST_S:
                 return 1
         print(f"finished in {finish(killed):.0f} s")
-        found = differences(read(whole), read(killed))
+        found = differences(read_profile(whole), read_profile(killed))
         print("\n".join(found) or "the same shapes, each once and whole")
         print(f"journal left: {beside(killed).exists()}")
         return 1 if found or beside(killed).exists() else 0

@@ -28,7 +28,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from benchmarks.prices.activations import GPT_100M, gpt_tiny
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.rules.all_rules import validate
 from parplan.executor.training.train import Options, build_trainer
 from parplan.executor.watch.state_bytes import Meter
@@ -59,10 +59,10 @@ def plans(model: ModelSpec, seq_length: int, tp: int) -> dict[str, Plan]:
     stack = load_stack("torchtitan")
     training = TrainingSpec(global_batch_size=16, seq_length=seq_length, precision="fp32", stack=stack, attention=stack.attention)
     cluster = with_gpus(load_cluster("cpu"), WORLD, WORLD)
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=1, dp=WORLD // tp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2,
         num_micro_batches=16 // 2 // (WORLD // tp), sequence_parallel=False)
-    found = {"megatron": estimate_plan(model, cluster, training, frame)}
+    found = {"megatron": estimate_plan(model, cluster, training, layout)}
     for label, degrees in (("memory", None), ("memory at tp 2", (2,))):
         pins = Constraints(pp=(1,), micro_batch_size=(2,), tp=degrees)
         options = SearchOptions(max_slowdown=9.0)

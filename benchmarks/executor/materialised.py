@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from parplan.executor.checking.parity import OPTIONS, run_ranks
 from parplan.executor.tensors import local
-from parplan.executor.traced.traced_trainer import build_module_trainer
+from parplan.executor.traced.traced_trainer import build_traced_trainer
 from parplan.profiles.units import KIB, format_bytes
 from tests.helpers.traced_plans import hand_plan
 
@@ -58,7 +58,7 @@ def _start() -> int:
 def _built(plan: Any) -> tuple[int, int, int]:
     """Bytes of this rank's share of the parameters, and how far its memory rose, at most and in the end."""
     before = _start()
-    trainer = build_module_trainer(plan, OPTIONS, torch.device("cpu"))
+    trainer = build_traced_trainer(plan, OPTIONS, torch.device("cpu"))
     share = sum(local(parameter.detach()).nbytes for parameter in trainer.pipeline.parameters)
     return share, _memory("VmHWM") - before, _memory("VmRSS") - before
 

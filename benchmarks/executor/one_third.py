@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.chunks.chunk_manager import ChunkManager
 from parplan.executor.run_options import Options
 from parplan.executor.training.train import Trainer, build_trainer
@@ -49,14 +49,14 @@ class Request:
     training: TrainingSpec
 
     @property
-    def frame(self) -> Frame:
-        return Frame(
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(
             mesh=Mesh(pp=1, dp=1, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=self.training.global_batch_size,
             num_micro_batches=1, sequence_parallel=False)
 
     def plan(self, host_blocks: int, device_bytes: int | None) -> Plan:
         chunks = ChunkRequest(host_blocks=host_blocks, optimizer_blocks=0, device_bytes=device_bytes)
-        return estimate_plan(self.model, with_gpus(load_cluster("cpu"), 1, 1), self.training, self.frame, chunks=chunks)
+        return estimate_plan(self.model, with_gpus(load_cluster("cpu"), 1, 1), self.training, self.layout, chunks=chunks)
 
 
 def request(name: str, args: argparse.Namespace) -> Request:

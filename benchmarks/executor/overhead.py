@@ -38,7 +38,7 @@ from torch.nn import functional
 from benchmarks.prices.activations import GPT_100M
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.data.batches import synthetic
 from parplan.executor.training.train import Options, build_trainer
 from parplan.planner.plan.plan import Plan
@@ -228,10 +228,10 @@ def plan_of(name: str) -> Plan:
     mesh, zero = MESHES[name]
     stack = load_stack("torchtitan")
     training = TrainingSpec(global_batch_size=4 * mesh.dp, seq_length=SEQ_LENGTH, precision="fp32", stack=stack, attention=stack.attention)
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=4, sequence_parallel=False)
     cluster = with_gpus(load_cluster("cpu"), mesh.num_ranks, mesh.num_ranks)
-    return estimate_plan(replace(GPT_100M, tied_embeddings=False), cluster, training, frame, zero=zero)
+    return estimate_plan(replace(GPT_100M, tied_embeddings=False), cluster, training, layout, zero=zero)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ import torch.multiprocessing as mp
 from benchmarks.prices.activations import GPT_100M
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import TP_OVERLAP_LEVELS, Frame
+from parplan.costmodels.strategy import TP_OVERLAP_LEVELS, ParallelLayout
 from parplan.executor.training.train import Options, StepResult, build_trainer
 from parplan.planner.plan.plan import Plan
 from parplan.planner.search.estimate import estimate_plan
@@ -44,10 +44,10 @@ def plan_of(model: ModelSpec, seq_length: int, level: int) -> Plan:
     """2 micro-batches of 4 sequences, tp 2."""
     mesh, stack = Mesh(pp=1, dp=1, tp=2), load_stack("parplan")
     training = TrainingSpec(global_batch_size=8, seq_length=seq_length, precision="fp32", stack=stack, attention=stack.attention)
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=4, num_micro_batches=2, sequence_parallel=False,
         tp_overlap=level)
-    return estimate_plan(model, with_gpus(load_cluster("cpu"), 2, 2), training, frame, zero=0)
+    return estimate_plan(model, with_gpus(load_cluster("cpu"), 2, 2), training, layout, zero=0)
 
 
 def measure(plans: list[Plan]) -> list[list[float]]:

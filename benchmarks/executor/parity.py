@@ -27,12 +27,12 @@ from rich.console import Console
 from torch.multiprocessing import ProcessRaisedException
 
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.schedules.actions import Work, parse_row
+from parplan.costmodels.schedules.actions import ActionKind, parse_row
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule
 from parplan.executor.checking.parity import (
     GRADIENT_TOLERANCE,
     LOSS_TOLERANCE,
-    Outcome,
+    TrainingOutcome,
     gradient_errors,
     loss_errors,
     run_plans,
@@ -64,7 +64,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload": {"dp": 2, "zero": (2,)},
     "recompute": {"dp": 2, "recompute": "full"},
 }
-MODELS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], Outcome]]] = {
+MODELS: dict[str, tuple[Callable[..., Plan], Callable[[Plan], TrainingOutcome]]] = {
     "gpt": (lambda **settings: make_plan(GPT, **settings), run_reference),
     "llama": (lambda **settings: make_plan(LLAMA, **settings), run_reference),
     "hf-llama": (lambda **settings: family_plan("llama", **settings), run_foreign_reference),
@@ -103,19 +103,19 @@ def _altered(way: str, plan: Plan, model: str) -> Plan:
 
     Where the last stage must not recompute it does not.
     """
-    foreign = model.startswith("hf")
+    external = model.startswith("hf")
     change: dict[str, dict[str, Any]] = {}
     if way == "offload":
-        change = {name: {"offload": (Offload.STATES,), **_kept_on_host(name, foreign)} for name in plan.layer_plans}
-    if way == "mixed" and not foreign:
+        change = {name: {"offload": (Offload.STATES,), **_kept_on_host(name, external)} for name in plan.layer_plans}
+    if way == "mixed" and not external:
         change = {"block-0": {"recompute": ("norm1", "activation", "norm2")}, "block-1": {"recompute": ("attention",)}}
     layer_plans = {name: replace(found, **change.get(name, {})) for name, found in plan.layer_plans.items()}
     altered = replace(plan, layer_plans=layer_plans)
     return nearest_legal(altered) or altered if plan.pipeline.schedule in LAST_KEEPS_ALL else altered
 
 
-def _kept_on_host(name: str, foreign: bool) -> dict[str, tuple[str, ...]]:
-    if foreign or not name.startswith("block"):
+def _kept_on_host(name: str, external: bool) -> dict[str, tuple[str, ...]]:
+    if external or not name.startswith("block"):
         return {}
     return {"keep_on_host": ("norm1", "attention", "fc2") if name == "block-1" else ("qkv", "attention_out", "fc1", "activation")}
 
@@ -125,7 +125,7 @@ def refused(plan: Plan) -> str | None:
     return next((f"{refusal.found}: {rule.why}" for rule, refusal in refusals(plan)), None)
 
 
-def judged(plan: Plan, found: Outcome, expected: Outcome) -> tuple[float, bool]:
+def judged(plan: Plan, found: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, bool]:
     """The worst gradient error, and whether all is well."""
     worst = max(gradient_errors(found, expected).values())
     trained = worst <= GRADIENT_TOLERANCE and max(loss_errors(found, expected)) <= LOSS_TOLERANCE
@@ -134,7 +134,7 @@ def judged(plan: Plan, found: Outcome, expected: Outcome) -> tuple[float, bool]:
 
 def listed_in_flight(plan: Plan) -> dict[int, int]:
     """By stage, the most micro-batches between their forward pass and the end of their backward pass, as the action lists say."""
-    changes, most = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.WEIGHT_GRADIENT: -1}, dict[int, int]()
+    changes, most = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1}, dict[int, int]()
     for rank, row in enumerate(action_rows(plan) if plan.mesh.pp > 1 else ()):
         held = Counter[int]()
         for stage, work, _ in parse_row(row, rank):
@@ -143,11 +143,11 @@ def listed_in_flight(plan: Plan) -> dict[int, int]:
     return most
 
 
-def run(found: Sequence[Case], expected: Outcome) -> tuple[dict[tuple[str, str], str], int]:
+def run(found: Sequence[Case], expected: TrainingOutcome) -> tuple[dict[tuple[str, str], str], int]:
     """The cells of `found`, run one after the other in one world, and how many of them are bad."""
     cells, bad = {}, 0
     try:
-        outcomes: list[Outcome | None] = list(run_plans([case.plan for case in found])) if found else []
+        outcomes: list[TrainingOutcome | None] = list(run_plans([case.plan for case in found])) if found else []
     except ProcessRaisedException:  # one of them failed: which, is found one by one
         outcomes = [_alone(case) for case in found]
     for case, outcome in zip(found, outcomes, strict=True):
@@ -157,7 +157,7 @@ def run(found: Sequence[Case], expected: Outcome) -> tuple[dict[tuple[str, str],
     return cells, bad
 
 
-def _alone(case: Case) -> Outcome | None:
+def _alone(case: Case) -> TrainingOutcome | None:
     try:
         return run_plans([case.plan])[0]
     except ProcessRaisedException as error:

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.training.train import Options, Trainer, build_trainer
-from parplan.executor.watch.run_recorder import Recorder
+from parplan.executor.watch.run_recorder import RunRecorder
 from parplan.planner.plan.plan import Plan
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
@@ -35,10 +35,10 @@ SPANS = 20_000
 def plan() -> Plan:
     """gpt-tiny in 16 micro-batches: many spans beside little work, the worst case."""
     training = TrainingSpec(global_batch_size=16, seq_length=64, precision=Precision.FP32, stack=load_stack("torchtitan"))
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=1, dp=1, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=16,
         sequence_parallel=False)
-    return estimate_plan(load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 1), training, frame)
+    return estimate_plan(load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 1), training, layout)
 
 
 def step_s(trainer: Trainer, *, record: bool) -> float:
@@ -65,7 +65,7 @@ def measured(trainer: Trainer, *, recorded_first: bool) -> tuple[float, float]:
 
 def span_s() -> float:
     """CPU seconds of one span around nothing."""
-    recorder = Recorder(torch.device("cpu"), 1)
+    recorder = RunRecorder(torch.device("cpu"), 1)
     recorder.start()
     started = time.process_time()
     for index in range(SPANS):

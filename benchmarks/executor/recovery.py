@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from parplan.planner.plan.plan import Plan, write
+from parplan.planner.plan.plan import Plan, write_plan
 from parplan.profiles.catalog import load_model
 from parplan.report.text import console, print_table, say
 from tests.helpers.executor_plans import make_plan
@@ -148,7 +148,7 @@ def measure(mesh: str, plan: Plan, kills: list[Kill], folder: Path) -> tuple[lis
     """Both runs of a mesh: which recoveries are equal, and whether the whole curve is."""
     steps, world = kills[-1].step + 2 * EVERY, plan.mesh.num_ranks
     path = folder / f"{world}-{plan.mesh.pp}.yaml"
-    write(plan, path)
+    write_plan(plan, path)
     whole = run(path, world, steps, [], None)
     curve = run(path, world, steps, kills, folder / f"{path.stem}-checkpoints")
     for run_name, found in (("undisturbed", whole), ("killed", curve)):

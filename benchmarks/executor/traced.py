@@ -22,10 +22,10 @@ import torch
 
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.checking.parity import gradient_errors, joined, loss_errors, run_ranks
-from parplan.executor.traced.traced_parity import run_module_reference, train_module
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.executor.traced.traced_parity import run_traced_reference, train_traced
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.request import Constraints
-from parplan.planner.traced.plan_traced import find_module_plan
+from parplan.planner.traced.plan_traced import find_traced_plan
 from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -46,22 +46,22 @@ PINS: dict[str, Mapping[str, Any]] = {
 COLUMNS = "{:<12}{:<34}{:>6}{:>10}{:>10}{:>12}"
 
 
-def planned(name: str) -> ModulePlan:
+def planned(name: str) -> TracedPlan:
     """The plan that the search finds for 4 ranks on the mesh of PINS, 1F1B over 4 micro-batches."""
     source = ModuleSource(huggingface=HUGGING_FACE[name]) if name in HUGGING_FACE else ModuleSource(factory=f"tests.helpers.traced_modules:{name}")
     pins = PINS[name]
     training = TrainingSpec(global_batch_size=8 * pins["dp"][0], seq_length=SEQ_LENGTH, precision=Precision.FP32, stack=NEUTRAL)
     model = trace(source, seq_length=SEQ_LENGTH, precision=Precision.FP32)
-    return find_module_plan(
+    return find_traced_plan(
         model, with_gpus(load_cluster("a100-80gb"), 4), training, cross_skips=name == "unet",
         constraints=Constraints(**pins, micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,))).plan
 
 
-def _train(plan: ModulePlan) -> Any:
-    return train_module(plan), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+def _train(plan: TracedPlan) -> Any:
+    return train_traced(plan), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
 
 
-def _recomputing(plan: ModulePlan) -> ModulePlan:
+def _recomputing(plan: TracedPlan) -> TracedPlan:
     return replace(plan, stages=tuple(replace(stage, recompute=(stage.first,)) for stage in plan.stages))
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     for name in sys.argv[1:] or PINS:
         found = planned(name)
         for plan in (found, _recomputing(found)):
-            (ranks,), expected = run_ranks([plan], _train), run_module_reference(plan, by_micro_batch=True)
+            (ranks,), expected = run_ranks([plan], _train), run_traced_reference(plan, by_micro_batch=True)
             outcome = joined([result for result, _ in ranks])
             stages = plan.stages
             text = f"pp {plan.mesh.pp} x dp {plan.mesh.dp}, ZeRO {stages[0].zero}" + (", recompute" if stages[0].recompute else "")

@@ -25,14 +25,14 @@ from rich.console import Console
 
 from parplan.commands.requests.described import Asked, question
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice
-from parplan.costmodels.strategy import Frame, Strategy
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.merak_runtime import (
     ZEROS,
     last_keeps_all,
     least_recompute,
-    one_chunk_frames,
+    one_chunk_layouts,
     overlapped,
     shifted,
     without_pipeline,
@@ -85,7 +85,7 @@ class Setting:
     """A model on the cluster, with its prices and what a plan may fill of a device; `tp` of the techniques where it is held."""
 
     model: str
-    book: PriceBook
+    price_cache: PriceCache
     limit_bytes: float
     tp: int | None = None
 
@@ -97,25 +97,25 @@ def setting_of(model: str, global_batch_size: int, stack: str, tp: int | None) -
         gradient_precision="fp16", stack=stack))
     # Merak's runtime has schedules that no stack of its year has
     runtime = replace(asked.training.stack, schedules=EVERY_SCHEDULE, recompute=EVERY_RECOMPUTE)
-    book = PriceBook(asked.model, replace(asked.training, stack=runtime), machine_for(asked.cluster))
+    price_cache = PriceCache(asked.model, replace(asked.training, stack=runtime), machine_for(asked.cluster))
     limit = limit_bytes(asked.cluster, asked.training.stack, SearchOptions())
-    return Setting(model=model, book=book, limit_bytes=limit, tp=tp)
+    return Setting(model=model, price_cache=price_cache, limit_bytes=limit, tp=tp)
 
 
 def techniques(setting: Setting) -> Iterator[tuple[str, Callable[[], Iterator[Strategy]]]]:
     """What each technique adds to the strategies before it, on equal stages."""
-    book, num_layers = setting.book, setting.book.model.num_layers
-    plain = tuple(frame for frame in one_chunk_frames(book) if setting.tp in (None, frame.mesh.tp))
-    halves = tuple(overlapped(plain, book))
+    price_cache, num_layers = setting.price_cache, setting.price_cache.model.num_layers
+    plain = tuple(layout for layout in one_chunk_layouts(price_cache) if setting.tp in (None, layout.mesh.tp))
+    halves = tuple(overlapped(plain, price_cache))
     yield FULL_RECOMPUTE, lambda: iter(strategies(plain, num_layers, ZEROS, (Recompute.FULL,)))
     yield "+ shifted critical path", lambda: last_keeps_all(shifted(plain), num_layers)
     yield "+ stage-aware recompute", lambda: _with_knob(setting, plain)
     yield "+ sub-pipelining", lambda: _with_knob(setting, halves)
 
 
-def _with_knob(setting: Setting, frames: Sequence[Frame]) -> Iterator[Strategy]:
-    yield from without_pipeline(frames, setting.book)
-    yield from least_recompute((*frames, *shifted(frames)), setting.book, setting.limit_bytes)
+def _with_knob(setting: Setting, layouts: Sequence[ParallelLayout]) -> Iterator[Strategy]:
+    yield from without_pipeline(layouts, setting.price_cache)
+    yield from least_recompute((*layouts, *shifted(layouts)), setting.price_cache, setting.limit_bytes)
 
 
 def plan_text(plan: Plan) -> str:
@@ -138,20 +138,20 @@ def _row(setting: Setting, system: str, plan: Plan, started: float, before: Row 
         seconds=round(time.monotonic() - started, 1), gain=before.step_s / step_s if before else None)
 
 
-def _assembled(strategy: Strategy, price: StepPrice, book: PriceBook) -> Plan:
+def _assembled(strategy: Strategy, price: StepPrice, price_cache: PriceCache) -> Plan:
     record = SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.OPTIMAL, value=price.step_s, bound=price.step_s, gap=0.0,
         fastest_step_time_s=price.step_s, candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
-    return assemble(strategy, price, record, book)
+    return assemble(strategy, price, record, price_cache)
 
 
 def baseline_rows(setting: Setting) -> Iterator[Row]:
     """The baselines that fit, each at its fastest."""
     for system, name in BASELINES.items():
         started = time.monotonic()
-        found = price_baseline(name, setting.book, setting.limit_bytes).optimum
+        found = price_baseline(name, setting.price_cache, setting.limit_bytes).optimum
         if found:
-            yield _row(setting, system, _assembled(found.strategy, found.price, setting.book), started)
+            yield _row(setting, system, _assembled(found.strategy, found.price, setting.price_cache), started)
 
 
 def technique_rows(setting: Setting) -> Iterator[Row]:
@@ -160,15 +160,15 @@ def technique_rows(setting: Setting) -> Iterator[Row]:
     before = None
     for name, space in techniques(setting):
         started = time.monotonic()
-        found = fastest(space(), setting.book, setting.limit_bytes)
+        found = fastest(space(), setting.price_cache, setting.limit_bytes)
         if found and (best is None or found.price.step_s < best[0].step_s):
             best = found.price, found.strategy
         if best:
-            before = _row(setting, name, _assembled(best[1], best[0], setting.book), started, before)
+            before = _row(setting, name, _assembled(best[1], best[0], setting.price_cache), started, before)
             yield before
     started, pins = time.monotonic(), Constraints(tp=(setting.tp,) if setting.tp else None, tp_overlap=(0, 1, 2, 3))
     try:
-        plan = find_plan(setting.book.model, setting.book.machine.cluster, setting.book.training, constraints=pins)
+        plan = find_plan(setting.price_cache.model, setting.price_cache.machine.cluster, setting.price_cache.training, constraints=pins)
     except InfeasibleError:
         return
     yield _row(setting, SEARCH, plan, started, before)
@@ -185,7 +185,7 @@ def summary(rows: list[Row]) -> dict[str, object]:
 
 
 def _print(setting: Setting, rows: list[Row], out: Console) -> None:
-    training, ours = setting.book.training, rows[-1]
+    training, ours = setting.price_cache.training, rows[-1]
     tokens = f"{training.global_batch_size} x {training.seq_length} tokens"
     say(out, f"{setting.model} on {GPUS} {GPU}, {tokens}, fp16; predicted, analytic", "bold")
     heading = ("system", "step", "ours faster", "gain", "tokens/s/GPU", "MFU", "peak GiB", "plan")

@@ -33,10 +33,10 @@ from parplan.costmodels.chunks.chunk_layout import groups_after
 from parplan.costmodels.chunks.group_size import group_size_of
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload, copy_time
-from parplan.costmodels.host.state_location import Eviction, Home
+from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.estimate import ChunkRequest, estimate_plan
@@ -200,8 +200,8 @@ def waited_s(plan: Plan) -> float:
     rank, width = plan.chunks.ranks[0], plan.training.precision.num_bytes
     own = {
         home: sum(group.num_chunks * group.chunk_elements for group in plan.chunks.groups if group.home is home) // plan.mesh.dp
-        for home in (Home.HOST, Home.OPTIMIZER)}
-    in_bytes, out_bytes = rank.in_bytes + (FP32_BYTES - width) * own[Home.OPTIMIZER], rank.out_bytes + width * own[Home.HOST]
+        for home in (StateLocation.HOST, StateLocation.OPTIMIZER)}
+    in_bytes, out_bytes = rank.in_bytes + (FP32_BYTES - width) * own[StateLocation.OPTIMIZER], rank.out_bytes + width * own[StateLocation.HOST]
     copies_s = copy_time(in_bytes, plan.cluster).value_s + copy_time(out_bytes, plan.cluster, to_host=True).value_s
     return plan.predicted.step_time_s.value - plan.predicted.breakdown.host_comm_s.value + copies_s
 
@@ -290,18 +290,18 @@ def _states_on_host(gpu: str, gpus: int, zero: int) -> Plan | None:
 
 def _offloaded(model: ModelSpec, gpu: str, gpus: int, zero: int) -> Plan | None:
     cluster = cluster_of(gpu, gpus)
-    frame = _frame(Mesh(pp=1, dp=gpus, tp=1), SMALLEST_BATCH, 1)
+    layout = _frame(Mesh(pp=1, dp=gpus, tp=1), SMALLEST_BATCH, 1)
     try:
         plan = estimate_plan(
-            model, cluster, training_of(cluster, SMALLEST_BATCH * gpus, stack="parplan"), frame, zero=zero, recompute=Recompute.FULL,
+            model, cluster, training_of(cluster, SMALLEST_BATCH * gpus, stack="parplan"), layout, zero=zero, recompute=Recompute.FULL,
             offload=(Offload.STATES,))
     except InfeasibleError:
         return None
     return plan if peak_gib(plan) <= cluster.device.memory_bytes / GIB else None
 
 
-def _frame(mesh: Mesh, micro_batch_size: int, num_micro_batches: int, schedule: Schedule = Schedule.ONE_F_ONE_B) -> Frame:
-    return Frame(
+def _frame(mesh: Mesh, micro_batch_size: int, num_micro_batches: int, schedule: Schedule = Schedule.ONE_F_ONE_B) -> ParallelLayout:
+    return ParallelLayout(
         mesh=mesh, schedule=schedule, virtual_stages=1, micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches,
         sequence_parallel=False)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parplan.costmodels.chunks.chunk_layout import Sized, block_tensors, first_tensors
+from parplan.costmodels.chunks.chunk_layout import SizedTensor, block_tensors, first_tensors
 from parplan.costmodels.chunks.closed_form import state_bytes
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.hardware import Cluster
@@ -95,7 +95,7 @@ def table_elements(model: ModelSpec) -> int:
     return (model.padded_vocab_size + model.max_seq_length) * model.hidden_size
 
 
-def tensors_of(model: ModelSpec) -> tuple[Sized, ...]:
+def tensors_of(model: ModelSpec) -> tuple[SizedTensor, ...]:
     """The tensors of one block of one device, undivided."""
     return block_tensors(build_graph(model, _STEP, 1).layer_class(LayerKind.BLOCK), Sharding(1, False))
 

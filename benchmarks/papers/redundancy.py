@@ -30,19 +30,19 @@ from parplan.commands.requests.described import Asked, question
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import RankMemory
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import Frame, Strategy
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.optimum import fastest, leanest
 from parplan.planner.baselines.uniform_strategies import (
-    data_parallel_frames,
-    megatron_frames,
+    data_parallel_layouts,
+    megatron_layouts,
     megatron_meshes,
     strategies,
 )
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
 from parplan.planner.infeasible.shortfall import limit_bytes
-from parplan.planner.plan.plan import frame_of
+from parplan.planner.plan.plan import layout_of
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
@@ -67,7 +67,7 @@ class Setting:
 
     model: str
     gpus: int
-    book: PriceBook
+    price_cache: PriceCache
     limit_bytes: float
 
 
@@ -119,9 +119,9 @@ class Saving:
 def setting_of(model: str, gpus: int) -> Setting:
     """The setting with the model's own batch and sequence, on a100-80gb."""
     asked = question(Asked(model=model, gpus=gpus))
-    book = PriceBook(asked.model, asked.training, machine_for(asked.cluster))
+    price_cache = PriceCache(asked.model, asked.training, machine_for(asked.cluster))
     limit = limit_bytes(asked.cluster, asked.training.stack, SearchOptions())
-    return Setting(model=model, gpus=gpus, book=book, limit_bytes=limit)
+    return Setting(model=model, gpus=gpus, price_cache=price_cache, limit_bytes=limit)
 
 
 def _classes(held: RankMemory) -> dict[str, float]:
@@ -130,15 +130,15 @@ def _classes(held: RankMemory) -> dict[str, float]:
     return {name: round(gib(size), 4) for name, size in zip(CLASSES, sizes, strict=True)}
 
 
-def _layout(frame: Frame) -> str:
-    return f"{frame.mesh}, b {frame.micro_batch_size}" + (", sp" if frame.sequence_parallel else "")
+def _layout(layout: ParallelLayout) -> str:
+    return f"{layout.mesh}, b {layout.micro_batch_size}" + (", sp" if layout.sequence_parallel else "")
 
 
-def _measure(setting: Setting, frame: Frame, price: StepPrice, system: str, recompute: str, picked: str) -> Measure:
+def _measure(setting: Setting, layout: ParallelLayout, price: StepPrice, system: str, recompute: str, picked: str) -> Measure:
     held = max(price.memory, key=lambda memory: memory.total)
-    redundant_bytes = frame.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
+    redundant_bytes = layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)
     return Measure(
-        model=setting.model, gpus=setting.gpus, system=system, recompute=recompute, picked=picked, layout=_layout(frame),
+        model=setting.model, gpus=setting.gpus, system=system, recompute=recompute, picked=picked, layout=_layout(layout),
         fits=held.total <= setting.limit_bytes, step_s=price.step_s, peak_gib=gib(held.total), tensors_gib=gib(held.allocated),
         redundant_gib=gib(redundant_bytes), memory_gib=_classes(held))
 
@@ -147,55 +147,55 @@ def _picked(setting: Setting, found: tuple[Strategy, ...], system: str, recomput
     """The strategy with the least peak, and the fastest of those that fit."""
     if not found:
         return
-    lean = leanest(found, setting.book).strategy
-    yield _measure(setting, lean.frame, price_step(lean, setting.book), system, recompute, "memory")
-    best = fastest(found, setting.book, setting.limit_bytes)
+    lean = leanest(found, setting.price_cache).strategy
+    yield _measure(setting, lean.layout, price_step(lean, setting.price_cache), system, recompute, "memory")
+    best = fastest(found, setting.price_cache, setting.limit_bytes)
     if best:
-        yield _measure(setting, best.strategy.frame, best.price, system, recompute, "time")
+        yield _measure(setting, best.strategy.layout, best.price, system, recompute, "time")
 
 
 def megatron_measures(setting: Setting) -> Iterator[Measure]:
     """Megatron-LM without a pipeline: replicated optimizer, + sequence parallelism, + distributed optimizer."""
-    book = setting.book
-    meshes = [mesh for mesh in megatron_meshes(book.model, book.machine.cluster, book.training) if mesh.pp == 1]
+    price_cache = setting.price_cache
+    meshes = [mesh for mesh in megatron_meshes(price_cache.model, price_cache.machine.cluster, price_cache.training) if mesh.pp == 1]
     for system, sequence_parallel, zero in (("megatron", False, 0), ("megatron +sp", True, 0), ("megatron +sp +do", True, 1)):
-        frames = [
-            frame for frame in chain.from_iterable(megatron_frames(mesh, book.model, book.training) for mesh in meshes)
-            if frame.sequence_parallel == (sequence_parallel and frame.mesh.tp > 1)]
+        layouts = [
+            layout for layout in chain.from_iterable(megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes)
+            if layout.sequence_parallel == (sequence_parallel and layout.mesh.tp > 1)]
         for level in LEVELS:
-            yield from _picked(setting, strategies(frames, book.model.num_layers, (zero,), (level,)), system, level.value)
+            yield from _picked(setting, strategies(layouts, price_cache.model.num_layers, (zero,), (level,)), system, level.value)
 
 
 def zero_measures(setting: Setting) -> Iterator[Measure]:
     """ZeRO 1 to 3 with the best recompute, and FSDP: ZeRO 3 with recompute of whole blocks or none."""
-    book = setting.book
-    frames = tuple(data_parallel_frames(book.model, book.machine.cluster, book.training))
+    price_cache = setting.price_cache
+    layouts = tuple(data_parallel_layouts(price_cache.model, price_cache.machine.cluster, price_cache.training))
     systems = (("zero-1", 1, LEVELS), ("zero-2", 2, LEVELS), ("zero-3", 3, LEVELS), ("fsdp", 3, WHOLE_BLOCKS))
     for system, zero, levels in systems:
-        yield from _picked(setting, strategies(frames, book.model.num_layers, (zero,), levels), system, "best")
+        yield from _picked(setting, strategies(layouts, price_cache.model.num_layers, (zero,), levels), system, "best")
 
 
 def alpa_measures(setting: Setting) -> Iterator[Measure]:
     """The fastest plan of one stage: any tp x dp, also across nodes, alike for all layers."""
-    book = setting.book
-    cluster, batch = book.machine.cluster, book.training.global_batch_size
+    price_cache = setting.price_cache
+    cluster, batch = price_cache.machine.cluster, price_cache.training.global_batch_size
     meshes = [
         Mesh(pp=1, dp=cluster.num_gpus // tp, tp=tp) for tp in divisors(cluster.num_gpus)
-        if batch % (cluster.num_gpus // tp) == 0 and not illegal_tensor_parallel(tp, book.model, cluster, across_nodes=True)]
-    frames = chain.from_iterable(megatron_frames(mesh, book.model, book.training) for mesh in meshes)
-    best = fastest(strategies(frames, book.model.num_layers, (0, 1, 2, 3), WHOLE_BLOCKS), book, setting.limit_bytes)
+        if batch % (cluster.num_gpus // tp) == 0 and not illegal_tensor_parallel(tp, price_cache.model, cluster, across_nodes=True)]
+    layouts = chain.from_iterable(megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes)
+    best = fastest(strategies(layouts, price_cache.model.num_layers, (0, 1, 2, 3), WHOLE_BLOCKS), price_cache, setting.limit_bytes)
     if best:
-        yield _measure(setting, best.strategy.frame, best.price, "alpa-like", "best", "time")
+        yield _measure(setting, best.strategy.layout, best.price, "alpa-like", "best", "time")
 
 
 def _ours(setting: Setting, objective: Objective, level: Recompute | None, picked: str, options: SearchOptions) -> Measure | None:
     """Our plan, free or pinned to one recompute setting; None where nothing fits."""
-    book, pins = setting.book, Constraints(recompute=None if level is None else (level,))
+    price_cache, pins = setting.price_cache, Constraints(recompute=None if level is None else (level,))
     try:
-        plan = find_plan(book.model, book.machine.cluster, book.training, objective, constraints=pins, options=options)
+        plan = find_plan(price_cache.model, price_cache.machine.cluster, price_cache.training, objective, constraints=pins, options=options)
     except InfeasibleError:
         return None
-    return _measure(setting, frame_of(plan), reprice(plan).price, "ours", "best" if level is None else level.value, picked)
+    return _measure(setting, layout_of(plan), reprice(plan).price, "ours", "best" if level is None else level.value, picked)
 
 
 def our_measures(setting: Setting, level: Recompute | None) -> Iterator[Measure]:
@@ -224,7 +224,7 @@ def savings(setting: Setting, level: Recompute, pinned: Iterable[Measure], other
 
 
 def _print_setting(setting: Setting, measures: list[Measure], found: list[Saving], out: Console) -> None:
-    batch = setting.book.training.global_batch_size
+    batch = setting.price_cache.training.global_batch_size
     say(out, f"{setting.model} on {setting.gpus} a100-80gb, batch {batch}; GiB of the fullest device, redundant over all", "bold")
     _print_measures(measures, out)
     _print_savings(found, out)

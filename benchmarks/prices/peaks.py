@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan import plan as plans
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs import run_file as runs
@@ -48,12 +48,12 @@ class Case:
         mesh = Mesh(pp=self.pp, dp=self.dp, tp=self.tp)
         training = TrainingSpec(
             global_batch_size=global_batch_size, seq_length=seq_length, precision=Precision.FP32, stack=load_stack("parplan"))
-        frame = Frame(
+        layout = ParallelLayout(
             mesh=mesh, virtual_stages=self.virtual_stages, micro_batch_size=self.micro_batch_size, sequence_parallel=self.tp > 1,
             schedule=Schedule.INTERLEAVED if self.virtual_stages > 1 else Schedule.ONE_F_ONE_B,
             num_micro_batches=global_batch_size // self.dp // self.micro_batch_size)
         cluster = with_gpus(load_cluster("cpu"), mesh.num_ranks, mesh.num_ranks)
-        return estimate_plan(model, cluster, training, frame, zero=self.zero)
+        return estimate_plan(model, cluster, training, layout, zero=self.zero)
 
 
 def gpt_100m() -> ModelSpec:
@@ -76,11 +76,11 @@ def peaks(plan: Plan) -> list[tuple[float, float]]:
     """Predicted and measured bytes of every rank of a run of `plan`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.yaml"
-        plans.write(plan, path)
+        plans.write_plan(plan, path)
         subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(plan.mesh.num_ranks), "-m", "parplan.executor", str(path),
              "--steps", str(STEPS)], cwd=ROOT, check=True, capture_output=True)
-        found = [rank.peak_allocated_bytes for rank in runs.read(path.with_name("run.json")).ranks]
+        found = [rank.peak_allocated_bytes for rank in runs.read_run(path.with_name("run.json")).ranks]
     return [(peak.predicted or 0.0, peak.measured or 0.0) for peak in found]
 
 

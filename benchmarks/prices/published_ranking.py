@@ -24,14 +24,14 @@ from rich.table import Table
 
 from parplan.commands.requests.described import DEFAULT_STACK, Asked, question
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import Frame
-from parplan.planner.candidates.enumeration import describe, enumerate_space
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import layout_text, enumerate_candidates
 from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.infeasible.shortfall import limit_bytes
-from parplan.planner.master import Choice, Master
+from parplan.planner.master import MasterChoice, Master
 from parplan.planner.plan.error_band import error_band
 from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
@@ -48,7 +48,7 @@ LAUNCHER = "NVIDIA/NeMo-Framework-Launcher@26e42fa91d"
 NEMO = "NVIDIA/NeMo@000e8c17a3 scripts/performance/recommended_model_configs/model_configs_h100.csv"
 MEGATRON = "NVIDIA/Megatron-LM@d98e8a64dd images/model_table.png; README.md (TP overlap, so sequence parallel; distributed optimizer)"
 WIDTH = 165
-SOLVE_S = 1.0  # for the layers of one frame: equal ranks of a deep pipeline take CBC minutes, and the even split is there
+SOLVE_S = 1.0  # for the layers of one layout: equal ranks of a deep pipeline take CBC minutes, and the even split is there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +105,9 @@ PUBLISHED = (
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A legal frame and the price of its best layers that fit."""
+    """A legal layout and the price of its best layers that fit."""
 
-    frame: Frame
+    layout: ParallelLayout
     price: StepPrice
 
     @property
@@ -120,11 +120,11 @@ class Placing:
     """A published configuration among the candidates; ranks count from 1.
 
     price, fits: as published, and rank and mesh_rank with it, None where it does not fit
-    own, own_rank: the same frame with its best layers, None where nothing of the frame fits
+    own, own_rank: the same layout with its best layers, None where nothing of the layout fits
     """
 
     published: Published
-    frame: Frame
+    layout: ParallelLayout
     price: StepPrice
     fits: bool
     rank: int | None
@@ -137,14 +137,14 @@ class Placing:
 class Request:
     """What is ranked: the prices of a model, cluster and training, the bytes that a plan may fill of a device, and the pins."""
 
-    book: PriceBook
+    price_cache: PriceCache
     limit_bytes: float
     pins: Constraints
 
-    def frames(self, pins: Constraints | None = None) -> tuple[Frame, ...]:
+    def layouts(self, pins: Constraints | None = None) -> tuple[ParallelLayout, ...]:
         """The legal candidates that `pins` allow, by default those of the request."""
-        book = self.book
-        return enumerate_space(book.model, book.machine.cluster, book.training, pins or self.pins).frames
+        price_cache = self.price_cache
+        return enumerate_candidates(price_cache.model, price_cache.machine.cluster, price_cache.training, pins or self.pins).layouts
 
 
 def request_of(
@@ -155,70 +155,70 @@ def request_of(
     asked = question(Asked(model=model, gpus=gpus, gpu=gpu, global_batch_size=global_batch_size, stack=stack))
     gradients = Precision.BF16 if bf16_gradients else asked.training.gradient_precision
     training = replace(asked.training, fp8_matmuls=fp8, gradient_precision=gradients)
-    book = PriceBook(asked.model, training, machine_for(asked.cluster))
+    price_cache = PriceCache(asked.model, training, machine_for(asked.cluster))
     pins = Constraints(zero=tuple(range(max_zero + 1)))
-    return Request(book, limit_bytes(asked.cluster, training.stack, SearchOptions()), pins)
+    return Request(price_cache, limit_bytes(asked.cluster, training.stack, SearchOptions()), pins)
 
 
-def _solve(frame: Frame, table: MixTable, limit: float, counts: Sequence[Iterable[int]]) -> Choice | None:
+def _solve(layout: ParallelLayout, table: MixTable, limit: float, counts: Sequence[Iterable[int]]) -> MasterChoice | None:
     """The fastest choice with `counts[rank]` blocks on a rank, by the columns and the master of the search; None when nothing fits.
 
-    Raises Unsolved when the time of a frame ends before the solver has any.
+    Raises Unsolved when the time of a layout ends before the solver has any.
     """
     options = []
     for rank, allowed in enumerate(counts):
-        columns = RankColumns(rank, frame, table)
+        columns = RankColumns(rank, layout, table)
         options.append([column for count in allowed for column in columns.fastest(count, limit)])
         if not options[-1]:
             return None
-    return Master(frame, options, table.book.model.num_layers, tied=table.book.tied).fastest(SolverName.CBC, SOLVE_S)
+    return Master(layout, options, table.price_cache.model.num_layers, tied=table.price_cache.tied).fastest(SolverName.CBC, SOLVE_S)
 
 
-def _splits(frame: Frame, table: MixTable, limit: float) -> Iterator[Choice]:
+def _splits(layout: ParallelLayout, table: MixTable, limit: float) -> Iterator[MasterChoice]:
     """The best of the even split, then the best of all splits that can beat it, if the solver finds it in its time."""
-    num_layers = table.book.model.num_layers
-    even = _solve(frame, table, limit, [(count,) for count in default_blocks(frame, num_layers)])
+    num_layers = table.price_cache.model.num_layers
+    even = _solve(layout, table, limit, [(count,) for count in default_blocks(layout, num_layers)])
     if even is not None:
         yield even
-    if frame.virtual_stages > 1 or frame.mesh.pp == 1:
+    if layout.virtual_stages > 1 or layout.mesh.pp == 1:
         return
-    longest = time_bound(frame, table).longest_rank(frame, even.step_s if even else float("inf"))
+    longest = time_bound(layout, table).longest_rank(layout, even.step_s if even else float("inf"))
     with suppress(Unsolved):
-        choice = _solve(frame, table, limit, [block_counts(rank, frame, num_layers, longest) for rank in range(frame.mesh.pp)])
+        choice = _solve(layout, table, limit, [block_counts(rank, layout, num_layers, longest) for rank in range(layout.mesh.pp)])
         if choice is not None:
             yield choice
 
 
-def best_of(frame: Frame, table: MixTable, limit: float) -> Candidate | None:
-    """The fastest layers of `frame` within `limit` bytes; None when nothing fits."""
-    choice = min(_splits(frame, table, limit), key=lambda choice: choice.step_s, default=None)
-    return None if choice is None else Candidate(frame, price_step(to_strategy(frame, choice.columns), table.book))
+def best_of(layout: ParallelLayout, table: MixTable, limit: float) -> Candidate | None:
+    """The fastest layers of `layout` within `limit` bytes; None when nothing fits."""
+    choice = min(_splits(layout, table, limit), key=lambda choice: choice.step_s, default=None)
+    return None if choice is None else Candidate(layout, price_step(to_strategy(layout, choice.columns), table.price_cache))
 
 
 def ranked(request: Request) -> list[Candidate]:
     """All candidates that fit, fastest first."""
-    table = MixTable(request.book, request.pins)
-    found = (best_of(frame, table, request.limit_bytes) for frame in request.frames())
+    table = MixTable(request.price_cache, request.pins)
+    found = (best_of(layout, table, request.limit_bytes) for layout in request.layouts())
     return sorted(filter(None, found), key=lambda candidate: candidate.step_s)
 
 
-def frames_of(published: Published, request: Request) -> list[Frame]:
+def frames_of(published: Published, request: Request) -> list[ParallelLayout]:
     """The candidates that a row describes: several where its micro-batch is not stated, none where it is not legal.
 
     A virtual stage keeps its number of blocks: 10 virtual stages of 40 layers are 11 of 44.
     """
-    size, num_layers = published.micro_batch_size, request.book.model.num_layers
+    size, num_layers = published.micro_batch_size, request.price_cache.model.num_layers
     virtual_stages = published.virtual_stages * num_layers / published.num_layers if published.virtual_stages > 1 else 1
     pins = Constraints(
         pp=(published.pp,), tp=(published.tp,), micro_batch_size=None if size is None else (size,),
         sequence_parallel=(published.tp > 1,), schedule=(Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED))
-    return [frame for frame in request.frames(pins) if frame.virtual_stages == virtual_stages]
+    return [layout for layout in request.layouts(pins) if layout.virtual_stages == virtual_stages]
 
 
-def as_published(frame: Frame, book: PriceBook) -> StepPrice:
+def as_published(layout: ParallelLayout, price_cache: PriceCache) -> StepPrice:
     """The price of an even split at ZeRO 1 without recompute."""
-    blocks = default_blocks(frame, book.model.num_layers)
-    return price_step(uniform_strategy(frame, blocks, zero=1, recompute=Recompute.NONE, book=book), book)
+    blocks = default_blocks(layout, price_cache.model.num_layers)
+    return price_step(uniform_strategy(layout, blocks, zero=1, recompute=Recompute.NONE, price_cache=price_cache), price_cache)
 
 
 def peak_bytes(price: StepPrice) -> float:
@@ -228,17 +228,17 @@ def peak_bytes(price: StepPrice) -> float:
 
 def place(published: Published, candidates: Sequence[Candidate], request: Request) -> Placing | None:
     """Where a row stands; of several micro-batches the fastest that fits. None when it is not legal here."""
-    priced = [(as_published(frame, request.book), frame) for frame in frames_of(published, request)]
+    priced = [(as_published(layout, request.price_cache), layout) for layout in frames_of(published, request)]
     if not priced:
         return None
-    price, frame = min(priced, key=lambda found: (peak_bytes(found[0]) > request.limit_bytes, found[0].step_s))
-    own_rank, own = next(((rank, found) for rank, found in enumerate(candidates, 1) if found.frame == frame), (None, None))
+    price, layout = min(priced, key=lambda found: (peak_bytes(found[0]) > request.limit_bytes, found[0].step_s))
+    own_rank, own = next(((rank, found) for rank, found in enumerate(candidates, 1) if found.layout == layout), (None, None))
     rank = mesh_rank = None
     if peak_bytes(price) <= request.limit_bytes:
-        others = {found.frame.mesh: found.step_s for found in reversed(candidates) if found.frame.mesh != frame.mesh}
-        rank = _rank([found.step_s for found in candidates if found.frame != frame], price.step_s)
+        others = {found.layout.mesh: found.step_s for found in reversed(candidates) if found.layout.mesh != layout.mesh}
+        rank = _rank([found.step_s for found in candidates if found.layout != layout], price.step_s)
         mesh_rank = _rank(sorted(others.values()), price.step_s)
-    return Placing(published, frame, price, rank is not None, rank, mesh_rank, own, own_rank)
+    return Placing(published, layout, price, rank is not None, rank, mesh_rank, own, own_rank)
 
 
 def _rank(others_s: Sequence[float], step_s: float) -> int:
@@ -250,8 +250,8 @@ def _share(part: int | None, of: int) -> str:
 
 
 def _cells(placing: Placing, candidates: Sequence[Candidate], band: float | None) -> tuple[str, ...]:
-    frame, own, step_s = placing.frame, placing.own, placing.price.step_s
-    meshes = {candidate.frame.mesh for candidate in candidates}
+    layout, own, step_s = placing.layout, placing.own, placing.price.step_s
+    meshes = {candidate.layout.mesh for candidate in candidates}
 
     def loss(of_s: float) -> float:
         return of_s / candidates[0].step_s - 1
@@ -260,7 +260,7 @@ def _cells(placing: Placing, candidates: Sequence[Candidate], band: float | None
     judged_s = step_s if placing.fits else own.step_s if own else None
     verdict = "" if judged_s is None or band is None else "inside" if loss(judged_s) <= band else "outside"
     return (
-        placing.published.name, str(frame.mesh), f"{frame.micro_batch_size} x {frame.num_micro_batches}", str(frame.virtual_stages),
+        placing.published.name, str(layout.mesh), f"{layout.micro_batch_size} x {layout.num_micro_batches}", str(layout.virtual_stages),
         f"{step_s:.3f} s", f"{peak_bytes(placing.price) / GIB:.1f}", "yes" if placing.fits else "no", _share(placing.rank, len(candidates)),
         _share(placing.mesh_rank, len(meshes)), f"{100 * loss(step_s):+.1f} %", *best_layers, verdict)
 
@@ -294,7 +294,7 @@ def _headline(candidates: Sequence[Candidate], request: Request, band: float | N
     best = candidates[0]
     inside = "" if band is None else f" of +- {100 * band:.1f} %, {sum(c.step_s <= (1 + band) * best.step_s for c in candidates)} inside it"
     return (
-        f"best: {describe(best.frame)}: {best.step_s:.3f} s\n{len(candidates)} of {len(request.frames())} candidates fit "
+        f"best: {layout_text(best.layout)}: {best.step_s:.3f} s\n{len(candidates)} of {len(request.layouts())} candidates fit "
         f"{request.limit_bytes / GIB:.1f} GiB; error band{inside or ' unknown'}")
 
 
@@ -303,7 +303,7 @@ def report(request: Request, console: Console) -> None:
     candidates = ranked(request)
     if not candidates:
         raise click.ClickException("nothing fits")
-    bands = error_band(request.book.machine, request.book.training.stack)
+    bands = error_band(request.price_cache.machine, request.price_cache.training.stack)
     band = None if bands is None else bands.time.share
     found = [(row, place(row, candidates, request)) for row in PUBLISHED]
     placings = [placing for _, placing in found if placing]
@@ -333,9 +333,9 @@ def main(
         request = request_of(model, gpus, gpu, global_batch_size, fp8=fp8, bf16_gradients=bf16_gradients, max_zero=max_zero, stack=stack)
     except PlannerError as error:
         raise click.ClickException(f"{error.message}; {error.hint}") from None
-    training, console = request.book.training, Console(width=WIDTH, highlight=False)
+    training, console = request.price_cache.training, Console(width=WIDTH, highlight=False)
     console.print(
-        f"{request.book.model.name} on {gpus} x {gpu}, {training.global_batch_size:,} x {training.seq_length:,} tokens, "
+        f"{request.price_cache.model.name} on {gpus} x {gpu}, {training.global_batch_size:,} x {training.seq_length:,} tokens, "
         f"{training.precision}{' with fp8 products' if fp8 else ''}, {training.gradient_precision} gradients, ZeRO up to {max_zero}, "
         f"{training.stack.name}")
     report(request, console)

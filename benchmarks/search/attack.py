@@ -5,7 +5,7 @@
 
 A plan says that nothing is faster by more than its gap. Each plan is found once and then attacked within the pins of its request: a
 hill climb with many starts gives runs of blocks other ZeRO stages, lists of recomputed operators and divisions, moves blocks between
-neighbouring stages, and fills other frames (micro-batch, schedule, virtual stages, mesh), also those that the search does not try;
+neighbouring stages, and fills other layouts (micro-batch, schedule, virtual stages, mesh), also those that the search does not try;
 random layouts are priced through `estimate`. What counts is a strategy that fits the memory limit of the search and that the executor's
 rules accept. What the search leaves out and says so is one table in benchmarks/search/attacks/allowed.py.
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.layer_problem import BEFORE, LayerProblem
-from parplan.planner.layer_options.layer_program import LayerProgram, Picked
+from parplan.planner.layer_options.layer_program import LayerProgram, PickedStrategies
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, Solution, weighted
 from parplan.profiles.units import MIB, US_PER_S
@@ -45,10 +45,10 @@ class StrategyPairs:
             total = weighted((edges[k, n], 1.0) for k in range(len(makers)))
             self.program.require(total == (1.0 if s is None else s), f"in_{index}_{n}")
 
-    def fastest(self, budget_bytes: float, solver: SolverName) -> Picked | None:
+    def fastest(self, budget_bytes: float, solver: SolverName) -> PickedStrategies | None:
         return self.layer.fastest(budget_bytes, solver)
 
-    def leanest(self, slowest_s: float, solver: SolverName) -> Picked | None:
+    def leanest(self, slowest_s: float, solver: SolverName) -> PickedStrategies | None:
         return self.layer.leanest(slowest_s, solver)
 
 
@@ -87,12 +87,12 @@ class Collapsed:
     """n_sc layers of stage s on option c; room_bytes[s] for kept tensors and states, beside workspaces."""
 
     def __init__(
-        self, frame: Frame, options: Sequence[LayerOption], num_layers: int, stashes: Sequence[int], room_bytes: Sequence[float],
+        self, layout: ParallelLayout, options: Sequence[LayerOption], num_layers: int, stashes: Sequence[int], room_bytes: Sequence[float],
         block_bytes: float,
     ) -> None:
-        self.frame, self.program = frame, Problem("collapsed")
+        self.layout, self.program = layout, Problem("collapsed")
         self.counts = [
-            [self.program.integer(f"n_{s}_{c}", num_layers) for c in range(len(options))] for s in range(frame.mesh.pp)]
+            [self.program.integer(f"n_{s}_{c}", num_layers) for c in range(len(options))] for s in range(layout.mesh.pp)]
         self.pace, self.total = self.program.continuous("Z"), []
         for s, row in enumerate(self.counts):
             times = [(n, option.time_s * US_PER_S) for n, option in zip(row, options, strict=True)]
@@ -103,5 +103,5 @@ class Collapsed:
         self.program.require(weighted((n, 1.0) for row in self.counts for n in row) == num_layers, "blocks")
 
     def fastest(self, solver: SolverName, time_limit_s: float) -> Solution | None:
-        self.program.minimize(weighted([(self.pace, self.frame.num_micro_batches - 1.0), *self.total]))
+        self.program.minimize(weighted([(self.pace, self.layout.num_micro_batches - 1.0), *self.total]))
         return self.program.solve(solver, time_limit_s)

@@ -22,9 +22,9 @@ from benchmarks.search.formulations import Collapsed, Flat, StrategyPairs
 from parplan.commands.requests.described import Asked, question
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.memory.rank_memory import usable_bytes
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule, in_flight
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.layer_options.layer_front import layer_front
 from parplan.planner.layer_options.layer_problem import LayerProblem, layer_problem
 from parplan.planner.layer_options.layer_program import LayerProgram, evaluate
@@ -92,13 +92,13 @@ def block_cases(problem: LayerProblem) -> Iterator[Case]:
     yield Case("one block, placement pairs", of(LayerProgram))
 
 
-def flat_cases(table: MixTable, frame: Frame) -> Iterator[Case]:
+def flat_cases(table: MixTable, layout: ParallelLayout) -> Iterator[Case]:
     """All blocks on one GPU, kept tensors and workspace within half of their range; the mix is found without a program."""
-    book, copies = table.book, table.book.model.num_layers
-    problem = layer_problem(book.graph(frame.micro_batch_size).block, frame.sharding, book.machine, book.training)
+    price_cache, copies = table.price_cache, table.price_cache.model.num_layers
+    problem = layer_problem(price_cache.graph(layout.micro_batch_size).block, layout.sharding, price_cache.machine, price_cache.training)
     states = evaluate(problem, layer_front(problem)[0]).cost.state_bytes
     started = time.perf_counter()
-    mixes = make_mixes(table.options(frame), copies, 1)
+    mixes = make_mixes(table.options(layout), copies, 1)
     memory, times_ms = mixes.saved_bytes + mixes.workspace_bytes, mixes.counts @ np.array([o.time_s * 1e3 for o in mixes.options])
     budget = (memory.max() + memory.min()) / 2
     best_ms = float(times_ms[memory <= budget].min())
@@ -117,17 +117,17 @@ def flat_cases(table: MixTable, frame: Frame) -> Iterator[Case]:
     yield Case(f"{copies} blocks, flat (mix: {best_ms:.3f})", build, best_ms)
 
 
-def stage_cases(table: MixTable, frame: Frame, limit_bytes: float) -> Iterator[Case]:
+def stage_cases(table: MixTable, layout: ParallelLayout, limit_bytes: float) -> Iterator[Case]:
     """All stages of a pipeline under a limit that makes most of them recompute."""
-    book, num_layers, pp = table.book, table.book.model.num_layers, frame.mesh.pp
-    usable = usable_bytes(limit_bytes, frame.mesh, book)
-    stashes = [in_flight(frame.schedule, rank, pp, frame.num_micro_batches) for rank in range(pp)]
-    options = table.options(frame)
-    state = book.states(LayerKind.BLOCK, frame.mesh, frame.sharding, 1).states.total
+    price_cache, num_layers, pp = table.price_cache, table.price_cache.model.num_layers, layout.mesh.pp
+    usable = usable_bytes(limit_bytes, layout.mesh, price_cache)
+    stashes = [in_flight(layout.schedule, rank, pp, layout.num_micro_batches) for rank in range(pp)]
+    options = table.options(layout)
+    state = price_cache.states(LayerKind.BLOCK, layout.mesh, layout.sharding, 1).states.total
     room = [usable - max(option.workspace_bytes for option in options)] * pp
 
     def collapsed() -> tuple[Problem, Solve]:
-        made = Collapsed(frame, options, num_layers, stashes, room, state)
+        made = Collapsed(layout, options, num_layers, stashes, room, state)
 
         def solve(solver: SolverName, limit_s: float) -> Answer:
             found = made.fastest(solver, limit_s)
@@ -137,9 +137,9 @@ def stage_cases(table: MixTable, frame: Frame, limit_bytes: float) -> Iterator[C
 
     def columns() -> tuple[Problem, Solve]:
         found = [
-            [c for count in block_counts(rank, frame, num_layers) for c in RankColumns(rank, frame, table).fastest(count, limit_bytes)]
+            [c for count in block_counts(rank, layout, num_layers) for c in RankColumns(rank, layout, table).fastest(count, limit_bytes)]
             for rank in range(pp)]
-        master = Master(frame, found, num_layers)
+        master = Master(layout, found, num_layers)
 
         def solve(solver: SolverName, limit_s: float) -> Answer:
             choice = master.fastest(solver, limit_s)
@@ -147,14 +147,14 @@ def stage_cases(table: MixTable, frame: Frame, limit_bytes: float) -> Iterator[C
 
         return master.problem, solve
 
-    yield Case(f"{pp} stages, collapsed", collapsed, _continuous_ms(frame, options, num_layers))
+    yield Case(f"{pp} stages, collapsed", collapsed, _continuous_ms(layout, options, num_layers))
     yield Case(f"{pp} stages, columns", columns)
 
 
-def _continuous_ms(frame: Frame, options: tuple[object, ...], num_layers: int) -> float:
+def _continuous_ms(layout: ParallelLayout, options: tuple[object, ...], num_layers: int) -> float:
     """Every block on the fastest option, the stages equal: no answer of the collapsed program is below it."""
     fastest_s = min(option.time_s for option in options)  # type: ignore[attr-defined]
-    return 1e3 * ((frame.num_micro_batches - 1) * fastest_s * num_layers / frame.mesh.pp + num_layers * fastest_s)
+    return 1e3 * ((layout.num_micro_batches - 1) * fastest_s * num_layers / layout.mesh.pp + num_layers * fastest_s)
 
 
 @click.command()
@@ -164,18 +164,18 @@ def _continuous_ms(frame: Frame, options: tuple[object, ...], num_layers: int) -
 def main(model: str, gpus: int, time_limit: float) -> None:
     """Build and solve every formulation with both solvers."""
     asked = question(Asked(model=model, gpus=gpus, gpu="a100-80gb"))
-    book = PriceBook(asked.model, asked.training, machine_for(asked.cluster))
-    table = MixTable(book, Constraints(zero=(1,)))
+    price_cache = PriceCache(asked.model, asked.training, machine_for(asked.cluster))
+    table = MixTable(price_cache, Constraints(zero=(1,)))
 
-    def frame(pp: int, tp: int, micro_batch_size: int) -> Frame:
+    def layout(pp: int, tp: int, micro_batch_size: int) -> ParallelLayout:
         dp = gpus // pp // tp
-        return Frame(
+        return ParallelLayout(
             mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=micro_batch_size,
             num_micro_batches=asked.training.global_batch_size // dp // micro_batch_size, sequence_parallel=False)
 
-    tensor = frame(1, 4, 4)
-    one = layer_problem(book.graph(4).block, tensor.sharding, book.machine, book.training)
-    cases = [*block_cases(one), *flat_cases(table, frame(1, 1, 4)), *stage_cases(table, frame(8, 1, 2), 50 * 2**30)]
+    tensor = layout(1, 4, 4)
+    one = layer_problem(price_cache.graph(4).block, tensor.sharding, price_cache.machine, price_cache.training)
+    cases = [*block_cases(one), *flat_cases(table, layout(1, 1, 4)), *stage_cases(table, layout(8, 1, 2), 50 * 2**30)]
     rows = [timed(case, solver, time_limit) for case in cases for solver in SolverName]
     print_table(Console(width=140), HEADING, rows, left=("program", "solver", "over the best known"))
 

@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from parplan.planner.plan.plan import read
+from parplan.planner.plan.plan import read_plan
 
 REQUESTS = (
     ("gpt-20b", "a100-80gb", 64),
@@ -56,7 +56,7 @@ def main(repeat: int) -> None:
                 output = Path(folder) / "plan.yaml"
                 asked = ["--model", model, "--gpu", gpu, "--gpus", str(gpus), "--solver", solver, "--output", str(output)]
                 wall_s = _wall_s(["-c", START, *asked], repeat)
-                record = read(output).search
+                record = read_plan(output).search
                 table.add_row(
                     f"{model} on {gpus} {gpu}", solver, f"{wall_s:.2f}", f"{wall_s / libraries_s:.1f} x", str(record.candidates.considered),
                     str(record.candidates.solved), f"{100 * record.gap:.2f} %", record.status)

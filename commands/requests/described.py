@@ -16,10 +16,10 @@ from parplan.commands.requests.modules import load_module, narrowed
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import placement_of
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import illegal_tensor_parallel
 from parplan.planner.deadline import deadline_after
 from parplan.planner.forbid import parse_bans
@@ -31,10 +31,10 @@ from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_
 from parplan.profiles.documents.files import require_writable
 from parplan.profiles.documents.reader import Hints, read_text
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.applied_profile import applied, cluster_of, precision_of, stack_of
+from parplan.profiles.machines.applied_profile import applied, profile_cluster, precision_of, stack_of
 from parplan.profiles.machines.hardware import Cluster, Device
 from parplan.profiles.machines.shipped_profiles import machine_for
-from parplan.profiles.machines.user_profile import OwnProfile, read
+from parplan.profiles.machines.user_profile import UserProfile, read_profile
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import (
     FP8,
@@ -110,7 +110,7 @@ def question(asked: Asked) -> Question:
 
 def question_about(entry: ModelEntry, asked: Asked, *, whose: str = "the model's") -> Question:
     """The question for a model that is at hand; `whose` batch and sequence are taken where none were asked for. Raises ConfigError."""
-    own = None if asked.profile is None else read(Path(asked.profile))
+    own = None if asked.profile is None else read_profile(Path(asked.profile))
     cluster, assumed_cluster = asked_cluster(asked, own)
     training, assumed_training = asked_training(
         asked, entry.global_batch_size, entry.seq_length, own, cluster.device, whose=whose)
@@ -130,7 +130,7 @@ def _check_positions(model: ModelSpec, training: TrainingSpec) -> None:
             hint=f"use at most {model.max_seq_length}, or a model file with a larger max_seq_length")
 
 
-def asked_cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
+def asked_cluster(asked: Asked, own: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     """The machine to plan for, and the defaults that were taken. Raises ConfigError."""
     cluster, assumed = _cluster(asked, own)
     if asked.host_memory is None:
@@ -138,7 +138,7 @@ def asked_cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[
     return replace(cluster, host_memory_bytes=parse_size("--host-memory", asked.host_memory)), assumed
 
 
-def _cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
+def _cluster(asked: Asked, own: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     if asked.cluster is not None:
         return _cluster_of_file(asked, asked.cluster), ()
     if asked.gpus is None:
@@ -148,9 +148,9 @@ def _cluster(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, 
     return cluster, assumed if asked.gpus_per_node else (*assumed, f"--gpus-per-node {cluster.gpus_per_node}")
 
 
-def _device(asked: Asked, own: OwnProfile | None) -> tuple[Cluster, tuple[str, ...]]:
+def _device(asked: Asked, own: UserProfile | None) -> tuple[Cluster, tuple[str, ...]]:
     """The kind of machine: the one asked for, else that of the profile, else the default."""
-    measured_on = None if asked.gpu or own is None else cluster_of(own, str(asked.profile))
+    measured_on = None if asked.gpu or own is None else profile_cluster(own, str(asked.profile))
     if measured_on is not None:
         return measured_on, (f"--gpu {measured_on.device.name}{_OF_THE_PROFILE}",)
     return load_cluster(asked.gpu or DEFAULT_GPU, what="GPU"), () if asked.gpu else (f"--gpu {DEFAULT_GPU}",)
@@ -166,7 +166,7 @@ def _cluster_of_file(asked: Asked, name: str) -> Cluster:
 
 
 def asked_training(
-    asked: Asked, global_batch_size: int, seq_length: int, own: OwnProfile | None, device: Device, *, whose: str = "the model's",
+    asked: Asked, global_batch_size: int, seq_length: int, own: UserProfile | None, device: Device, *, whose: str = "the model's",
     default_stack: str = DEFAULT_STACK,
 ) -> tuple[TrainingSpec, tuple[str, ...]]:
     """One step, of the batch and sequence that are `whose` where none were asked for, and the defaults. Raises ConfigError.
@@ -273,8 +273,8 @@ def _custom(path: Path, options: Options) -> tuple[Schedule, int, tuple[str, ...
     return Schedule.CUSTOM, len(placement_of(rows)[0]), rows
 
 
-def frame(question: Question, options: Options) -> Frame:
-    """The frame of a layout made by hand; what does not divide is left to the planner's check, which says why."""
+def layout(question: Question, options: Options) -> ParallelLayout:
+    """The layout of a layout made by hand; what does not divide is left to the planner's check, which says why."""
     pp, tp, micro_batch_size = options["pp"], options["tp"], options["micro_batch_size"]
     dp = options["dp"] or max(1, question.cluster.num_gpus // (pp * tp))
     virtual_stages = options["virtual_stages"]
@@ -284,22 +284,22 @@ def frame(question: Question, options: Options) -> Frame:
         virtual_stages = 2
     if options["schedule_file"]:
         schedule, virtual_stages, actions = _custom(options["schedule_file"], options)
-    return Frame(
+    return ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=options["ep"]), schedule=schedule, virtual_stages=virtual_stages,
         micro_batch_size=micro_batch_size, num_micro_batches=max(1, question.training.global_batch_size // (micro_batch_size * dp)),
         sequence_parallel=options["sequence_parallel"], actions=actions, tp_overlap=options["tp_overlap"])
 
 
-def layout_book(question: Question, options: Options) -> tuple[Frame, PriceBook]:
+def layout_prices(question: Question, options: Options) -> tuple[ParallelLayout, PriceCache]:
     """One pipeline stage of tensor parallelism by hand, and the prices for it. Raises ConfigError: the degree is not legal."""
     tp, gpus = options["tp"], question.cluster.num_gpus
     reason = illegal_tensor_parallel(tp, question.model, question.cluster, across_nodes=True)
     if reason or gpus % tp:
         raise ConfigError(reason or f"tp {tp} does not divide the {gpus} GPUs", hint="choose another --tp")
-    made = Frame(
+    made = ParallelLayout(
         mesh=Mesh(pp=1, dp=gpus // tp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1,
         micro_batch_size=options["micro_batch_size"], num_micro_batches=1, sequence_parallel=False)
-    return made, PriceBook(question.model, question.training, machine_for(question.cluster))
+    return made, PriceCache(question.model, question.training, machine_for(question.cluster))
 
 
 def require_possible(question: Question, pins: Constraints) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from parplan.commands.requests.described import Asked, Options, asked_cluster, asked_training
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.catalog import find_config
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.user_profile import read
+from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.huggingface import described
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import TrainingSpec
@@ -63,7 +63,7 @@ def module_question(options: Options, source: ModuleSource) -> ModuleQuestion:
     """Resolve what was asked. Raises ConfigError, as parplan.commands.requests.described.question does, and for what no traced module can have."""
     _require_plain(options)
     asked = Asked(**{field.name: options[field.name] for field in fields(Asked)})
-    own = None if asked.profile is None else read(Path(asked.profile))
+    own = None if asked.profile is None else read_profile(Path(asked.profile))
     cluster, assumed_cluster = asked_cluster(asked, own)
     defaults = GLOBAL_BATCH_SIZE, _seq_length(source.huggingface or {})
     training, assumed = asked_training(asked, *defaults, own, cluster.device, whose="a default", default_stack=EXECUTORS_STACK)
@@ -73,7 +73,7 @@ def module_question(options: Options, source: ModuleSource) -> ModuleQuestion:
     return ModuleQuestion(source=source, cluster=cluster, training=training, assumed=(*assumed_cluster, *assumed))
 
 
-def assumed_of(plan: ModulePlan, question: ModuleQuestion) -> ModuleQuestion:
+def assumed_of(plan: TracedPlan, question: ModuleQuestion) -> ModuleQuestion:
     """The question with the defaults that matter to the plan that was found: samples have no length."""
     if plan.training.seq_length == question.training.seq_length:
         return question

@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from parplan.costmodels.chunks.accesses import Pass
+from parplan.costmodels.chunks.accesses import LayerPass
 from parplan.costmodels.layers.layer_price_cache import ActivationBytes
 from parplan.costmodels.layers.model_states import StateBytes, owned_parameters
 from parplan.costmodels.memory.rank_memory import rank_activations, rank_layers, stashes
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
 from parplan.profiles.models.operator_graph import LayerKind, OperatorKind
 
 SHARD_GRADIENT_BYTES = 4  # FSDP2 keeps the gradients of fp32 shards in fp32, and reduces them so: gradients of 16 bits are of chunks
@@ -38,7 +38,7 @@ LOSS_KEPT_BYTES, LOSS_MADE_BYTES = 16, 24  # of a token: where its target is; it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class NonChunkBytes:
     """Bytes on a device besides chunks.
 
     moments: during each; gaps: before each and behind the last, at their fullest, with the passes of embedding and head
@@ -69,13 +69,13 @@ class _Layer:
     gradients: int = 0
 
 
-def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: PriceBook) -> Room:
+def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[LayerPass], price_cache: PriceCache) -> NonChunkBytes:
     """What is on a device of pipeline rank `rank` besides the chunks of its blocks."""
-    layers = {choice: _layer(choice, size, strategy, book) for choice, size in rank_activations(strategy, rank, book).items()}
-    sent = book.sent_bytes(strategy.frame.micro_batch_size, strategy.frame.sharding)
-    handed = _handed_bytes(strategy, book)
+    layers = {choice: _layer(choice, size, strategy, price_cache) for choice, size in rank_activations(strategy, rank, price_cache).items()}
+    sent = price_cache.sent_bytes(strategy.layout.micro_batch_size, strategy.layout.sharding)
+    handed = _handed_bytes(strategy, price_cache)
     moments, gaps, rests, made, begun = list[int](), list[int](), list[int](), list[int](), set[LayerChoice]()
-    level = fullest = _always(strategy, rank, book) - sum(layer.gradients for layer in layers.values())
+    level = fullest = _always(strategy, rank, price_cache) - sum(layer.gradients for layer in layers.values())
     lasting, before = 0, None
     for one in passes:
         own = layers[one.layer]
@@ -99,117 +99,117 @@ def besides_chunks(strategy: Strategy, rank: int, passes: Iterable[Pass], book: 
         gaps.append(fullest)
         fullest = level + handed
         rests.append(fullest)
-    return Room(
+    return NonChunkBytes(
         moments=tuple(moments), gaps=(*gaps, max(fullest, level)), rests=tuple(rests), made=tuple(made), end=level)
 
 
-def _sends(one: Pass, strategy: Strategy) -> bool:
+def _sends(one: LayerPass, strategy: Strategy) -> bool:
     """Whether a stage hands on what a pass of it made: activations to the next, gradients to the one before."""
-    return one.stage > 0 if one.backward else one.stage < strategy.frame.num_virtual_stages - 1
+    return one.stage > 0 if one.backward else one.stage < strategy.layout.num_virtual_stages - 1
 
 
-def _handed_bytes(strategy: Strategy, book: PriceBook) -> int:
+def _handed_bytes(strategy: Strategy, price_cache: PriceCache) -> int:
     """The activation between two layers, or its gradient."""
-    boundary, sharding = book.graph(strategy.frame.micro_batch_size).block.input, strategy.frame.sharding
+    boundary, sharding = price_cache.graph(strategy.layout.micro_batch_size).block.input, strategy.layout.sharding
     assert boundary is not None, "a block reads what the layer before it made"
     return sharding.local_bytes(boundary, sharding.boundary)
 
 
-def _layer(choice: LayerChoice, size: ActivationBytes, strategy: Strategy, book: PriceBook) -> _Layer:
-    frame, training = strategy.frame, book.training
-    tokens = frame.micro_batch_size * training.seq_length
-    norms = {operator.name for operator in book.layer(choice.kind, 1).operators if operator.kind is OperatorKind.NORM}
-    kept = NORM_BYTES * tokens * len(norms.difference(book.recompute_operators(choice.kind, choice.recompute)))
+def _layer(choice: LayerChoice, size: ActivationBytes, strategy: Strategy, price_cache: PriceCache) -> _Layer:
+    layout, training = strategy.layout, price_cache.training
+    tokens = layout.micro_batch_size * training.seq_length
+    norms = {operator.name for operator in price_cache.layer(choice.kind, 1).operators if operator.kind is OperatorKind.NORM}
+    kept = NORM_BYTES * tokens * len(norms.difference(price_cache.recompute_operators(choice.kind, choice.recompute)))
     made = size.workspace + NORM_BYTES * tokens * len(norms)
     if choice.kind is LayerKind.BLOCK:
-        gradients = _parameter_bytes(choice, strategy, book)  # the workspace has those of one operator again: more than there is
-        return _Layer(saved=size.saved + kept + _random_bytes(choice, book), forward=made, backward=made + gradients, made=gradients)
-    shared, of_loss = book.shared_table_bytes(frame.mesh, frame.sharding), tokens * (choice.kind is LayerKind.HEAD)
-    freed = training.stack.frees_gradients and not book.offloads_states
+        gradients = _parameter_bytes(choice, strategy, price_cache)  # the workspace has those of one operator again: more than there is
+        return _Layer(saved=size.saved + kept + _random_bytes(choice, price_cache), forward=made, backward=made + gradients, made=gradients)
+    shared, of_loss = price_cache.shared_table_bytes(layout.mesh, layout.sharding), tokens * (choice.kind is LayerKind.HEAD)
+    freed = training.stack.frees_gradients and not price_cache.offloads_states
     made += LOSS_MADE_BYTES * of_loss
     if of_loss:
-        kept += LOSS_KEPT_BYTES * tokens + _logits_bytes(frame, frame.sharding_of(choice), book)
+        kept += LOSS_KEPT_BYTES * tokens + _logits_bytes(layout, layout.sharding_of(choice), price_cache)
     plain = _Layer(
         saved=size.saved + kept, forward=made, backward=made, lasting=shared if of_loss else 0,
-        gradients=_states(choice, strategy, book).gradients if freed else 0)
-    if book.offloads_states:
-        buffer = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).zero_buffer
+        gradients=_states(choice, strategy, price_cache).gradients if freed else 0)
+    if price_cache.offloads_states:
+        buffer = price_cache.states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero).zero_buffer
         return replace(plain, forward=plain.forward + buffer, backward=plain.backward + buffer)
-    return _sharded(plain, choice, strategy, book) if choice.zero == 3 else plain
+    return _sharded(plain, choice, strategy, price_cache) if choice.zero == 3 else plain
 
 
-def _logits_bytes(frame: Frame, sharding: Sharding, book: PriceBook) -> int:
+def _logits_bytes(layout: ParallelLayout, sharding: Sharding, price_cache: PriceCache) -> int:
     """Of a micro-batch in a pipeline, which keeps what its last stage gives as it keeps what others send: to the backward pass."""
-    if frame.mesh.pp == 1 or not book.training.stack.keeps_sent:
+    if layout.mesh.pp == 1 or not price_cache.training.stack.keeps_sent:
         return 0
-    loss = book.layer(LayerKind.HEAD, frame.micro_batch_size).operators[-1]
+    loss = price_cache.layer(LayerKind.HEAD, layout.micro_batch_size).operators[-1]
     return sharding.tensor_bytes(loss, loss.inputs[0])
 
 
-def _random_bytes(choice: LayerChoice, book: PriceBook) -> int:
+def _random_bytes(choice: LayerChoice, price_cache: PriceCache) -> int:
     """The state of the random numbers that a block is recomputed with, which on GPUs the host keeps."""
-    on_host = book.machine.cluster.device.is_host
-    return RANDOM_STATE_BYTES * (on_host and bool(book.recompute_operators(choice.kind, choice.recompute)))
+    on_host = price_cache.machine.cluster.device.is_host
+    return RANDOM_STATE_BYTES * (on_host and bool(price_cache.recompute_operators(choice.kind, choice.recompute)))
 
 
-def _sharded(plain: _Layer, choice: LayerChoice, strategy: Strategy, book: PriceBook) -> _Layer:
+def _sharded(plain: _Layer, choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> _Layer:
     """As FSDP2 runs it: gathered through a buffer as large as the parameters, given up before its gradients are copied to be reduced.
 
     The input of the reduction stays until the stage's backward pass is over. The workspace has the gradient of the largest operator.
     """
-    whole, frame = _parameter_bytes(choice, strategy, book), strategy.frame
-    width = book.training.precision.num_bytes
+    whole, layout = _parameter_bytes(choice, strategy, price_cache), strategy.layout
+    width = price_cache.training.precision.num_bytes
     copied = whole // width * SHARD_GRADIENT_BYTES
-    largest = max(frame.sharding_of(choice).parameter_elements(operator) for operator in book.layer(choice.kind, 1).operators)
+    largest = max(layout.sharding_of(choice).parameter_elements(operator) for operator in price_cache.layer(choice.kind, 1).operators)
     rest = max(0, whole - width * largest)
-    gathered = 0 if _joined(choice, strategy, book) else whole
+    gathered = 0 if _joined(choice, strategy, price_cache) else whole
     return replace(
         plain, forward=gathered + max(whole, plain.forward), backward=max(gathered + max(whole, plain.backward + rest), whole + 2 * copied),
         lasting=plain.lasting + copied)
 
 
-def _joined(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> bool:
+def _joined(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> bool:
     """Whether embedding and head are one unit of FSDP2, which begins the passes and ends them."""
-    return choice.zero == 3 and book.tied and strategy.frame.mesh.pp == 1
+    return choice.zero == 3 and price_cache.tied and strategy.layout.mesh.pp == 1
 
 
-def _parameter_bytes(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> int:
+def _parameter_bytes(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> int:
     """Of a whole layer on one tensor-parallel rank, in the precision of compute."""
-    frame = strategy.frame
-    owned = owned_parameters(book.layer(choice.kind, 1), frame.sharding_of(choice), with_tied=book.counts_tied(frame.mesh))
-    return book.training.precision.num_bytes * owned
+    layout = strategy.layout
+    owned = owned_parameters(price_cache.layer(choice.kind, 1), layout.sharding_of(choice), with_tied=price_cache.counts_tied(layout.mesh))
+    return price_cache.training.precision.num_bytes * owned
 
 
-def numbers_bytes(frame: Frame, rank: int, num_blocks: int, book: PriceBook) -> int:
+def numbers_bytes(layout: ParallelLayout, rank: int, num_blocks: int, price_cache: PriceCache) -> int:
     """At most what a device of a rank with `num_blocks` blocks holds that a peak without chunks leaves out (`rank_memory`): the batch,
     received messages, logits of a pipeline, and the few numbers of every token that norms and the loss keep."""
-    tokens = frame.micro_batch_size * book.training.seq_length
-    norms = sum(operator.kind is OperatorKind.NORM for operator in book.layer(LayerKind.BLOCK, 1).operators)
-    random = RANDOM_STATE_BYTES * (book.machine.cluster.device.is_host)
-    in_flight = stashes(LayerKind.BLOCK, rank, frame) * -(-num_blocks // frame.virtual_stages) + 1
-    found = _batch_bytes(frame, book) + (NORM_BYTES * norms * tokens + random) * in_flight
-    if rank == frame.rank_of(frame.num_virtual_stages - 1):
-        each = (2 * NORM_BYTES + LOSS_KEPT_BYTES) * tokens + _logits_bytes(frame, frame.sharding, book)
-        found += stashes(LayerKind.HEAD, rank, frame) * each + LOSS_MADE_BYTES * tokens
+    tokens = layout.micro_batch_size * price_cache.training.seq_length
+    norms = sum(operator.kind is OperatorKind.NORM for operator in price_cache.layer(LayerKind.BLOCK, 1).operators)
+    random = RANDOM_STATE_BYTES * (price_cache.machine.cluster.device.is_host)
+    in_flight = stashes(LayerKind.BLOCK, rank, layout) * -(-num_blocks // layout.virtual_stages) + 1
+    found = _batch_bytes(layout, price_cache) + (NORM_BYTES * norms * tokens + random) * in_flight
+    if rank == layout.rank_of(layout.num_virtual_stages - 1):
+        each = (2 * NORM_BYTES + LOSS_KEPT_BYTES) * tokens + _logits_bytes(layout, layout.sharding, price_cache)
+        found += stashes(LayerKind.HEAD, rank, layout) * each + LOSS_MADE_BYTES * tokens
     return found
 
 
-def _batch_bytes(frame: Frame, book: PriceBook) -> int:
+def _batch_bytes(layout: ParallelLayout, price_cache: PriceCache) -> int:
     """Ids and targets of a step, and messages that are received."""
-    batch = IDS_BYTES * book.training.seq_length * frame.micro_batch_size * frame.num_micro_batches
-    return batch + POSTED * book.sent_bytes(frame.micro_batch_size, frame.sharding) * (frame.mesh.pp > 1)
+    batch = IDS_BYTES * price_cache.training.seq_length * layout.micro_batch_size * layout.num_micro_batches
+    return batch + POSTED * price_cache.sent_bytes(layout.micro_batch_size, layout.sharding) * (layout.mesh.pp > 1)
 
 
-def _always(strategy: Strategy, rank: int, book: PriceBook) -> int:
+def _always(strategy: Strategy, rank: int, price_cache: PriceCache) -> int:
     """States of embedding and head, what stays gathered of them, the batch, and messages that are received."""
     outside = [choice for choice in rank_layers(strategy, rank) if choice.kind is not LayerKind.BLOCK]
-    held = [_states(choice, strategy, book) for choice in outside]
-    return _batch_bytes(strategy.frame, book) + sum(states.total for states in held) + sum(
-        _parameter_bytes(choice, strategy, book) for choice in outside if _joined(choice, strategy, book))
+    held = [_states(choice, strategy, price_cache) for choice in outside]
+    return _batch_bytes(strategy.layout, price_cache) + sum(states.total for states in held) + sum(
+        _parameter_bytes(choice, strategy, price_cache) for choice in outside if _joined(choice, strategy, price_cache))
 
 
-def _states(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> StateBytes:
+def _states(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> StateBytes:
     """Of embedding or head, with gradients as FSDP2 keeps them."""
-    frame = strategy.frame
-    states = book.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).states
-    return replace(states, gradients=states.gradients * SHARD_GRADIENT_BYTES // book.training.gradient_precision.num_bytes)
+    layout = strategy.layout
+    states = price_cache.states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero).states
+    return replace(states, gradients=states.gradients * SHARD_GRADIENT_BYTES // price_cache.training.gradient_precision.num_bytes)

@@ -25,7 +25,7 @@ from parplan.profiles.models.operator_graph import LayerClass
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class SizedTensor:
     """A tensor as one rank of a copy of the model has it, by name `block3.qkv.weight`."""
 
     name: str
@@ -33,7 +33,7 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ChunkLayout:
     """Where each tensor lies: in which communication group, and how many elements from its beginning.
 
     ranks: data-parallel ranks, of which each owns one chunk of every group, in their order
@@ -41,7 +41,7 @@ class Layout:
 
     group_elements: int
     ranks: int
-    tensors: tuple[Sized, ...]
+    tensors: tuple[SizedTensor, ...]
     group_of: tuple[int, ...]
     offset_of: tuple[int, ...]
     num_groups: int
@@ -65,14 +65,14 @@ class Layout:
         return self.used_elements / (self.num_groups * self.group_elements)
 
 
-def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[Sized, ...]:
+def block_tensors(layer: LayerClass, sharding: Sharding) -> tuple[SizedTensor, ...]:
     """The parameters of a layer in use order, as one tensor-parallel rank has them, by name `qkv.weight`."""
     return tuple(
-        Sized(f"{operator.name}.{parameter.name}", math.prod(sharding.parameter_shape(operator, parameter)))
+        SizedTensor(f"{operator.name}.{parameter.name}", math.prod(sharding.parameter_shape(operator, parameter)))
         for operator in layer.operators for parameter in operator.parameters)
 
 
-def pack(tensors: Sequence[Sized], group_elements: int, ranks: int = 1, num_blocks: int = 1) -> Layout:
+def pack(tensors: Sequence[SizedTensor], group_elements: int, ranks: int = 1, num_blocks: int = 1) -> ChunkLayout:
     """Each tensor at the next place, in the next group where what is left of this one is too small for it; none is split over two.
 
     The tensors of `num_blocks` blocks, as many of each. Of several `ranks` every block begins a group. Raises ConfigError: a tensor is
@@ -92,7 +92,7 @@ def pack(tensors: Sequence[Sized], group_elements: int, ranks: int = 1, num_bloc
         places.append((group, filled))
         filled += tensor.elements
     group_of, offset_of = zip(*places, strict=True)
-    return Layout(
+    return ChunkLayout(
         group_elements=group_elements, ranks=ranks, tensors=tuple(tensors), group_of=group_of, offset_of=offset_of, num_groups=group + 1)
 
 

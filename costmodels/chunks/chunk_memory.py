@@ -14,7 +14,7 @@ from functools import lru_cache
 from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import (
     STAGED_CHUNKS,
     Chunking,
@@ -33,71 +33,71 @@ from parplan.costmodels.memory.rank_memory import (
     sent_bytes,
     usable_bytes,
 )
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame, Strategy
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.profiles.models.operator_graph import LayerKind
 
 
-def budget_bytes(rank: int, mesh: Mesh, book: PriceBook) -> int:
+def budget_bytes(rank: int, mesh: Mesh, price_cache: PriceCache) -> int:
     """What tensors may fill of a device of pipeline rank `rank`: as stated, or what the memory limit leaves beside context,
     communicators and allocator."""
-    chunking = book.chunking
+    chunking = price_cache.chunking
     if chunking.device_bytes is not None:
         return chunking.device_bytes[rank] if isinstance(chunking.device_bytes, tuple) else chunking.device_bytes
-    limit = book.machine.cluster.device.memory_bytes if chunking.limit_bytes is None else chunking.limit_bytes
-    return int(usable_bytes(limit, mesh, book))
+    limit = price_cache.machine.cluster.device.memory_bytes if chunking.limit_bytes is None else chunking.limit_bytes
+    return int(usable_bytes(limit, mesh, price_cache))
 
 
-def prices_of(frame: Frame, book: PriceBook) -> PriceBook:
+def prices_of(layout: ParallelLayout, price_cache: PriceCache) -> PriceCache:
     """Those of layers that are in no chunks."""
-    return book.outside if frame.chunked else book
+    return price_cache.outside if layout.chunked else price_cache
 
 
-def chunks_of_rank(strategy: Strategy, rank: int, book: PriceBook) -> RankChunks:
-    """The chunk schedule of a device under the book's eviction and budget. Raises InfeasibleError with the smallest budget."""
-    return _chunks_of_rank(strategy, rank, book, book.chunking)
+def chunks_of_rank(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankChunks:
+    """The chunk schedule of a device under the price cache's eviction and budget. Raises InfeasibleError with the smallest budget."""
+    return _chunks_of_rank(strategy, rank, price_cache, price_cache.chunking)
 
 
 @lru_cache(maxsize=64)
-def _chunks_of_rank(strategy: Strategy, rank: int, book: PriceBook, chunking: Chunking) -> RankChunks:
-    return rank_chunks(strategy, rank, book, eviction=chunking.eviction, device_bytes=budget_bytes(rank, strategy.frame.mesh, book))
+def _chunks_of_rank(strategy: Strategy, rank: int, price_cache: PriceCache, chunking: Chunking) -> RankChunks:
+    return rank_chunks(strategy, rank, price_cache, eviction=chunking.eviction, device_bytes=budget_bytes(rank, strategy.layout.mesh, price_cache))
 
 
-def chunk_states(chunks: RankChunks, book: PriceBook) -> tuple[StateBytes, StateBytes]:
+def chunk_states(chunks: RankChunks, price_cache: PriceCache) -> tuple[StateBytes, StateBytes]:
     """The states of all own chunks, padding included, that are always on the device, and those on the host."""
     device = host = StateBytes()
     for group in chunks.groups:
-        own = group.layout.num_groups * group.layout.chunk_elements
-        widths = state_widths(group.home, book.training, chunks.in_parameters)
+        own = group.chunk_layout.num_groups * group.chunk_layout.chunk_elements
+        widths = state_widths(group.home, price_cache.training, chunks.in_parameters)
         device, host = device + times(widths[0], own), host + times(widths[1], own)
     return device, host
 
 
-def staging_bytes(chunks: RankChunks, book: PriceBook) -> int:
+def staging_bytes(chunks: RankChunks, price_cache: PriceCache) -> int:
     """Where gradients of HOST blocks land that the host adds to those before: two chunks."""
-    width = sent_precision(book.training, chunks.in_parameters).num_bytes
-    return max((STAGED_CHUNKS * width * group.layout.chunk_elements for group in chunks.groups if group.home is Home.HOST), default=0)
+    width = sent_precision(price_cache.training, chunks.in_parameters).num_bytes
+    return max((STAGED_CHUNKS * width * group.chunk_layout.chunk_elements for group in chunks.groups if group.home is StateLocation.HOST), default=0)
 
 
-def device_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
+def device_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
     """Peak bytes of one device of a pipeline rank, by class, its blocks in chunks or not."""
-    return chunked_memory(strategy, rank, book) if strategy.frame.chunked else rank_memory(strategy, rank, book)
+    return chunked_memory(strategy, rank, price_cache) if strategy.layout.chunked else rank_memory(strategy, rank, price_cache)
 
 
-def chunked_memory(strategy: Strategy, rank: int, book: PriceBook) -> RankMemory:
+def chunked_memory(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankMemory:
     """The same of a strategy whose blocks are in chunks. Raises InfeasibleError where the budget is too small."""
-    frame, layers, chunks = strategy.frame, rank_layers(strategy, rank), chunks_of_rank(strategy, rank, book)
-    kept = rank_activations(strategy, rank, book)
+    layout, layers, chunks = strategy.layout, rank_layers(strategy, rank), chunks_of_rank(strategy, rank, price_cache)
+    kept = rank_activations(strategy, rank, price_cache)
     outside = [
-        book.outside.states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero)
+        price_cache.outside.states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero)
         for choice in layers if choice.kind is not LayerKind.BLOCK]
-    device, host = chunk_states(chunks, book)
+    device, host = chunk_states(chunks, price_cache)
     states = sum((layer.states for layer in outside), device)
-    activations = sent_bytes(rank, frame, book) + held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
+    activations = sent_bytes(rank, layout, price_cache) + held_bytes(strategy, rank, {choice: float(size.saved) for choice, size in kept.items()})
     beyond = chunks.most_bytes - states.total - activations
     return RankMemory(
         states=states, activations=activations, temporaries=max(0.0, beyond), apart=max(0.0, -beyond),
-        allocator_reserve=book.training.stack.allocator_share * chunks.most_bytes + sum(layer.step_copies for layer in outside),
-        communicators=communicator_bytes(frame.mesh, book), context=book.machine.cluster.device.context_bytes,
-        host=host.total + staging_bytes(chunks, book) + sum(layer.host for layer in outside)
+        allocator_reserve=price_cache.training.stack.allocator_share * chunks.most_bytes + sum(layer.step_copies for layer in outside),
+        communicators=communicator_bytes(layout.mesh, price_cache), context=price_cache.machine.cluster.device.context_bytes,
+        host=host.total + staging_bytes(chunks, price_cache) + sum(layer.host for layer in outside)
         + held_bytes(strategy, rank, {choice: float(size.host) for choice, size in kept.items()}))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from parplan.costmodels.chunks.chunk_layout import Layout
-from parplan.costmodels.host.state_location import Home
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.chunks.chunk_layout import ChunkLayout
+from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.schedules.actions import ActionKind
 
 
-class Does(StrEnum):
+class ChunkAction(StrEnum):
     """What happens to the chunk that this rank owns of a communication group, or to the group.
 
     DROP     the device's copy of a parameter chunk is given up; the host has the same, or is priced to get it
@@ -31,7 +31,7 @@ class Does(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Op:
+class ChunkOp:
     """On communication group `number` of the chunks of `group` (an index of `RankChunks.groups`).
 
     num_bytes: that move between host and device, or of the whole group that is gathered or reduced
@@ -39,7 +39,7 @@ class Op:
         moment under which a REDUCE or SEND may still run, one after that behind which it is done where there is room for it to be late
     """
 
-    does: Does
+    does: ChunkAction
     group: int
     number: int
     num_bytes: int
@@ -47,7 +47,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class BlockPass:
     """One pass of a block of the rank, forward or backward, of one micro-batch, and what is done before it and after it.
 
     Chunks take the gradients that autograd made behind the pass, before what is `after` it: only then is there memory for them.
@@ -55,23 +55,23 @@ class Moment:
     chunk_bytes: what chunks hold of it, their parameters, gathered groups, gradients and optimizer states, until all behind it is done
     """
 
-    work: Work
+    work: ActionKind
     stage: int
     micro_batch: int
     block: int
-    before: tuple[Op, ...]
-    after: tuple[Op, ...]
+    before: tuple[ChunkOp, ...]
+    after: tuple[ChunkOp, ...]
     device_bytes: int
     chunk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ChunkedBlocks:
     """Blocks of one pipeline rank whose states have the same home, and where their parameters lie."""
 
-    home: Home
+    home: StateLocation
     blocks: tuple[int, ...]
-    layout: Layout
+    chunk_layout: ChunkLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +83,15 @@ class RankChunks:
     most_bytes: what tensors hold of the device at the fullest moment of the step, between passes too
     """
 
-    groups: tuple[Group, ...]
-    moments: tuple[Moment, ...]
-    closing: tuple[Op, ...]
+    groups: tuple[ChunkedBlocks, ...]
+    moments: tuple[BlockPass, ...]
+    closing: tuple[ChunkOp, ...]
     in_parameters: bool
     device_bytes: int
     smallest_bytes: int
     most_bytes: int = 0
 
-    def moved(self, does: Does) -> int:
+    def moved(self, does: ChunkAction) -> int:
         """Bytes of all ops of a kind in a step."""
         inside = (op for moment in self.moments for op in (*moment.before, *moment.after))
         return sum(op.num_bytes for op in (*inside, *self.closing) if op.does is does)
@@ -99,9 +99,9 @@ class RankChunks:
     @property
     def in_bytes(self) -> int:
         """From the host to the device in a step."""
-        return self.moved(Does.FETCH) + self.moved(Does.RETURN)
+        return self.moved(ChunkAction.FETCH) + self.moved(ChunkAction.RETURN)
 
     @property
     def out_bytes(self) -> int:
         """From the device to the host in a step."""
-        return self.moved(Does.SEND) + self.moved(Does.DROP)
+        return self.moved(ChunkAction.SEND) + self.moved(ChunkAction.DROP)

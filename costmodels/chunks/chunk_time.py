@@ -17,10 +17,10 @@ from functools import lru_cache
 
 from parplan.costmodels.chunks.accesses import numbered_layers
 from parplan.costmodels.chunks.chunk_memory import chunks_of_rank
-from parplan.costmodels.chunks.chunk_operations import Does, Moment, Op, RankChunks
+from parplan.costmodels.chunks.chunk_operations import ChunkAction, BlockPass, ChunkOp, RankChunks
 from parplan.costmodels.chunks.copy_streams import StreamCosts, exposed
 from parplan.costmodels.host.offload import copy_time
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import (
     Chunking,
     added_time,
@@ -30,16 +30,16 @@ from parplan.costmodels.layers.chunked_layer import (
 from parplan.costmodels.layers.layer_price import contention
 from parplan.costmodels.memory.activation_copies import copies_s, exposed_copies
 from parplan.costmodels.operators.compute import optimizer_time
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.strategy import Strategy
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
-PassKey = tuple[Work, int]  # the forward or backward passes of a virtual stage
+PassKey = tuple[ActionKind, int]  # the forward or backward passes of a virtual stage
 PICOSECOND = 12  # decimals of seconds
-COLLECTIVES = (Does.GATHER, Does.REDUCE)
-COPIES = (Does.FETCH, Does.SEND, Does.RETURN)
+COLLECTIVES = (ChunkAction.GATHER, ChunkAction.REDUCE)
+COPIES = (ChunkAction.FETCH, ChunkAction.SEND, ChunkAction.RETURN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class ChunkTime:
     host_step: Seconds
     optimizer: Seconds
 
-    def of_pass(self, work: Work, stage: int) -> Seconds:
+    def of_pass(self, work: ActionKind, stage: int) -> Seconds:
         """All that is added to one pass of a stage."""
         return self.host.get((work, stage), ZERO) + self.collectives.get((work, stage), ZERO)
 
@@ -70,26 +70,26 @@ class _Waits:
     tail_s: float
 
 
-def chunk_time(strategy: Strategy, rank: int, book: PriceBook) -> ChunkTime:
+def chunk_time(strategy: Strategy, rank: int, price_cache: PriceCache) -> ChunkTime:
     """What the chunks of pipeline rank `rank` add to its time. Raises InfeasibleError where the budget is too small."""
-    return _chunk_time(strategy, rank, book, book.chunking)
+    return _chunk_time(strategy, rank, price_cache, price_cache.chunking)
 
 
 @lru_cache(maxsize=64)
-def _chunk_time(strategy: Strategy, rank: int, book: PriceBook, _: Chunking) -> ChunkTime:
-    chunks, m = chunks_of_rank(strategy, rank, book), strategy.frame.num_micro_batches
-    mesh, elements = strategy.frame.mesh, strategy.frame.mesh.dp * chunk_elements(chunks)
-    gather, reduce = group_collectives(elements, mesh, book.machine, book.training, in_parameters=chunks.in_parameters)
-    costs = stream_costs(strategy, rank, chunks, book)
-    copies, updated = _waits(chunks, costs, book), _update(chunks, costs, book)
+def _chunk_time(strategy: Strategy, rank: int, price_cache: PriceCache, _: Chunking) -> ChunkTime:
+    chunks, m = chunks_of_rank(strategy, rank, price_cache), strategy.layout.num_micro_batches
+    mesh, elements = strategy.layout.mesh, strategy.layout.mesh.dp * chunk_elements(chunks)
+    gather, reduce = group_collectives(elements, mesh, price_cache.machine, price_cache.training, in_parameters=chunks.in_parameters)
+    costs = stream_costs(strategy, rank, chunks, price_cache)
+    copies, updated = _waits(chunks, costs, price_cache), _update(chunks, costs, price_cache)
     with_sent = replace(costs, gather_s=gather.value_s, reduce_s=reduce.value_s)
-    both = _waits(chunks, with_sent, book) if gather.value_s and book.training.overlap_grad_reduce else copies
+    both = _waits(chunks, with_sent, price_cache) if gather.value_s and price_cache.training.overlap_grad_reduce else copies
     waited = {key: max(0.0, both.by_pass[key] - copies.by_pass[key]) for key in copies.by_pass}
-    crowded = _crowded(strategy, rank, chunks, costs, copies.by_pass, book)
-    sent, added, kind, sent_kind = _spent(chunks, with_sent, COLLECTIVES), _added(chunks, book), _kind(book), (gather + reduce).kind
+    crowded = _crowded(strategy, rank, chunks, costs, copies.by_pass, price_cache)
+    sent, added, kind, sent_kind = _spent(chunks, with_sent, COLLECTIVES), _added(chunks, price_cache), _kind(price_cache), (gather + reduce).kind
     return ChunkTime(
         host={key: Seconds((copies.by_pass[key] + added[key] + crowded[key]) / m, kind) for key in copies.by_pass},
-        collectives={key: Seconds(_paid_s(waited[key], sent[key], book) / m, sent_kind) for key in copies.by_pass},
+        collectives={key: Seconds(_paid_s(waited[key], sent[key], price_cache) / m, sent_kind) for key in copies.by_pass},
         step=Seconds(_longer_s(both.tail_s, copies.tail_s), sent_kind),
         host_step=Seconds(_longer_s(copies.tail_s, updated.value_s), kind), optimizer=updated)
 
@@ -101,42 +101,42 @@ def _longer_s(whole_s: float, part_s: float) -> float:
 
 def chunk_elements(chunks: RankChunks) -> int:
     """Of every chunk of a rank."""
-    return chunks.groups[0].layout.chunk_elements
+    return chunks.groups[0].chunk_layout.chunk_elements
 
 
-def _paid_s(waited_s: float, sent_s: float, book: PriceBook) -> float:
+def _paid_s(waited_s: float, sent_s: float, price_cache: PriceCache) -> float:
     """What collectives that take `sent_s` add to passes that wait `waited_s` for them."""
-    return waited_s + contention(book.machine) * max(0.0, sent_s - waited_s) if book.training.overlap_grad_reduce else sent_s
+    return waited_s + contention(price_cache.machine) * max(0.0, sent_s - waited_s) if price_cache.training.overlap_grad_reduce else sent_s
 
 
-def _kind(book: PriceBook) -> Kind:
-    cluster = book.machine.cluster
+def _kind(price_cache: PriceCache) -> Kind:
+    cluster = price_cache.machine.cluster
     return (copy_time(1.0, cluster) + copy_time(1.0, cluster, to_host=True)).kind
 
 
-def stream_costs(strategy: Strategy, rank: int, chunks: RankChunks, book: PriceBook) -> StreamCosts:
+def stream_costs(strategy: Strategy, rank: int, chunks: RankChunks, price_cache: PriceCache) -> StreamCosts:
     """Seconds of passes, copies and updates of one rank, without collectives."""
-    frame, cluster, elements, layers = strategy.frame, book.machine.cluster, chunk_elements(chunks), numbered_layers(strategy)
-    forward_s, backward_s, ends_s = dict[int, float](), dict[int, float](), defaultdict[tuple[Work, int, bool], float](float)
-    for stage in frame.stages_of(rank):
+    layout, cluster, elements, layers = strategy.layout, price_cache.machine.cluster, chunk_elements(chunks), numbered_layers(strategy)
+    forward_s, backward_s, ends_s = dict[int, float](), dict[int, float](), defaultdict[tuple[ActionKind, int, bool], float](float)
+    for stage in layout.stages_of(rank):
         for choice, block in layers[stage]:
-            time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
+            time = price_cache.layer_time(choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute)
             if block is not None:
                 forward_s[block], backward_s[block] = time.forward_s, time.backward_s + time.recompute_s
                 continue
             first = choice.kind is LayerKind.EMBEDDING
-            ends_s[Work.FORWARD, stage, first] += time.forward_s
-            ends_s[Work.BACKWARD, stage, not first] += time.backward_s
+            ends_s[ActionKind.FORWARD, stage, first] += time.forward_s
+            ends_s[ActionKind.BACKWARD, stage, not first] += time.backward_s
     return StreamCosts(
         forward_s=forward_s, backward_s=backward_s,
         ends_s={(work, stage): (ends_s[work, stage, True], ends_s[work, stage, False]) for work, stage, _ in tuple(ends_s)},
         in_bytes_per_s=1 / copy_time(1.0, cluster).value_s, out_bytes_per_s=1 / copy_time(1.0, cluster, to_host=True).value_s,
-        device_adam_s=optimizer_time(elements, book.machine, book.training).value_s,
-        host_adam_s=host_update_time(elements, book.machine, book.training).value_s)
+        device_adam_s=optimizer_time(elements, price_cache.machine, price_cache.training).value_s,
+        host_adam_s=host_update_time(elements, price_cache.machine, price_cache.training).value_s)
 
 
-def _waits(chunks: RankChunks, costs: StreamCosts, book: PriceBook) -> _Waits:
-    if book.machine.cluster.device.is_host:
+def _waits(chunks: RankChunks, costs: StreamCosts, price_cache: PriceCache) -> _Waits:
+    if price_cache.machine.cluster.device.is_host:
         return _one_by_one(chunks, costs)
     run = exposed(chunks, costs)
     by_pass = defaultdict[PassKey, float](float)
@@ -149,18 +149,18 @@ def _one_by_one(chunks: RankChunks, costs: StreamCosts) -> _Waits:
     by_pass = dict.fromkeys(((moment.work, moment.stage) for moment in chunks.moments), 0.0)
     for moment, op in _ops(chunks):
         by_pass[moment.work, moment.stage] += costs.op_s(op)
-    returned_s = sum(costs.op_s(op) for op in chunks.closing if op.does is Does.RETURN)
+    returned_s = sum(costs.op_s(op) for op in chunks.closing if op.does is ChunkAction.RETURN)
     host, device = _own_chunks(chunks)
     return _Waits(by_pass, returned_s + host * costs.host_adam_s + device * costs.device_adam_s)
 
 
-def _ops(chunks: RankChunks) -> Iterator[tuple[Moment, Op]]:
+def _ops(chunks: RankChunks) -> Iterator[tuple[BlockPass, ChunkOp]]:
     """All that takes time around passes, and by which."""
     for moment in chunks.moments:
         yield from ((moment, op) for op in (*moment.before, *moment.after) if op.does in (*COLLECTIVES, *COPIES))
 
 
-def _spent(chunks: RankChunks, costs: StreamCosts, kinds: Sequence[Does]) -> defaultdict[PassKey, float]:
+def _spent(chunks: RankChunks, costs: StreamCosts, kinds: Sequence[ChunkAction]) -> defaultdict[PassKey, float]:
     """Seconds of a step that ops of these kinds take on their streams, by pass."""
     found = defaultdict[PassKey, float](float)
     for moment, op in _ops(chunks):
@@ -170,27 +170,27 @@ def _spent(chunks: RankChunks, costs: StreamCosts, kinds: Sequence[Does]) -> def
 
 
 def _crowded(
-    strategy: Strategy, rank: int, chunks: RankChunks, costs: StreamCosts, waited: Mapping[PassKey, float], book: PriceBook,
+    strategy: Strategy, rank: int, chunks: RankChunks, costs: StreamCosts, waited: Mapping[PassKey, float], price_cache: PriceCache,
 ) -> defaultdict[PassKey, float]:
     """Seconds of a step that backward passes wait beside `waited` because activations come to the device as chunks do."""
-    frame, fetched, found = strategy.frame, _spent(chunks, costs, (Does.FETCH,)), defaultdict[PassKey, float](float)
-    for stage in frame.stages_of(rank):
-        layers, key = strategy.stages[stage], (Work.BACKWARD, stage)
-        back_s = sum(copies_s(choice, frame, book)[1] for choice in layers)
+    layout, fetched, found = strategy.layout, _spent(chunks, costs, (ChunkAction.FETCH,)), defaultdict[PassKey, float](float)
+    for stage in layout.stages_of(rank):
+        layers, key = strategy.stages[stage], (ActionKind.BACKWARD, stage)
+        back_s = sum(copies_s(choice, layout, price_cache)[1] for choice in layers)
         if back_s and key in waited:
             times = [
-                book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute) for choice in layers]
-            passes_s = sum(time.backward_s + time.recompute_s for time in times) + exposed_copies(layers, frame, book)[1].value_s
-            found[key] = max(0.0, frame.num_micro_batches * (back_s - passes_s) + fetched[key] - waited[key])
+                price_cache.layer_time(choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute) for choice in layers]
+            passes_s = sum(time.backward_s + time.recompute_s for time in times) + exposed_copies(layers, layout, price_cache)[1].value_s
+            found[key] = max(0.0, layout.num_micro_batches * (back_s - passes_s) + fetched[key] - waited[key])
     return found
 
 
-def _added(chunks: RankChunks, book: PriceBook) -> defaultdict[PassKey, float]:
+def _added(chunks: RankChunks, price_cache: PriceCache) -> defaultdict[PassKey, float]:
     """Seconds of a step in which the host adds gradients of HOST blocks to those of micro-batches before."""
-    once_s = added_time(chunk_elements(chunks), book.machine, book.training).value_s
+    once_s = added_time(chunk_elements(chunks), price_cache.machine, price_cache.training).value_s
     found, before = defaultdict[PassKey, float](float), set[tuple[int, int]]()
     for moment, op in _ops(chunks):
-        if op.does is Does.SEND and chunks.groups[op.group].home is Home.HOST:
+        if op.does is ChunkAction.SEND and chunks.groups[op.group].home is StateLocation.HOST:
             found[moment.work, moment.stage] += once_s * ((op.group, op.number) in before)
             before.add((op.group, op.number))
     return found
@@ -198,16 +198,16 @@ def _added(chunks: RankChunks, book: PriceBook) -> defaultdict[PassKey, float]:
 
 def _own_chunks(chunks: RankChunks) -> tuple[int, int]:
     """How many chunks of a device the host updates, and how many the device."""
-    device = sum(group.layout.num_groups for group in chunks.groups if group.home is Home.DEVICE)
-    return sum(group.layout.num_groups for group in chunks.groups) - device, device
+    device = sum(group.chunk_layout.num_groups for group in chunks.groups if group.home is StateLocation.DEVICE)
+    return sum(group.chunk_layout.num_groups for group in chunks.groups) - device, device
 
 
-def _update(chunks: RankChunks, costs: StreamCosts, book: PriceBook) -> Seconds:
+def _update(chunks: RankChunks, costs: StreamCosts, price_cache: PriceCache) -> Seconds:
     """Of all chunks, on host and device at once."""
     host, device = _own_chunks(chunks)
     elements = chunk_elements(chunks)
-    on_host = host_update_time(elements, book.machine, book.training).scaled(host)
-    on_device = optimizer_time(elements, book.machine, book.training).scaled(device)
-    if book.machine.cluster.device.is_host:
+    on_host = host_update_time(elements, price_cache.machine, price_cache.training).scaled(host)
+    on_device = optimizer_time(elements, price_cache.machine, price_cache.training).scaled(device)
+    if price_cache.machine.cluster.device.is_host:
         return on_host + on_device
     return max(on_host, on_device, key=lambda seconds: seconds.value_s)

@@ -16,7 +16,7 @@ OPTIMIZER_BYTES = MASTER_BYTES + MOMENTS_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class OwnedShares:
     """delta and gamma of `parameters` (phi) that a device owns, in chunks of `utilisation` (u)."""
 
     parameters: float
@@ -39,13 +39,13 @@ def state_bytes(*, in_parameters: bool, width: int = 2, gradient: int = 2) -> in
     return width + OPTIMIZER_BYTES + gradient * (not in_parameters)
 
 
-def device_bytes(shares: Shares, *, in_parameters: bool = True, width: int = 2, gradient: int = 2) -> float:
+def device_bytes(shares: OwnedShares, *, in_parameters: bool = True, width: int = 2, gradient: int = 2) -> float:
     """Of a device's states those that are always on it: phi [w' (1 - delta) + 12 (1 - gamma)] / u, w' = w or w + g (EQUATIONS O3)."""
     low = state_bytes(in_parameters=in_parameters, width=width, gradient=gradient) - OPTIMIZER_BYTES
     return shares.parameters * (low * (1 - shares.delta) + OPTIMIZER_BYTES * (1 - shares.gamma)) / shares.utilisation
 
 
-def host_bytes(shares: Shares, *, in_parameters: bool = True, width: int = 2, gradient: int = 2, returned: bool = False) -> float:
+def host_bytes(shares: OwnedShares, *, in_parameters: bool = True, width: int = 2, gradient: int = 2, returned: bool = False) -> float:
     """What the host holds for a device: phi [w' delta + 12 gamma] / u (EQUATIONS O3).
 
     returned: also the buffer of gradients, and of parameters to send back, that the host needs of gamma - delta, no part of EQUATIONS O3.
@@ -55,7 +55,7 @@ def host_bytes(shares: Shares, *, in_parameters: bool = True, width: int = 2, gr
     return shares.parameters * (low * shares.delta + OPTIMIZER_BYTES * shares.gamma + buffer) / shares.utilisation
 
 
-def fits(shares: Shares, device_room_bytes: float, host_room_bytes: float, gpus: int, *, in_parameters: bool = True) -> bool:
+def chunks_fit(shares: OwnedShares, device_room_bytes: float, host_room_bytes: float, gpus: int, *, in_parameters: bool = True) -> bool:
     """Whether a device has room for its states, and the host of `gpus` devices for theirs (EQUATIONS O3).
 
     device_room_bytes: a_g M_gpu - R - K, without non-model bytes at their peak and the working set; host_room_bytes: a_c M_host
@@ -64,7 +64,7 @@ def fits(shares: Shares, device_room_bytes: float, host_room_bytes: float, gpus:
     return on_device <= device_room_bytes and gpus * on_host <= host_room_bytes
 
 
-def copied_in_bytes(shares: Shares, *, num_micro_batches: int = 1, width: int = 2, returned_width: int = 2, staying: float = 0.0) -> float:
+def copied_in_bytes(shares: OwnedShares, *, num_micro_batches: int = 1, width: int = 2, returned_width: int = 2, staying: float = 0.0) -> float:
     """To a device in a step: phi / u [w (delta + (2 M - 1)(delta - staying)) + r max(0, gamma - delta)] (EQUATIONS O4).
 
     2 M sweeps over the blocks, forward and backward in turn, of which all but the first find a share `staying` of the parameters on
@@ -75,7 +75,7 @@ def copied_in_bytes(shares: Shares, *, num_micro_batches: int = 1, width: int = 
 
 
 def copied_out_bytes(
-    shares: Shares, *, num_micro_batches: int = 1, width: int = 2, gradient: int = 2, in_parameters: bool = True, clean_copies: bool = True,
+    shares: OwnedShares, *, num_micro_batches: int = 1, width: int = 2, gradient: int = 2, in_parameters: bool = True, clean_copies: bool = True,
 ) -> float:
     """From a device in a step: phi / u g [M delta + max(0, gamma - delta)], gradients alone where the host has clean copies (EQUATIONS O4).
 

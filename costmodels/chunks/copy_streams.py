@@ -2,11 +2,11 @@
 
 Each stream does one thing after the other, in the order of the schedule:
 
-    FETCH     begins when the moment begins at which it may, `Op.issued`
+    FETCH     begins when the moment begins at which it may, `ChunkOp.issued`
     GATHER    the same, and not before the own chunk has come
     a pass    begins when the pass before it is over and all that it needs has come
     REDUCE    begins when its pass is over; SEND the same, and not before the gradients are reduced
-              both are over before the pass behind `Op.issued` begins: their memory is counted until then
+              both are over before the pass behind `ChunkOp.issued` begins: their memory is counted until then
 
 Compute runs as if no other device were waited for: what it waits here for copies is what a pass of its stage takes longer than compute.
 In the update, host and device each go through their chunks; a chunk that was updated returns while the next one is.
@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from parplan.costmodels.chunks.chunk_operations import Does, Moment, Op, RankChunks
-from parplan.costmodels.host.state_location import Home
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.chunks.chunk_operations import ChunkAction, BlockPass, ChunkOp, RankChunks
+from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.schedules.actions import ActionKind
 
-ActionKey = tuple[Work, int, int]  # F or B, virtual stage, micro-batch
+ActionKey = tuple[ActionKind, int, int]  # F or B, virtual stage, micro-batch
 
 
 class Stream(StrEnum):
@@ -34,8 +34,8 @@ class Stream(StrEnum):
 
 
 _STREAM = {
-    Does.FETCH: Stream.IN, Does.RETURN: Stream.IN, Does.SEND: Stream.OUT, Does.GATHER: Stream.COLLECTIVES, Does.REDUCE: Stream.COLLECTIVES}
-_BEFORE = {Does.GATHER: Does.FETCH, Does.SEND: Does.REDUCE}  # what an op on the same group waits for
+    ChunkAction.FETCH: Stream.IN, ChunkAction.RETURN: Stream.IN, ChunkAction.SEND: Stream.OUT, ChunkAction.GATHER: Stream.COLLECTIVES, ChunkAction.REDUCE: Stream.COLLECTIVES}
+_BEFORE = {ChunkAction.GATHER: ChunkAction.FETCH, ChunkAction.SEND: ChunkAction.REDUCE}  # what an op on the same group waits for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,28 +53,28 @@ class StreamCosts:
     backward_s: Mapping[int, float]
     in_bytes_per_s: float
     out_bytes_per_s: float
-    ends_s: Mapping[tuple[Work, int], tuple[float, float]] = field(default_factory=dict)
+    ends_s: Mapping[tuple[ActionKind, int], tuple[float, float]] = field(default_factory=dict)
     gather_s: float = 0.0
     reduce_s: float = 0.0
     device_adam_s: float = 0.0
     host_adam_s: float = 0.0
     waits_for_all: bool = True
 
-    def op_s(self, op: Op) -> float:
+    def op_s(self, op: ChunkOp) -> float:
         """Seconds of an op alone on its stream."""
         rates = {Stream.IN: self.in_bytes_per_s, Stream.OUT: self.out_bytes_per_s}
         stream = _STREAM[op.does]
-        return op.num_bytes / rates[stream] if stream in rates else {Does.GATHER: self.gather_s, Does.REDUCE: self.reduce_s}[op.does]
+        return op.num_bytes / rates[stream] if stream in rates else {ChunkAction.GATHER: self.gather_s, ChunkAction.REDUCE: self.reduce_s}[op.does]
 
-    def pass_s(self, moment: Moment) -> float:
-        return (self.backward_s if moment.work is Work.BACKWARD else self.forward_s)[moment.block]
+    def pass_s(self, moment: BlockPass) -> float:
+        return (self.backward_s if moment.work is ActionKind.BACKWARD else self.forward_s)[moment.block]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """An op as it ran."""
 
-    op: Op
+    op: ChunkOp
     stream: Stream
     start_s: float
     end_s: float
@@ -103,7 +103,7 @@ class Exposed:
 
 def exposed(chunks: RankChunks, costs: StreamCosts) -> Exposed:
     """What compute waits for, action by action, and the tail around the update."""
-    run = _Run(chunks, costs)
+    run = _StreamClocks(chunks, costs)
     for index in range(len(chunks.moments)):
         run.moment(index)
     passes_s = run.clock_s
@@ -113,7 +113,7 @@ def exposed(chunks: RankChunks, costs: StreamCosts) -> Exposed:
         transfers=tuple(run.transfers))
 
 
-class _Run:
+class _StreamClocks:
     """The clocks of the streams, and what is under way."""
 
     def __init__(self, chunks: RankChunks, costs: StreamCosts) -> None:
@@ -122,7 +122,7 @@ class _Run:
         self.transfers: list[Transfer] = []
         self._chunks, self._costs = chunks, costs
         self._free_s = dict.fromkeys(Stream, 0.0)
-        self._done_s: dict[tuple[Does, int, int], float] = {}  # when the last such op of a communication group was over
+        self._done_s: dict[tuple[ChunkAction, int, int], float] = {}  # when the last such op of a communication group was over
         self._late_s: dict[int, float] = {}  # by moment, when all is over that may run under it at the latest
         self._issued = _by_issue(chunks.moments)
         self._ends = _ends(chunks.moments)
@@ -150,14 +150,14 @@ class _Run:
         begin_s = max(self.clock_s, self._free_s[Stream.COLLECTIVES])
         if self._costs.waits_for_all:
             begin_s = max(begin_s, self._free_s[Stream.OUT])
-        host_s, returns = begin_s, {(op.group, op.number): op for op in self._chunks.closing if op.does is Does.RETURN}
-        count = {home: sum(group.layout.num_groups for group in self._chunks.groups if group.home is home) for home in Home}
-        for (group, number), op in sorted(returns.items(), key=lambda each: self._done_s.get((Does.SEND, *each[0]), 0.0)):
-            host_s = max(host_s, self._done_s.get((Does.SEND, group, number), 0.0)) + self._costs.host_adam_s
+        host_s, returns = begin_s, {(op.group, op.number): op for op in self._chunks.closing if op.does is ChunkAction.RETURN}
+        count = {home: sum(group.chunk_layout.num_groups for group in self._chunks.groups if group.home is home) for home in StateLocation}
+        for (group, number), op in sorted(returns.items(), key=lambda each: self._done_s.get((ChunkAction.SEND, *each[0]), 0.0)):
+            host_s = max(host_s, self._done_s.get((ChunkAction.SEND, group, number), 0.0)) + self._costs.host_adam_s
             self._start(op, host_s)
         host_s = max(host_s, begin_s if self._costs.waits_for_all else self._free_s[Stream.OUT])
-        host_s += self._costs.host_adam_s * count[Home.HOST]
-        return max(begin_s + self._costs.device_adam_s * count[Home.DEVICE], host_s, *self._free_s.values())
+        host_s += self._costs.host_adam_s * count[StateLocation.HOST]
+        return max(begin_s + self._costs.device_adam_s * count[StateLocation.DEVICE], host_s, *self._free_s.values())
 
     def _compute(self, seconds: float) -> None:
         self.clock_s += seconds
@@ -168,7 +168,7 @@ class _Run:
         self.waited_s[key] = self.waited_s.get(key, 0.0) + waited_s
         self.clock_s += waited_s
 
-    def _start(self, op: Op, ready_s: float) -> float:
+    def _start(self, op: ChunkOp, ready_s: float) -> float:
         """Put an op on its stream; when it is over."""
         before = _BEFORE.get(op.does)
         if before is not None:
@@ -181,13 +181,13 @@ class _Run:
         return end_s
 
 
-def _key(op: Op) -> tuple[Does, int, int]:
+def _key(op: ChunkOp) -> tuple[ChunkAction, int, int]:
     return op.does, op.group, op.number
 
 
-def _by_issue(moments: Sequence[Moment]) -> list[list[Op]]:
+def _by_issue(moments: Sequence[BlockPass]) -> list[list[ChunkOp]]:
     """By moment what may begin with it, in the order in which it is needed."""
-    found: list[list[Op]] = [[] for _ in moments]
+    found: list[list[ChunkOp]] = [[] for _ in moments]
     for moment in moments:
         for op in moment.before:
             if op.does in _STREAM:
@@ -195,7 +195,7 @@ def _by_issue(moments: Sequence[Moment]) -> list[list[Op]]:
     return found
 
 
-def _ends(moments: Sequence[Moment]) -> list[tuple[bool, bool]]:
+def _ends(moments: Sequence[BlockPass]) -> list[tuple[bool, bool]]:
     """By moment whether it is the first of its action, and the last."""
     keys = [(moment.work, moment.stage, moment.micro_batch) for moment in moments]
     return [

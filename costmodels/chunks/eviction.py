@@ -22,7 +22,7 @@ from parplan.costmodels.host.state_location import Eviction
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class Residency:
     """A chunk comes for slot `first` and is there through its last use, in slot `last`."""
 
     chunk: int
@@ -30,7 +30,7 @@ class Stay:
     last: int
 
 
-def stays(needs: Sequence[Sequence[int]], room: Sequence[int], policy: Eviction, *, forgets: bool = False) -> tuple[Stay, ...]:
+def stays(needs: Sequence[Sequence[int]], room: Sequence[int], policy: Eviction, *, forgets: bool = False) -> tuple[Residency, ...]:
     """What comes and how long it is there, in the order in which it comes.
 
     needs: by slot the chunks that are needed; room: how many can be there, at least as many as are needed
@@ -41,10 +41,10 @@ def stays(needs: Sequence[Sequence[int]], room: Sequence[int], policy: Eviction,
         return ()
     after = _next_uses(needs)
     pool = _POOLS[policy]()
-    first, last_use, found = dict[int, int](), dict[int, int](), list[Stay]()
+    first, last_use, found = dict[int, int](), dict[int, int](), list[Residency]()
 
     def leave(chunk: int) -> None:
-        found.append(Stay(chunk, first.pop(chunk), last_use[chunk]))
+        found.append(Residency(chunk, first.pop(chunk), last_use[chunk]))
 
     for slot, own in enumerate(needs):
         wanted = dict.fromkeys(own)

@@ -35,7 +35,7 @@ def transfer_efficiency(n_bytes: float, latency_s: float, bytes_per_s: float) ->
     return n_bytes / (latency_s * bytes_per_s + n_bytes)
 
 
-def widest(blocks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+def widest_group(blocks: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     """Of blocks whose tensors are divided in different ways, the largest of each tensor: its size of group fits them all."""
     return tuple(map(max, zip(*blocks, strict=True)))
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from parplan.costmodels.chunks.accesses import Uses
-from parplan.costmodels.chunks.chunk_operations import Does
-from parplan.costmodels.chunks.eviction import Stay
+from parplan.costmodels.chunks.accesses import GroupUses
+from parplan.costmodels.chunks.chunk_operations import ChunkAction
+from parplan.costmodels.chunks.eviction import Residency
 from parplan.costmodels.chunks.slots import OpKey, Slots
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 
 COPIES = 4  # moments: enough to move a chunk under the backward pass before it, where forward passes are too short
 COLLECTIVES = 1  # whole groups are large
@@ -35,7 +35,7 @@ class _Movable:
     at: int
 
 
-def moved_apart(step: Slots, held: Sequence[Stay], free_bytes: list[int]) -> dict[OpKey, int]:
+def moved_apart(step: Slots, held: Sequence[Residency], free_bytes: list[int]) -> dict[OpKey, int]:
     """By op the moment at which it may begin, or be over. free_bytes: by slot what nothing holds, of which this takes."""
     fetches, gathers, reduces, sends = _fetches(step, held), tuple(_gathers(step)), tuple(_reduces(step)), tuple(_sends(step))
     fetched = {fetch.key[1:]: fetch for fetch in fetches}
@@ -84,13 +84,13 @@ def _fetch_earlier(fetches: Sequence[_Movable], free_bytes: list[int]) -> None:
         before = one.at
 
 
-def _fetches(step: Slots, held: Sequence[Stay]) -> tuple[_Movable, ...]:
+def _fetches(step: Slots, held: Sequence[Residency]) -> tuple[_Movable, ...]:
     """Not while the same chunk is still there."""
     gone: dict[int, int] = {}
     found = []
     for stay in held:
         moment = stay.first // 2
-        found.append(_Movable((Does.FETCH, step.on_host, stay.chunk, moment), step.sizes.parameters, gone.get(stay.chunk, 0), moment))
+        found.append(_Movable((ChunkAction.FETCH, step.on_host, stay.chunk, moment), step.sizes.parameters, gone.get(stay.chunk, 0), moment))
         gone[stay.chunk] = -(-stay.last // 2)
     return tuple(found)
 
@@ -100,12 +100,12 @@ def _gathers(step: Slots) -> Iterator[_Movable]:
     for one in step.uses if step.gathers else ():
         released = -1
         for span in one.spans:
-            key = Does.GATHER, one.group, one.number, span.first
+            key = ChunkAction.GATHER, one.group, one.number, span.first
             yield _Movable(key, step.sizes.ranks * step.sizes.parameters, released + 1, span.first)
             released = span.last
 
 
-def _latest(step: Slots, one: Uses) -> Iterator[tuple[int, int]]:
+def _latest(step: Slots, one: GroupUses) -> Iterator[tuple[int, int]]:
     """By run its end, and the latest moment before the next one begins to write gradients of the group."""
     yield from ((run.last, following.first - 1) for run, following in pairwise(one.runs))
     yield from ((run.last, step.num_moments) for run in one.runs[-1:])
@@ -115,11 +115,11 @@ def _reduces(step: Slots) -> Iterator[_Movable]:
     """Whole groups of gradients, and what they are reduced to; where those are parameters' places they are reduced at once."""
     for one in step.uses if step.gathers and not step.in_parameters else ():
         size = step.sizes.gradients * (step.sizes.ranks + step.reduces_apart(one))
-        yield from (_Movable((Does.REDUCE, one.group, one.number, last), size, limit, last) for last, limit in _latest(step, one))
+        yield from (_Movable((ChunkAction.REDUCE, one.group, one.number, last), size, limit, last) for last, limit in _latest(step, one))
 
 
 def _sends(step: Slots) -> Iterator[_Movable]:
     for one in step.uses:
-        if step.home(one) is Home.HOST:
+        if step.home(one) is StateLocation.HOST:
             for last, limit in _latest(step, one):
-                yield _Movable((Does.SEND, one.group, one.number, last), step.sizes.gradients, limit, last)
+                yield _Movable((ChunkAction.SEND, one.group, one.number, last), step.sizes.gradients, limit, last)

@@ -27,7 +27,7 @@ from parplan.profiles.provenance import ZERO, Seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RedistributionStep:
     """One collective over the axis `axis` of `num_bytes`, counted as `collective_time` counts them; it leaves `left_bytes`."""
 
     collective: Collective
@@ -40,7 +40,7 @@ class Move:
 class Redistribution:
     """The collectives in order, their time, and the most bytes that a step writes beside its input."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[RedistributionStep, ...]
     time: Seconds
     temporary_bytes: int
 
@@ -59,7 +59,7 @@ def redistribute(num_bytes: int, source: Place, target: Place, degrees: tuple[in
     return Redistribution(found, time, max((move.left_bytes for move in found), default=0))
 
 
-def moves(num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...]) -> Iterator[Move]:
+def moves(num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...]) -> Iterator[RedistributionStep]:
     """The collectives from `source` to `target`, in the order of torch's DTensor; axes of one rank take none."""
     here = [place if p > 1 else goal for p, place, goal in zip(degrees, source, target, strict=True)]
 
@@ -72,7 +72,7 @@ def moves(num_bytes: int, source: Place, target: Place, degrees: tuple[int, ...]
         collective, before = _collective(here[axis], goal), local()
         here[axis] = goal
         if collective is not None:
-            yield Move(collective, axis, local() if collective is Collective.ALL_GATHER else before, local())
+            yield RedistributionStep(collective, axis, local() if collective is Collective.ALL_GATHER else before, local())
 
 
 def _inward_out(source: Place, target: Place) -> Iterator[tuple[int, str | None]]:

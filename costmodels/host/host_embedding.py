@@ -34,7 +34,7 @@ TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lookup:
+class HostEmbedding:
     """Of one rank: bytes of its host; elements that a micro-batch moves each way and tokens that it has; seconds by cause.
 
     forward, backward: look-up, or sums, and the copy; exchange: of either pass; tokens: of the forward pass alone
@@ -63,7 +63,7 @@ def without_table(embedding: LayerClass) -> LayerClass:
     return layer_class(embedding.kind, embedding.count, tuple(left if op is operator else op for op in embedding.operators))
 
 
-def illegal_lookup(mesh: Mesh, hidden_size: int, tied: bool) -> str | None:
+def illegal_host_embedding(mesh: Mesh, hidden_size: int, tied: bool) -> str | None:
     """Why the host cannot look tokens up on a mesh, or None."""
     if tied:
         return "the token table is tied to the head, which multiplies by it on the device"
@@ -74,7 +74,7 @@ def illegal_lookup(mesh: Mesh, hidden_size: int, tied: bool) -> str | None:
     return None
 
 
-def lookup_of(embedding: LayerClass, mesh: Mesh, machine: Machine) -> Lookup:
+def host_embedding_of(embedding: LayerClass, mesh: Mesh, machine: Machine) -> HostEmbedding:
     """What the look-up of one micro-batch costs a rank; `embedding` with its table."""
     operator, table = table_of(embedding)
     out, own = operator.outputs[0], table.num_elements // mesh.dp
@@ -86,7 +86,7 @@ def lookup_of(embedding: LayerClass, mesh: Mesh, machine: Machine) -> Lookup:
         gathered = collective_time(Collective.ALL_GATHER, TOKEN_BYTES * num_tokens * mesh.dp, where, machine)
         tokens = machine.corrected("data", gathered)
     read, summed = FP32_BYTES + width, width + 2 * FP32_BYTES  # rows are read and cast; gradients are read, rows read and written
-    return Lookup(
+    return HostEmbedding(
         host_bytes=HOST_STATE_BYTES * own, elements=out.num_elements, num_tokens=num_tokens,
         forward=host_time(read * out.num_elements, cluster) + copy_time(out.num_bytes, cluster),
         backward=copy_time(out.num_bytes, cluster, to_host=True) + host_time(summed * out.num_elements, cluster),

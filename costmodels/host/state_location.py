@@ -7,7 +7,7 @@ from enum import StrEnum
 from parplan.costmodels.host.offload import Offload
 
 
-class Home(StrEnum):
+class StateLocation(StrEnum):
     """delta is the share of blocks at HOST, gamma that of those at HOST and OPTIMIZER together.
 
     DEVICE      all on the device, which updates the parameters
@@ -29,7 +29,7 @@ class Eviction(StrEnum):
 
 
 OFFLOAD_OF = {
-    Home.DEVICE: (),
-    Home.OPTIMIZER: (Offload.OPTIMIZER,),
-    Home.HOST: (Offload.OPTIMIZER, Offload.PARAMETERS),
+    StateLocation.DEVICE: (),
+    StateLocation.OPTIMIZER: (Offload.OPTIMIZER,),
+    StateLocation.HOST: (Offload.OPTIMIZER, Offload.PARAMETERS),
 }

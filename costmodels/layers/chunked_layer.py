@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.host.offload import copy_time, host_adam_time, host_time
-from parplan.costmodels.host.state_location import Eviction, Home
+from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.layer_price import LayerTime, under
 from parplan.costmodels.layers.model_states import MASTER_BYTES, MOMENTS_BYTES, StateBytes
 from parplan.costmodels.operators.compute import optimizer_time
@@ -95,15 +95,15 @@ def sent_precision(training: TrainingSpec, in_parameters: bool) -> Precision:
     return training.precision if in_parameters else training.gradient_precision
 
 
-def state_widths(home: Home, training: TrainingSpec, in_parameters: bool) -> tuple[StateBytes, StateBytes]:
+def state_widths(home: StateLocation, training: TrainingSpec, in_parameters: bool) -> tuple[StateBytes, StateBytes]:
     """Bytes per parameter that are always on the device, and on the host: the table above."""
     width, gradient = training.precision.num_bytes, 0 if in_parameters else training.gradient_precision.num_bytes
     sixteen = training.precision is not Precision.FP32
     optimizer = MOMENTS_BYTES + MASTER_BYTES * sixteen
     whole = StateBytes(width, gradient, optimizer)
-    if home is Home.DEVICE:
+    if home is StateLocation.DEVICE:
         return whole, StateBytes()
-    if home is Home.HOST:
+    if home is StateLocation.HOST:
         return StateBytes(), whole
     return StateBytes(width, gradient, 0), StateBytes(0, training.gradient_precision.num_bytes, MASTER_BYTES + MOMENTS_BYTES)
 
@@ -114,7 +114,7 @@ def times(widths: StateBytes, elements: int) -> StateBytes:
 
 
 def block_cost(
-    home: Home, elements: int, time: LayerTime, *, mesh: Mesh, in_parameters: bool, machine: Machine, training: TrainingSpec,
+    home: StateLocation, elements: int, time: LayerTime, *, mesh: Mesh, in_parameters: bool, machine: Machine, training: TrainingSpec,
 ) -> BlockCost:
     """A block whose chunks have `elements` on all ranks together, padding included, and that takes `time` in a micro-batch."""
     own = -(-elements // mesh.dp)
@@ -122,7 +122,7 @@ def block_cost(
     device, host = (times(widths, own) for widths in state_widths(home, training, in_parameters))
     gather, reduce = group_collectives(elements, mesh, machine, training, in_parameters=in_parameters)
     window, cluster = training.overlap_grad_reduce, machine.cluster
-    on_host, apart = home is Home.HOST, home is Home.OPTIMIZER
+    on_host, apart = home is StateLocation.HOST, home is StateLocation.OPTIMIZER
     return BlockCost(
         device=device, host=host, used_bytes=width * (elements if mesh.dp > 1 else own * on_host),
         fetched_bytes=width * own * on_host, sent_bytes=gradient * own * on_host,
@@ -135,8 +135,8 @@ def block_cost(
         return_s=copy_time(width * own * apart, cluster).value_s,
         leave_s=copy_time(gradient * own * apart, cluster, to_host=True).value_s,
         added_s=added_time(own * on_host, machine, training).value_s,
-        host_adam_s=0.0 if home is Home.DEVICE else host_update_time(own, machine, training).value_s,
-        device_adam_s=optimizer_time(own, machine, training).value_s if home is Home.DEVICE else 0.0)
+        host_adam_s=0.0 if home is StateLocation.DEVICE else host_update_time(own, machine, training).value_s,
+        device_adam_s=optimizer_time(own, machine, training).value_s if home is StateLocation.DEVICE else 0.0)
 
 
 def group_collectives(

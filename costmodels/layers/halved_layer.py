@@ -18,7 +18,7 @@ from parplan.costmodels.layers.layer_price import (
     price_operators,
 )
 from parplan.costmodels.layers.recompute import backward_bytes, saved_bytes, workspace_bytes
-from parplan.costmodels.layers.sub_pipeline import HALVES, Part, block_s, linear_s, pace_s
+from parplan.costmodels.layers.sub_pipeline import HALVES, HalfTime, block_s, linear_s, pace_s
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.models.operator_graph import PRODUCTS, LayerClass
@@ -28,7 +28,7 @@ from parplan.profiles.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _HalfOperator:
     """One operator in one pass of half a micro-batch: its compute, that of a whole one, the all-reduce after it, its launches."""
 
     compute: Seconds
@@ -49,7 +49,7 @@ class _Pass:
         return launched(self.compute, self.added, self.launches * host_s)
 
 
-Row = Callable[[Sequence[Part]], float]
+Row = Callable[[Sequence[HalfTime]], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,25 +87,25 @@ class HalvedOperators:
         """What the first and the last block of a row pay together beyond `time`, forward and backward: at level 3 alone."""
         return self._edge(self._forward(self.half.compute)), self._edge(self._backward())
 
-    def _edge(self, pieces: Sequence[_Piece]) -> Seconds:
+    def _edge(self, pieces: Sequence[_HalfOperator]) -> Seconds:
         parts, sent = _parts(pieces), _total(piece.sent for piece in pieces)
         if self.level < 3 or not sent.value_s:
             return ZERO
         return sent.scaled((1 - self.contention) * (block_s(parts) - pace_s(parts)) / sent.value_s)
 
-    def _forward(self, names: Iterable[str]) -> list[_Piece]:
+    def _forward(self, names: Iterable[str]) -> list[_HalfOperator]:
         half, whole, some = self.half, self.whole, frozenset(names)
         return [
-            _Piece(once.forward, whole.compute[name].forward, half.tensor_parallel[name].forward, 1)
+            _HalfOperator(once.forward, whole.compute[name].forward, half.tensor_parallel[name].forward, 1)
             for name, once in half.compute.items() if name in some]
 
-    def _backward(self) -> list[_Piece]:
+    def _backward(self) -> list[_HalfOperator]:
         half, whole, kinds = self.half, self.whole, {op.name: op.kind for op in reversed(self.half.layer.operators)}
         return [
-            _Piece(half.compute[n].backward, whole.compute[n].backward, half.tensor_parallel[n].backward, 2 if kind in PRODUCTS else 1)
+            _HalfOperator(half.compute[n].backward, whole.compute[n].backward, half.tensor_parallel[n].backward, 2 if kind in PRODUCTS else 1)
             for n, kind in kinds.items()]
 
-    def _through(self, pieces: Sequence[_Piece], row_s: Row) -> _Pass:
+    def _through(self, pieces: Sequence[_HalfOperator], row_s: Row) -> _Pass:
         """One pass through `pieces`, whose halves take `row_s` from level 2 on."""
         if self.level == 1:
             return self._linears(pieces)
@@ -113,7 +113,7 @@ class HalvedOperators:
         added = self._added(sent, row_s(_parts(pieces)) - compute.value_s)
         return _Pass(compute, added, HALVES * sum(piece.launches + (piece.sent.value_s > 0) for piece in pieces))
 
-    def _linears(self, pieces: Sequence[_Piece]) -> _Pass:
+    def _linears(self, pieces: Sequence[_HalfOperator]) -> _Pass:
         """Level 1: the products whose results are all-reduced are divided, all else is whole."""
         compute, added, launches = ZERO, ZERO, 0
         for piece in pieces:
@@ -135,15 +135,15 @@ def _total(parts: Iterable[Seconds]) -> Seconds:
     return sum(parts, ZERO)
 
 
-def _parts(pieces: Iterable[_Piece]) -> list[Part]:
+def _parts(pieces: Iterable[_HalfOperator]) -> list[HalfTime]:
     """Operators between all-reduces as one part each."""
     found, compute_s = [], 0.0
     for piece in pieces:
         compute_s += piece.compute.value_s
         if piece.sent.value_s:
-            found.append(Part(compute_s, piece.sent.value_s))
+            found.append(HalfTime(compute_s, piece.sent.value_s))
             compute_s = 0.0
-    return [*found, Part(compute_s)]
+    return [*found, HalfTime(compute_s)]
 
 
 def price_halves(half: LayerClass, whole: LayerClass, sharding: Sharding, machine: Machine, training: TrainingSpec) -> HalvedOperators:

@@ -23,7 +23,7 @@ from parplan.costmodels.host.offload import (
     host_time,
 )
 from parplan.costmodels.layers.model_states import holders, owned_parameters
-from parplan.costmodels.layers.tensor_flow import Edge, edges_of, leaves
+from parplan.costmodels.layers.tensor_flow import TensorFlow, tensor_flows_of, leaves
 from parplan.costmodels.operators.compute import FREE, OperatorTime, operator_time, optimizer_time
 from parplan.costmodels.operators.host_launch import host, launch_s, layouts_of
 from parplan.costmodels.operators.kernels import FP32_BYTES
@@ -113,7 +113,7 @@ def _sum(parts: Iterable[Seconds]) -> Seconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Inside:
+class StageAxes:
     """The axes inside a stage that divide its operators, on one machine, and what the stack runs under compute."""
 
     degrees: tuple[int, ...]
@@ -133,7 +133,7 @@ class Inside:
         return under(communication, window_s, self.machine)
 
 
-def edge_time(edge: Edge, alone: OperatorTime, inside: Inside) -> OperatorTime:
+def edge_time(edge: TensorFlow, alone: OperatorTime, inside: StageAxes) -> OperatorTime:
     """Collectives before a reader reads, and behind it in the backward pass (EQUATIONS T2).
 
     An input that is gathered is kept as this rank's part and gathered again for the weight gradient, under the product that
@@ -156,7 +156,7 @@ def edge_time(edge: Edge, alone: OperatorTime, inside: Inside) -> OperatorTime:
     return OperatorTime(inside.beside(read, alone.forward.value_s), backward)
 
 
-def ending_time(operator: Operator, sharding: Sharding, alone: OperatorTime, inside: Inside) -> OperatorTime:
+def ending_time(operator: Operator, sharding: Sharding, alone: OperatorTime, inside: StageAxes) -> OperatorTime:
     """What ends the partial sums of an operator's output, and gathers the output's gradient again in the backward pass."""
     if operator.kind is OperatorKind.CROSS_ENTROPY:
         return _loss_reductions(operator, sharding, inside)
@@ -172,14 +172,14 @@ def ending_time(operator: Operator, sharding: Sharding, alone: OperatorTime, ins
     return OperatorTime(forward, backward)
 
 
-def _loss_reductions(operator: Operator, sharding: Sharding, inside: Inside) -> OperatorTime:
+def _loss_reductions(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
     """Vocabulary-parallel cross entropy reduces per token the maximum, the target's logit and the sum."""
     partial = tuple(PARTIAL if split.dim == operator.parallel_dim else None for split in sharding.splits(operator))
     once = inside.moved(operator.outputs[0], partial, (None,) * len(partial))
     return OperatorTime(once.scaled(LOSS_REDUCTIONS), ZERO) if once.value_s else FREE
 
 
-def leaving_time(layer: LayerClass, sharding: Sharding, inside: Inside) -> OperatorTime:
+def leaving_time(layer: LayerClass, sharding: Sharding, inside: StageAxes) -> OperatorTime:
     """From where the last operator leaves the layer's output to the boundary, and its gradient back."""
     left = leaves(layer, sharding)
     if left is None or layer.kind is LayerKind.HEAD or left[1] == sharding.boundary:
@@ -187,20 +187,20 @@ def leaving_time(layer: LayerClass, sharding: Sharding, inside: Inside) -> Opera
     return OperatorTime(inside.moved(left[0], left[1], sharding.boundary), inside.moved(left[0], sharding.boundary, left[1]))
 
 
-def _communication(layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: Inside) -> dict[str, OperatorTime]:
+def _communication(layer: LayerClass, sharding: Sharding, compute: Mapping[str, OperatorTime], inside: StageAxes) -> dict[str, OperatorTime]:
     """By operator, the collectives before and after it over the axes inside the stage, and the exchanges of experts' tokens."""
     exchanges = {op.name: _exchange_time(op, sharding, inside) for op in layer.operators}
     if sharding.tp == 1:
         return exchanges
     found = {operator.name: ending_time(operator, sharding, compute[operator.name], inside) for operator in layer.operators}
-    for (reader, _), edge in edges_of(layer, sharding).items():
+    for (reader, _), edge in tensor_flows_of(layer, sharding).items():
         found[reader] = found[reader].plus(edge_time(edge, compute[reader], inside))
     last = layer.operators[-1].name
     found[last] = found[last].plus(leaving_time(layer, sharding, inside))
     return {name: time.plus(exchanges[name]) for name, time in found.items()}
 
 
-def _exchange_time(operator: Operator, sharding: Sharding, inside: Inside) -> OperatorTime:
+def _exchange_time(operator: Operator, sharding: Sharding, inside: StageAxes) -> OperatorTime:
     """The all-to-all that brings copies of tokens to their experts' ranks, or back, and its reverse going back (EQUATIONS C3, T3).
 
     Balanced: every rank sends one ep-th of its copies to each rank of its group. Nothing is hidden under it.
@@ -261,7 +261,7 @@ def launched(compute: Seconds, communication: Seconds, host_s: float) -> Seconds
 def price_operators(layer: LayerClass, sharding: Sharding, machine: Machine, training: TrainingSpec) -> LayerOperators:
     """Compute and tensor-parallel communication of every operator of `layer` on one rank."""
     compute = {op.name: operator_time(op, sharding, machine, training) for op in layer.operators}
-    communication = _communication(layer, sharding, compute, Inside(sharding.degrees, machine, training.stack))
+    communication = _communication(layer, sharding, compute, StageAxes(sharding.degrees, machine, training.stack))
     forward_s, backward_s = launch_s(machine, training.stack)
     return LayerOperators(
         layer=layer, host_forward_s=forward_s, host_backward_s=backward_s, compute=compute, tensor_parallel=communication)
@@ -306,11 +306,11 @@ def data_parallel_time(
     if zero or training.precision is not Precision.FP32:  # without ZeRO in fp32 the gradients are reduced as they are
         gather, reduce = (
             sent + _layout_cost(name, parameters, machine, training) for name, sent in (("gather", gather), ("reduce", reduce)))
-    alone = _phases(_Moved(gather, reduce, over_copies, inside), zero, time, optimizer, machine, training)
+    alone = _phases(_DataParallelMoves(gather, reduce, over_copies, inside), zero, time, optimizer, machine, training)
     if not offloaded:
         return alone
     cluster = machine.cluster
-    moved = _Moved(
+    moved = _DataParallelMoves(
         gather, reduce, over_copies, inside, brought=copy_time(COPIED_BYTES * owned, cluster),
         taken=copy_time(COPIED_BYTES * owned, cluster, to_host=True), added=host_time(ADDED_BYTES * owned, cluster))
     whole = _phases(moved, zero, time, optimizer, machine, training)
@@ -323,7 +323,7 @@ def _beyond(whole: Seconds, part: Seconds) -> Seconds:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
+class _DataParallelMoves:
     """What data parallelism does for one layer: its collectives, the sums inside a stage, and where the host keeps the states copies to
     the device (`brought`) and from it, and what the host adds up."""
 
@@ -337,7 +337,7 @@ class _Moved:
 
 
 def _phases(
-    moved: _Moved, zero: int, time: LayerTime, optimizer: Seconds, machine: Machine, training: TrainingSpec,
+    moved: _DataParallelMoves, zero: int, time: LayerTime, optimizer: Seconds, machine: Machine, training: TrainingSpec,
 ) -> DataParallelTime:
     """When it is done, and what of it compute does not hide."""
     def exposed(communication: Seconds, window_s: float) -> Seconds:

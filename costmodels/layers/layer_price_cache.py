@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from parplan.costmodels.communication.collectives import point_to_point_time
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import COPIED_BYTES, HOST_STATE_BYTES, Offload, copy_time
-from parplan.costmodels.keyed_cache import Once
+from parplan.costmodels.keyed_cache import KeyedCache
 from parplan.costmodels.layers.halved_layer import HalvedOperators
 from parplan.costmodels.layers.layer_price import (
     ENDLESS,
@@ -29,7 +29,7 @@ from parplan.costmodels.layers.model_states import (
     zero_buffer_bytes,
 )
 from parplan.costmodels.layers.recompute import (
-    Again,
+    RecomputedOperators,
     Recompute,
     backward_bytes,
     host_bytes_by_operator,
@@ -73,7 +73,7 @@ class LayerStates:
     host: int = 0
 
 
-class LayerBook(ABC, Generic[K]):
+class LayerPriceCache(ABC, Generic[K]):
     """Prices of layers of the kinds `K`, trained as `training` on `machine`, each made once.
 
     zero_ranks: neighbours that hold one copy of sharded states together, on meshes whose dp it divides; None for all of dp
@@ -90,7 +90,7 @@ class LayerBook(ABC, Generic[K]):
         self.machine = machine
         self.zero_ranks = zero_ranks
         self.offload = offload
-        self._once = Once()
+        self._once = KeyedCache()
 
     @abstractmethod
     def layer(self, kind: K, micro_batch_size: int) -> LayerClass:
@@ -101,7 +101,7 @@ class LayerBook(ABC, Generic[K]):
         return self.layer(kind, micro_batch_size)
 
     @abstractmethod
-    def recompute_operators(self, kind: K, level: Again) -> tuple[str, ...]:
+    def recompute_operators(self, kind: K, level: RecomputedOperators) -> tuple[str, ...]:
         """The operators that `level` recomputes in a layer of `kind`."""
 
     def counts_tied(self, mesh: Mesh) -> bool:
@@ -127,7 +127,7 @@ class LayerBook(ABC, Generic[K]):
 
         return self._once(("operators", kind, micro_batch_size, sharding), make)
 
-    def layer_time(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE) -> LayerTime:
+    def layer_time(self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators = Recompute.NONE) -> LayerTime:
         """One micro-batch through one layer of `kind`, without data-parallel communication."""
         return self._once(
             ("time", kind, micro_batch_size, sharding, level),
@@ -160,7 +160,7 @@ class LayerBook(ABC, Generic[K]):
             lambda: saved_bytes(self.kept_layer(kind, micro_batch_size), sharding, again, self.training.stack))
 
     def activations(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again = Recompute.NONE, on_host: tuple[str, ...] = (),
+        self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators = Recompute.NONE, on_host: tuple[str, ...] = (),
     ) -> ActivationBytes:
         """Saved and temporary bytes of one layer of `kind` for one micro-batch, of which the host keeps those of the operators `on_host`.
 
@@ -181,7 +181,7 @@ class LayerBook(ABC, Generic[K]):
 
         return self._once(("activations", kind, micro_batch_size, sharding, level, on_host), make)
 
-    def host_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> dict[str, int]:
+    def host_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators) -> dict[str, int]:
         """Of one layer of `kind` and one micro-batch the bytes that each operator sends to the host where it is one of those that do."""
 
         def make() -> dict[str, int]:
@@ -190,7 +190,7 @@ class LayerBook(ABC, Generic[K]):
 
         return self._once(("sent", kind, micro_batch_size, sharding, level), make)
 
-    def remade_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again) -> int:
+    def remade_bytes(self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators) -> int:
         """What a recompute ahead of the gradient adds to what one layer keeps of a micro-batch: what it would keep without, less that."""
         whole, kept = (self.activations(kind, micro_batch_size, sharding, again) for again in (Recompute.NONE, level))
         return max(0, whole.saved - kept.saved)
@@ -207,7 +207,7 @@ class LayerBook(ABC, Generic[K]):
         return self._once(("dp", kind, micro_batch_size, mesh, sharding, zero), make)
 
     def host_copy(
-        self, kind: K, micro_batch_size: int, sharding: Sharding, level: Again, on_host: tuple[str, ...], *, to_host: bool,
+        self, kind: K, micro_batch_size: int, sharding: Sharding, level: RecomputedOperators, on_host: tuple[str, ...], *, to_host: bool,
     ) -> Seconds:
         """What the activations of one layer and micro-batch that the host keeps take to get there, or to come back."""
         host = self.activations(kind, micro_batch_size, sharding, level, on_host).host

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from parplan.costmodels.layers.layer_price import Inside, ending_time
+from parplan.costmodels.layers.layer_price import StageAxes, ending_time
 from parplan.costmodels.layers.model_states import StateBytes, operator_states
 from parplan.costmodels.layers.recompute import gradient_bytes, made_inside
 from parplan.costmodels.operators.compute import OperatorTime, operator_time
@@ -55,7 +55,7 @@ def single(operator: Operator, splits: Splits, degrees: tuple[int, ...], *, sequ
 
 
 def operator_price(
-    operator: Operator, splits: Splits, inside: Inside, training: TrainingSpec, *, again: bool = False, zero: int = 0, dp: int = 1,
+    operator: Operator, splits: Splits, inside: StageAxes, training: TrainingSpec, *, again: bool = False, zero: int = 0, dp: int = 1,
 ) -> OperatorPrice:
     """The price of one strategy; `zero` shards the states over `dp` data-parallel ranks."""
     sharding = single(operator, splits, inside.degrees)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from parplan.costmodels.layers.tensor_flow import Edge, edges_of, keeps_output
+from parplan.costmodels.layers.tensor_flow import TensorFlow, tensor_flows_of, keeps_output
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.models.operator_graph import (
     PRODUCTS,
@@ -26,10 +26,10 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
-Again = Recompute | tuple[str, ...]  # what runs again in the backward pass: a level, or operators by name
+RecomputedOperators = Recompute | tuple[str, ...]  # what runs again in the backward pass: a level, or operators by name
 
 
-def recompute_operators(layer: LayerClass, level: Again) -> tuple[str, ...]:
+def recompute_operators(layer: LayerClass, level: RecomputedOperators) -> tuple[str, ...]:
     """The names of the operators that `level` recomputes in `layer`.
 
     Selective is the attention core where it stores its scores (Korthikanti et al. 2022, section 5); with flash
@@ -137,7 +137,7 @@ class _Copy:
 
 
 def _copies(layer: LayerClass, sharding: Sharding, again: frozenset[str], stack: Stack) -> Iterator[_Copy]:
-    flow, counted = edges_of(layer, sharding), set[tuple[str, str]]()
+    flow, counted = tensor_flows_of(layer, sharding), set[tuple[str, str]]()
     for operator, tensor in keepers(layer, again):
         edge = flow.get((operator.name, tensor.name))
         copy = tensor.name, operator.name if edge is not None and edge.keeps_own_copy(sharding.degrees) else ""
@@ -149,9 +149,9 @@ def _copies(layer: LayerClass, sharding: Sharding, again: frozenset[str], stack:
 
 
 def _stored(
-    operator: Operator, tensor: Tensor, sharding: Sharding, edge: Edge | None, *, whole: bool, again: frozenset[str],
+    operator: Operator, tensor: Tensor, sharding: Sharding, edge: TensorFlow | None, *, whole: bool, again: frozenset[str],
 ) -> Iterator[_Copy]:
-    """What is kept of a tensor that an operator needs: an input as `Edge.kept_place` says, or gathered where the stack does so.
+    """What is kept of a tensor that an operator needs: an input as `TensorFlow.kept_place` says, or gathered where the stack does so.
 
     With it counts the copy of a maker that keeps its own output elsewhere, unless it is among `again`.
     """

@@ -24,7 +24,7 @@ _NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HalfTime:
     """Seconds of one half: what it computes, and the all-reduce that ends it (0 for none)."""
 
     compute_s: float
@@ -44,7 +44,7 @@ class _State:
         return max(self.compute_s, *self.ready_s)
 
 
-def _after(parts: Iterable[Part], state: _State) -> _State:
+def _after(parts: Iterable[HalfTime], state: _State) -> _State:
     """The state when `parts` have run from `state`: the recursion."""
     for part in parts:
         ready_s = []
@@ -57,12 +57,12 @@ def _after(parts: Iterable[Part], state: _State) -> _State:
     return state
 
 
-def block_s(parts: Sequence[Part]) -> float:
+def block_s(parts: Sequence[HalfTime]) -> float:
     """Seconds of one pass through a block that begins and ends with both halves together (level 2)."""
     return _after(parts, _State()).end_s
 
 
-def row_s(parts: Sequence[Part], blocks: int) -> float:
+def row_s(parts: Sequence[HalfTime], blocks: int) -> float:
     """Seconds of one pass through so many equal blocks without waiting between them (level 3): the recursion over all of them.
 
     What a half does behind the last all-reduce of a block and before the first of the next is one part. It takes
@@ -72,7 +72,7 @@ def row_s(parts: Sequence[Part], blocks: int) -> float:
     return _after([*parts[: last + 1], *_sending_last(parts) * (blocks - 1), *parts[last + 1 :]], _State()).end_s
 
 
-def pace_s(parts: Sequence[Part]) -> float:
+def pace_s(parts: Sequence[HalfTime]) -> float:
     """Seconds that one more block takes in a row of blocks (level 3).
 
     The state between blocks is linear in the algebra of max and +; its eigenvalue, the greatest mean over the cycles of its
@@ -84,7 +84,7 @@ def pace_s(parts: Sequence[Part]) -> float:
     return max(sum(grown[a][b] for a, b in zip(c, (*c[1:], c[0]), strict=True)) / len(c) for c in cycles)
 
 
-def _row_of(parts: Sequence[Part], begin: int) -> tuple[float, float, float]:
+def _row_of(parts: Sequence[HalfTime], begin: int) -> tuple[float, float, float]:
     """When compute is free and the halves may go on after a block, if all began at 0 of which the index is `begin`, the others never.
 
     Between blocks the link is free once the second half may go on, or before: it is no time of its own.
@@ -94,11 +94,11 @@ def _row_of(parts: Sequence[Part], begin: int) -> tuple[float, float, float]:
     return after.compute_s, *after.ready_s
 
 
-def _last_sent(parts: Sequence[Part]) -> int:
+def _last_sent(parts: Sequence[HalfTime]) -> int:
     return max((index for index, part in enumerate(parts) if part.sent_s), default=len(parts) - 1)
 
 
-def _sending_last(parts: Sequence[Part]) -> list[Part]:
+def _sending_last(parts: Sequence[HalfTime]) -> list[HalfTime]:
     """The block from all-reduce to all-reduce: what follows the last one joins what comes before the first."""
     last = _last_sent(parts)
     first, *others = parts[: last + 1]

@@ -10,7 +10,7 @@ from parplan.profiles.models.operator_graph import LayerClass, Operator, Operato
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edge:
+class TensorFlow:
     """A tensor between its maker, which leaves it at `source`, and one reader, which wants it at `target`.
 
     maker      None: the layer before
@@ -43,17 +43,17 @@ class Edge:
         return placed_parts(self.source, degrees) > placed_parts(self.target, degrees)
 
 
-Edges = Mapping[tuple[str, str], Edge]
+Edges = Mapping[tuple[str, str], TensorFlow]
 
 
-def edges_of(layer: LayerClass, sharding: Sharding) -> Edges:
+def tensor_flows_of(layer: LayerClass, sharding: Sharding) -> Edges:
     """The edges of `layer` by (reader, tensor); the layer's input comes from the boundary."""
     makers = {tensor.name: operator for operator in layer.operators for tensor in operator.outputs}
-    found: dict[tuple[str, str], Edge] = {}
+    found: dict[tuple[str, str], TensorFlow] = {}
     for reader in layer.operators:
         for tensor in reader.inputs:
             maker = makers.get(tensor.name)
-            found[reader.name, tensor.name] = Edge(
+            found[reader.name, tensor.name] = TensorFlow(
                 tensor=tensor, maker=maker.name if maker else None, reader=reader,
                 source=sharding.place(maker, tensor) if maker else sharding.boundary,
                 target=sharding.place(reader, tensor), gradient=sharding.gradient_place(reader, tensor),
@@ -64,7 +64,7 @@ def edges_of(layer: LayerClass, sharding: Sharding) -> Edges:
 def shared_beside_a_copy(layer: LayerClass, sharding: Sharding) -> bool:
     """Whether the first reader of some tensor keeps a copy of its own while another may keep what the maker left."""
     copies: dict[str, list[bool]] = {}
-    for (_, name), edge in edges_of(layer, sharding).items():
+    for (_, name), edge in tensor_flows_of(layer, sharding).items():
         copies.setdefault(name, []).append(edge.keeps_own_copy(sharding.degrees))
     return any(own[0] and not all(own) for own in copies.values())
 

@@ -17,42 +17,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from parplan.costmodels.layers.layer_price import LayerTime
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 
-def copies_s(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[float, float]:
+def copies_s(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> tuple[float, float]:
     """Seconds of the copies of one layer and micro-batch, to the host and back."""
-    b, sharding = frame.micro_batch_size, frame.sharding_of(choice)
+    b, sharding = layout.micro_batch_size, layout.sharding_of(choice)
     out, back = (
-        book.host_copy(choice.kind, b, sharding, choice.recompute, choice.on_host, to_host=to_host) for to_host in (True, False))
+        price_cache.host_copy(choice.kind, b, sharding, choice.recompute, choice.on_host, to_host=to_host) for to_host in (True, False))
     return out.value_s, back.value_s
 
 
-def hidden_s(time: LayerTime, book: PriceBook) -> tuple[float, float]:
+def hidden_s(time: LayerTime, price_cache: PriceCache) -> tuple[float, float]:
     """Seconds of copies out and back that the passes of a layer hide."""
-    apart = not book.machine.cluster.device.is_host
+    apart = not price_cache.machine.cluster.device.is_host
     return time.forward_s * apart, (time.backward_s + time.recompute_s) * apart
 
 
-def exposed_copies(chunk: Sequence[LayerChoice], frame: Frame, book: PriceBook) -> tuple[Seconds, Seconds]:
+def exposed_copies(chunk: Sequence[LayerChoice], layout: ParallelLayout, price_cache: PriceCache) -> tuple[Seconds, Seconds]:
     """What one micro-batch waits for copies in the forward and in the backward pass of a virtual stage's layers."""
     moving = [choice for choice in chunk if choice.on_host]
     if not moving:
         return ZERO, ZERO
     out_s = back_s = 0.0
     for choice in moving:
-        time = book.layer_time(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute)
-        copied, hidden = copies_s(choice, frame, book), hidden_s(time, book)
+        time = price_cache.layer_time(choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute)
+        copied, hidden = copies_s(choice, layout, price_cache), hidden_s(time, price_cache)
         out_s, back_s = out_s + max(0.0, copied[0] - hidden[0]), back_s + max(0.0, copied[1] - hidden[1])
     back_s += min(copied[1], hidden[1])  # of the last of them, whose copies nothing hides
     return Seconds(out_s, Kind.ANALYTIC), Seconds(back_s, Kind.ANALYTIC)
 
 
-def copied_bytes(strategy: Strategy, rank: int, book: PriceBook) -> int:
+def copied_bytes(strategy: Strategy, rank: int, price_cache: PriceCache) -> int:
     """Bytes that go from one device of a pipeline rank to its host in a step; as many come back."""
-    frame = strategy.frame
-    return frame.num_micro_batches * sum(
-        book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).host
+    layout = strategy.layout
+    return layout.num_micro_batches * sum(
+        price_cache.activations(choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute, choice.on_host).host
         for chunk in strategy.chunks(rank) for choice in chunk if choice.on_host)

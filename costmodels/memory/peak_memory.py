@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from parplan.costmodels.schedules.actions import Action, Work
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.schedules.actions import Action, ActionKind
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
 from parplan.profiles.models.operator_graph import LayerKind
 
 Bytes = Any  # a number, or an array with one for each mix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LayerBytes:
     """Bytes of one layer on one rank: kept of a micro-batch, temporary in its passes, of its gradients, and of ZeRO.
 
     gathered   parameters, of this layer and the one that is gathered ahead
@@ -44,16 +44,16 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AlikeLayers:
     """`count` layers of a chunk, one after the other, each of which holds the same."""
 
     kind: LayerKind
-    held: Held
+    held: LayerBytes
     count: Bytes = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Throughout:
+class ConstantBytes:
     """Bytes of a rank that no layer's pass frees.
 
     sent          of what a stage hands on, or back, of a micro-batch: kept until the step is over
@@ -69,7 +69,7 @@ class Throughout:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class PeakPass:
     """The begin of a backward pass of a chunk, or of a recompute ahead of one, and what the rank holds then.
 
     stashes, remade   by chunk: micro-batches that it holds, and how many of them were recomputed ahead
@@ -91,7 +91,7 @@ class Pass:
     def first(self) -> bool:
         return self.chunk not in self.made
 
-    def holds_no_less(self, other: Pass) -> bool:
+    def holds_no_less(self, other: PeakPass) -> bool:
         """Whether the level at this moment is at least the other's, whatever the bytes of each, and the pass the same."""
         alike = (self.chunk, self.backward, self.ahead, self.first, self.before) == (
             other.chunk, other.backward, other.ahead, other.first, other.before)
@@ -99,18 +99,18 @@ class Pass:
         return alike and self.made >= other.made and all(a >= b for a, b in zip(mine, theirs, strict=True))
 
 
-def fullest_bytes(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, Held], throughout: Throughout) -> float:
+def peak_bytes(strategy: Strategy, rank: int, layers: Mapping[LayerChoice, LayerBytes], throughout: ConstantBytes) -> float:
     """The most of activations, temporaries and gradients at once on a device of pipeline rank `rank`."""
     chunks = [
-        [Run(choice.kind, layers[choice], len(list(alike))) for choice, alike in groupby(chunk)] for chunk in strategy.chunks(rank)]
-    return float(fullest_of_runs(strategy.frame, rank, chunks, throughout))
+        [AlikeLayers(choice.kind, layers[choice], len(list(alike))) for choice, alike in groupby(chunk)] for chunk in strategy.chunks(rank)]
+    return float(peak_of_runs(strategy.layout, rank, chunks, throughout))
 
 
-def fullest_of_runs(frame: Frame, rank: int, chunks: Sequence[Sequence[Run]], throughout: Throughout) -> Bytes:
+def peak_of_runs(layout: ParallelLayout, rank: int, chunks: Sequence[Sequence[AlikeLayers]], throughout: ConstantBytes) -> Bytes:
     """The same of chunks that are runs of layers: the largest of the levels in every pass, and after the last."""
     saved, remade, gradients = (
         [sum(run.count * getattr(run.held, name) for run in chunk) for chunk in chunks] for name in ("saved", "remade", "gradients"))
-    passes, sent = passes_of(frame, rank)
+    passes, sent = passes_of(layout, rank)
     found = sum(gradients) + sent * throughout.sent + throughout.reduced
     for one in passes:
         level = throughout.gathered + one.sent * throughout.sent + sum(gradients[chunk] for chunk in one.made)
@@ -125,7 +125,7 @@ def fullest_of_runs(frame: Frame, rank: int, chunks: Sequence[Sequence[Run]], th
     return found
 
 
-def _levels(one: Pass, chunk: Sequence[Run], level: Bytes, reducing: Bytes, throughout: Throughout) -> Iterator[Bytes]:
+def _levels(one: PeakPass, chunk: Sequence[AlikeLayers], level: Bytes, reducing: Bytes, throughout: ConstantBytes) -> Iterator[Bytes]:
     """What is held while each layer of a chunk runs backward: of a run its first layer, its second and its last say all."""
     waits = {LayerKind.HEAD: throughout.shared_table, LayerKind.EMBEDDING: -throughout.shared_table}
     for run in reversed(chunk):
@@ -139,7 +139,7 @@ def _levels(one: Pass, chunk: Sequence[Run], level: Bytes, reducing: Bytes, thro
         level = level + run.count * step + waits.get(run.kind, 0.0)
 
 
-def _reducing(chunks: Sequence[Sequence[Run]], before: Iterable[int]) -> Bytes:
+def _reducing(chunks: Sequence[Sequence[AlikeLayers]], before: Iterable[int]) -> Bytes:
     """What is still reduced of the last layer that ran backward and reduces."""
     found: Bytes = 0.0
     for run in (run for chunk in reversed(tuple(before)) for run in reversed(chunks[chunk])):
@@ -148,30 +148,30 @@ def _reducing(chunks: Sequence[Sequence[Run]], before: Iterable[int]) -> Bytes:
 
 
 @lru_cache(maxsize=4096)
-def passes_of(frame: Frame, rank: int) -> tuple[tuple[Pass, ...], int]:
+def passes_of(layout: ParallelLayout, rank: int) -> tuple[tuple[PeakPass, ...], int]:
     """The passes of a rank of which one has the fullest moment, whatever the bytes, and how many messages it sends in a step."""
-    stages = frame.stages_of(rank)
-    ends = tuple((stage == 0, stage == frame.num_virtual_stages - 1) for stage in stages)
-    return _passes(frame.orders()[rank], ends)
+    stages = layout.stages_of(rank)
+    ends = tuple((stage == 0, stage == layout.num_virtual_stages - 1) for stage in stages)
+    return _passes(layout.orders()[rank], ends)
 
 
-def _passes(order: tuple[Action, ...], ends: tuple[tuple[bool, bool], ...]) -> tuple[tuple[Pass, ...], int]:
-    kept: list[Pass] = []
+def _passes(order: tuple[Action, ...], ends: tuple[tuple[bool, bool], ...]) -> tuple[tuple[PeakPass, ...], int]:
+    kept: list[PeakPass] = []
     chunks = range(len(ends))
     stashes, remade = [0 for _ in chunks], [0 for _ in chunks]
     sent, made, before, ahead = 0, frozenset[int](), tuple[int, ...](), set[tuple[int, int]]()
     for action in order:
         chunk, micro_batch = action.chunk, (action.chunk, action.micro_batch)
         begins, is_last = ends[chunk]
-        if action.work is Work.FORWARD:
+        if action.work is ActionKind.FORWARD:
             stashes[chunk] += 1
             sent += not is_last
             continue
-        backward = action.work is not Work.RECOMPUTE
+        backward = action.work is not ActionKind.RECOMPUTE
         if not backward:
             ahead.add(micro_batch)
             remade[chunk] += 1
-        one = Pass(chunk, backward, backward and micro_batch in ahead, tuple(stashes), tuple(remade), sent, made, before)
+        one = PeakPass(chunk, backward, backward and micro_batch in ahead, tuple(stashes), tuple(remade), sent, made, before)
         if not any(other.holds_no_less(one) for other in kept):
             kept = [*(other for other in kept if not one.holds_no_less(other)), one]
         if backward:

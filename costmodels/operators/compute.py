@@ -11,7 +11,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from parplan.costmodels.operators.host_launch import layouts_of, pace_of
+from parplan.costmodels.operators.host_launch import layouts_of, launch_cost_of
 from parplan.costmodels.operators.kernels import (
     BACKWARD,
     BATCHED,
@@ -42,7 +42,7 @@ from parplan.profiles.machines.curves import (
     memory_bound_s,
 )
 from parplan.profiles.machines.shipped_profiles import Machine
-from parplan.profiles.machines.speeds import Compute, Passes
+from parplan.profiles.machines.speeds import Compute, PassCurves
 from parplan.profiles.models.operator_graph import PRODUCTS, Operator
 from parplan.profiles.models.spec import FP8, Precision, TrainingSpec
 from parplan.profiles.provenance import ZERO, Kind, Seconds
@@ -86,7 +86,7 @@ def operator_time(of: Operator, sharding: Sharding, machine: Machine, training: 
         return FREE
     forward, inputs, weights = (
         tuple(kernel_time(kernel, machine, training) for kernel in kernels) for kernels in (runs.forward, runs.inputs, runs.weights))
-    pace = pace_of(machine, training.stack)
+    pace = launch_cost_of(machine, training.stack)
 
     def in_step(cause: str, parts: tuple[Seconds, ...], host_s: float) -> Seconds:
         alone = _sum(parts)
@@ -204,7 +204,7 @@ def _own_curve(kernel: StreamKernel, compute: Compute) -> MemoryCurve | None:
     return curve if curve is not None and curve.points else None
 
 
-def _curve_of(passes: Passes | MemoryCurve, way: str) -> MemoryCurve:
+def _curve_of(passes: PassCurves | MemoryCurve, way: str) -> MemoryCurve:
     if isinstance(passes, MemoryCurve):
         return passes
     return passes.forward if way == FORWARD else passes.backward

@@ -14,7 +14,7 @@ from parplan.profiles.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class LaunchCost:
     """The factor of kernels, and seconds of the host for one operator in the forward and in the backward pass.
 
     adds    the host's seconds are part of every operator (there is no other device, or it waits); otherwise the host launches ahead,
@@ -27,17 +27,17 @@ class Pace:
     adds: bool = False
 
 
-def pace_of(machine: Machine, stack: Stack) -> Pace:
+def launch_cost_of(machine: Machine, stack: Stack) -> LaunchCost:
     """How operators run in a step of `stack` on `machine`."""
     own = machine.profile.in_step
     if own is None or own.stack != stack.name:
-        return Pace(stack.kernel_slowdown, stack.host_operator_s, stack.host_operator_s)
-    return Pace(own.kernel_slowdown, own.forward_s, own.backward_s, own.host_adds)
+        return LaunchCost(stack.kernel_slowdown, stack.host_operator_s, stack.host_operator_s)
+    return LaunchCost(own.kernel_slowdown, own.forward_s, own.backward_s, own.host_adds)
 
 
 def launch_s(machine: Machine, stack: Stack) -> tuple[float, float]:
     """Seconds in which the host launches one operator forward and backward, as far as these bound a layer, after calibration."""
-    pace = pace_of(machine, stack)
+    pace = launch_cost_of(machine, stack)
     if pace.adds:
         return 0.0, 0.0
     return pace.forward_s * machine.launch_factor("forward"), pace.backward_s * machine.launch_factor("backward")

@@ -24,7 +24,7 @@ _PASSES = "F B, F R B or F I W"
 _CORRECT = "correct that line of the schedule"
 
 
-class Work(StrEnum):
+class ActionKind(StrEnum):
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRADIENT = "I"
@@ -36,7 +36,7 @@ class Work(StrEnum):
 class Action:
     """One pass of one micro-batch through the rank's local model chunk `chunk`; a backward has its recompute in it unless R was before."""
 
-    work: Work
+    work: ActionKind
     chunk: int
     micro_batch: int
 
@@ -49,14 +49,14 @@ def row(order: Sequence[Action], stages: Sequence[int]) -> str:
     return ",".join(f"{stages[action.chunk]}{action.work}{action.micro_batch}" for action in order)
 
 
-def parse_row(text: str, rank: int) -> tuple[tuple[int, Work, int], ...]:
+def parse_row(text: str, rank: int) -> tuple[tuple[int, ActionKind, int], ...]:
     """(virtual stage, work, micro-batch) of every action of a rank. Raises ConfigError."""
     found = []
     for place, entry in enumerate(text.split(","), start=1):
         match = _TEXT.fullmatch(entry.strip())
         if match is None:
             raise ConfigError(f"pipeline.actions, rank {rank}, entry {place}: {entry.strip()!r} is no action", hint=f"write {_CSV}")
-        found.append((int(match[1]), Work(match[2]), int(match[3])))
+        found.append((int(match[1]), ActionKind(match[2]), int(match[3])))
     return tuple(found)
 
 
@@ -92,7 +92,7 @@ def check(rows: Sequence[str], num_ranks: int, virtual_stages: int, num_micro_ba
     return home
 
 
-def _homes(parsed: Sequence[Sequence[tuple[int, Work, int]]], virtual_stages: int) -> dict[int, int]:
+def _homes(parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], virtual_stages: int) -> dict[int, int]:
     """The rank of every virtual stage."""
     num_stages = len(parsed) * virtual_stages
     home: dict[int, int] = {}
@@ -108,7 +108,7 @@ def _homes(parsed: Sequence[Sequence[tuple[int, Work, int]]], virtual_stages: in
     return home
 
 
-def _check_rank(actions: Sequence[tuple[int, Work, int]], rank: int, num_micro_batches: int) -> None:
+def _check_rank(actions: Sequence[tuple[int, ActionKind, int]], rank: int, num_micro_batches: int) -> None:
     """Each pass once, and the passes of one stage and micro-batch in order."""
     done: dict[tuple[int, int], str] = {}
     for stage, work, micro_batch in actions:
@@ -129,7 +129,7 @@ def _check_rank(actions: Sequence[tuple[int, Work, int]], rank: int, num_micro_b
                     hint=_CORRECT)
 
 
-def _check_ends(parsed: Sequence[Sequence[tuple[int, Work, int]]], num_stages: int) -> None:
+def _check_ends(parsed: Sequence[Sequence[tuple[int, ActionKind, int]]], num_stages: int) -> None:
     """Run the lists without durations; what is left waits for ever."""
     over: set[tuple[str, int, int]] = set()
     todo = [list(reversed(actions)) for actions in parsed]
@@ -146,16 +146,16 @@ def _check_ends(parsed: Sequence[Sequence[tuple[int, Work, int]]], num_stages: i
         raise ConfigError(f"pipeline.actions: the ranks wait for each other for ever: {', '.join(stuck)}", hint="change the order there")
 
 
-def _passed(work: Work) -> str:
+def _passed(work: ActionKind) -> str:
     """What is over for the neighbours: a forward, or the gradient of the input; they do not ask for the others."""
-    return {Work.BACKWARD: "I"}.get(work, work.value)
+    return {ActionKind.BACKWARD: "I"}.get(work, work.value)
 
 
-def _arrived(action: tuple[int, Work, int], over: set[tuple[str, int, int]], num_stages: int) -> bool:
+def _arrived(action: tuple[int, ActionKind, int], over: set[tuple[str, int, int]], num_stages: int) -> bool:
     """Whether what the action needs from other stages is there."""
     stage, work, micro_batch = action
-    if work is Work.FORWARD:
+    if work is ActionKind.FORWARD:
         return stage == 0 or ("F", stage - 1, micro_batch) in over
-    if work in (Work.WEIGHT_GRADIENT, Work.RECOMPUTE):
+    if work in (ActionKind.WEIGHT_GRADIENT, ActionKind.RECOMPUTE):
         return True
     return stage == num_stages - 1 or ("I", stage + 1, micro_batch) in over

@@ -29,7 +29,7 @@ _Seconds = TypeVar("_Seconds", float, npt.NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class HiddenRecompute:
     """Of a schedule with recompute ahead: e, and by rank n and u."""
 
     hidden: int

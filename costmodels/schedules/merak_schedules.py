@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from parplan.costmodels.schedules.actions import Action, Work
+from parplan.costmodels.schedules.actions import Action, ActionKind
 
 SHIFTED_FEWEST = 4  # micro-batches of a step of SCP: three before the first backward of stage P - 2, and one in order again
 SHIFTED_STASHES = 3  # what that stage holds
@@ -56,6 +56,6 @@ def _with_recompute(order: Iterable[Action], micro_batches: Iterable[int]) -> It
     """`order` with the recompute of `micro_batches` ahead of their backward."""
     ahead = frozenset(micro_batches)
     for action in order:
-        if action.work is Work.BACKWARD and action.micro_batch in ahead:
-            yield Action(Work.RECOMPUTE, action.chunk, action.micro_batch)
+        if action.work is ActionKind.BACKWARD and action.micro_batch in ahead:
+            yield Action(ActionKind.RECOMPUTE, action.chunk, action.micro_batch)
         yield action

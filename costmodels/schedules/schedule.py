@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from functools import lru_cache
 
-from parplan.costmodels.schedules.actions import Action, Work, row
+from parplan.costmodels.schedules.actions import Action, ActionKind, row
 from parplan.costmodels.schedules.merak_schedules import (
     SHIFTED_FEWEST,
     SHIFTED_STASHES,
@@ -229,13 +229,13 @@ def _orders(num_micro_batches: int, virtual_stages: int, group: int) -> tuple[tu
     Backwards visit the chunks from the last to the first.
     """
 
-    def order(work: Work, chunks: range) -> Iterator[Action]:
+    def order(work: ActionKind, chunks: range) -> Iterator[Action]:
         for first in range(0, num_micro_batches, group):
             for chunk in chunks:
                 for micro_batch in range(first, first + group):
                     yield Action(work, chunk, micro_batch)
 
-    return tuple(order(Work.FORWARD, range(virtual_stages))), tuple(order(Work.BACKWARD, range(virtual_stages)[::-1]))
+    return tuple(order(ActionKind.FORWARD, range(virtual_stages))), tuple(order(ActionKind.BACKWARD, range(virtual_stages)[::-1]))
 
 
 def _require_legal(schedule: Schedule, num_ranks: int, num_micro_batches: int, virtual_stages: int) -> None:

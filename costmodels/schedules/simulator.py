@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from parplan.costmodels.schedules.actions import Action, Work
+from parplan.costmodels.schedules.actions import Action, ActionKind
 from parplan.costmodels.schedules.schedule import Schedule, actions, stages_of
 
 _PENDING = -1.0
@@ -181,16 +181,16 @@ def _slots(
     Position: virtual stage k for a forward, 2 K - 1 - k for a backward. Slots below M stand for "nothing to wait for"; each
     weight gradient, or recompute ahead, has a row of its own for that, and behind it the row in which it ends.
     """
-    first: dict[tuple[Work, int], _Slot] = {}
+    first: dict[tuple[ActionKind, int], _Slot] = {}
     for chunk, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
         received, backward_s = cost.receive_backward_s, cost.recompute_s + cost.backward_s
         apart_s = backward_s if stage == 0 else cost.weight_s
         at = (2 * num_stages - stage) * num_micro_batches
-        first[Work.FORWARD, chunk] = (stage + 1) * num_micro_batches, cost.receive_forward_s + cost.forward_s
-        first[Work.BACKWARD, chunk] = at, received + backward_s
-        first[Work.INPUT_GRADIENT, chunk] = at, received + backward_s - apart_s
-        first[Work.WEIGHT_GRADIENT, chunk] = 2 * (num_stages + stage + 1) * num_micro_batches, apart_s
-        first[Work.RECOMPUTE, chunk] = 2 * (num_stages + stage + 1) * num_micro_batches, cost.recompute_s
+        first[ActionKind.FORWARD, chunk] = (stage + 1) * num_micro_batches, cost.receive_forward_s + cost.forward_s
+        first[ActionKind.BACKWARD, chunk] = at, received + backward_s
+        first[ActionKind.INPUT_GRADIENT, chunk] = at, received + backward_s - apart_s
+        first[ActionKind.WEIGHT_GRADIENT, chunk] = 2 * (num_stages + stage + 1) * num_micro_batches, apart_s
+        first[ActionKind.RECOMPUTE, chunk] = 2 * (num_stages + stage + 1) * num_micro_batches, cost.recompute_s
     slots = []
     for action in order:
         start, duration_s = first[action.work, action.chunk]
@@ -200,12 +200,12 @@ def _slots(
 
 def _after_recompute(order: Sequence[Action]) -> list[int]:
     """The places in a list of the backwards whose recompute ran ahead."""
-    ahead = {(action.chunk, action.micro_batch) for action in order if action.work is Work.RECOMPUTE}
+    ahead = {(action.chunk, action.micro_batch) for action in order if action.work is ActionKind.RECOMPUTE}
     if not ahead:
         return []
     return [
         place for place, action in enumerate(order)
-        if action.work is Work.BACKWARD and (action.chunk, action.micro_batch) in ahead]
+        if action.work is ActionKind.BACKWARD and (action.chunk, action.micro_batch) in ahead]
 
 
 def _hide(
@@ -295,20 +295,20 @@ def _timeline(
     )
 
 
-_STASHES = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.INPUT_GRADIENT: 0, Work.WEIGHT_GRADIENT: -1, Work.RECOMPUTE: 0}
+_STASHES = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.INPUT_GRADIENT: 0, ActionKind.WEIGHT_GRADIENT: -1, ActionKind.RECOMPUTE: 0}
 
 
 def _held_bytes(order: Sequence[Action], ahead: Sequence[int], costs: Sequence[StageCost]) -> list[float]:
     """What each action adds to what the rank holds."""
-    held = {(work, chunk): _bytes(work, cost) for work in Work for chunk, cost in enumerate(costs)}
+    held = {(work, chunk): _bytes(work, cost) for work in ActionKind for chunk, cost in enumerate(costs)}
     added = [held[action.work, action.chunk] for action in order]
     for place in ahead:
         added[place] -= costs[order[place].chunk].remade_bytes
     return added
 
 
-def _bytes(work: Work, cost: StageCost) -> float:
+def _bytes(work: ActionKind, cost: StageCost) -> float:
     """What an action adds to what the rank holds; a backward after a recompute ahead frees what that made as well."""
     besides = {
-        Work.INPUT_GRADIENT: cost.waiting_bytes, Work.WEIGHT_GRADIENT: -cost.waiting_bytes, Work.RECOMPUTE: cost.remade_bytes}
+        ActionKind.INPUT_GRADIENT: cost.waiting_bytes, ActionKind.WEIGHT_GRADIENT: -cost.waiting_bytes, ActionKind.RECOMPUTE: cost.remade_bytes}
     return _STASHES[work] * cost.stash_bytes + besides.get(work, 0.0)

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 
-from parplan.costmodels.schedules.actions import Action, Work
+from parplan.costmodels.schedules.actions import Action, ActionKind
 
 FIRST, SECOND = 0, 1
 
@@ -46,7 +46,7 @@ def most_stashes(rank: int, num_ranks: int, num_micro_batches: int) -> int:
 def zbv_lists(num_ranks: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """By rank the actions in the order it runs them."""
     ranks = [_Rank(rank, num_ranks, num_micro_batches) for rank in range(num_ranks)]
-    over: set[tuple[Work, int, int]] = set()
+    over: set[tuple[ActionKind, int, int]] = set()
     running = True
     while running:
         started = [rank.start(over) for rank in ranks]
@@ -60,18 +60,18 @@ def _order(rank: int, num_ranks: int, num_micro_batches: int) -> Iterator[Action
     """The forwards and input gradients of a rank in order, of as many micro-batches as the pattern needs to fill."""
     count = max(num_micro_batches, 2 * num_ranks - 1)
     lead, second_alone = 2 * (num_ranks - rank) - 1, num_ranks - rank
-    yield from (Action(Work.FORWARD, FIRST, i) for i in range(lead))
+    yield from (Action(ActionKind.FORWARD, FIRST, i) for i in range(lead))
     for i in range(rank):
-        yield Action(Work.FORWARD, SECOND, i)
-        yield Action(Work.FORWARD, FIRST, lead + i)
+        yield Action(ActionKind.FORWARD, SECOND, i)
+        yield Action(ActionKind.FORWARD, FIRST, lead + i)
     for i in range(second_alone):
-        yield Action(Work.FORWARD, SECOND, rank + i)
-        yield Action(Work.INPUT_GRADIENT, SECOND, i)
+        yield Action(ActionKind.FORWARD, SECOND, rank + i)
+        yield Action(ActionKind.INPUT_GRADIENT, SECOND, i)
     for i in range(count):
-        yield Action(Work.FORWARD, FIRST, lead + rank + i)
-        yield Action(Work.INPUT_GRADIENT, FIRST, i)
-        yield Action(Work.FORWARD, SECOND, num_ranks + i)
-        yield Action(Work.INPUT_GRADIENT, SECOND, second_alone + i)
+        yield Action(ActionKind.FORWARD, FIRST, lead + rank + i)
+        yield Action(ActionKind.INPUT_GRADIENT, FIRST, i)
+        yield Action(ActionKind.FORWARD, SECOND, num_ranks + i)
+        yield Action(ActionKind.INPUT_GRADIENT, SECOND, second_alone + i)
 
 
 class _Rank:
@@ -86,22 +86,22 @@ class _Rank:
         self._most = most_stashes(rank, num_ranks, num_micro_batches)
         self._forwards, self._held = 2 * num_micro_batches, 0
 
-    def start(self, over: set[tuple[Work, int, int]]) -> tuple[Work, int, int] | None:
+    def start(self, over: set[tuple[ActionKind, int, int]]) -> tuple[ActionKind, int, int] | None:
         """Start what is next, given what is over; None when the rank waits for this step, or has nothing left."""
         action = self._next(over)
         if action is None:
             return None
-        if action.work is Work.FORWARD:
+        if action.work is ActionKind.FORWARD:
             self._forwards -= 1
             self._held += 1
-        elif action.work is Work.INPUT_GRADIENT:
-            self.waiting.append(Action(Work.WEIGHT_GRADIENT, action.chunk, action.micro_batch))
+        elif action.work is ActionKind.INPUT_GRADIENT:
+            self.waiting.append(Action(ActionKind.WEIGHT_GRADIENT, action.chunk, action.micro_batch))
         else:
             self._held -= 1
         self.done.append(action)
         return action.work, self._stages[action.chunk], action.micro_batch
 
-    def _next(self, over: set[tuple[Work, int, int]]) -> Action | None:
+    def _next(self, over: set[tuple[ActionKind, int, int]]) -> Action | None:
         waiting = self.waiting
         if waiting and (
             self._forwards or self._stages[waiting[0].chunk] == self._last or self._held + len(waiting) > self._most
@@ -111,10 +111,10 @@ class _Rank:
             return self.todo.popleft()
         return waiting.popleft() if waiting else None
 
-    def _arrived(self, action: Action, over: set[tuple[Work, int, int]]) -> bool:
+    def _arrived(self, action: Action, over: set[tuple[ActionKind, int, int]]) -> bool:
         stage = self._stages[action.chunk]
-        if action.work is Work.FORWARD:
-            return stage == 0 or (Work.FORWARD, stage - 1, action.micro_batch) in over
+        if action.work is ActionKind.FORWARD:
+            return stage == 0 or (ActionKind.FORWARD, stage - 1, action.micro_batch) in over
         if stage == self._last:
-            return (Work.FORWARD, stage, action.micro_batch) in over
-        return (Work.INPUT_GRADIENT, stage + 1, action.micro_batch) in over
+            return (ActionKind.FORWARD, stage, action.micro_batch) in over
+        return (ActionKind.INPUT_GRADIENT, stage + 1, action.micro_batch) in over

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from parplan.costmodels.chunks.chunk_memory import device_memory
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.memory.rank_memory import rank_layers
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import Strategy
-from parplan.costmodels.usage.rank_traffic import Sent, rank_traffic
+from parplan.costmodels.usage.rank_traffic import SentBytes, rank_traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class RankUse:
     activations: int
     temporaries: int
     saved: int
-    sent: tuple[Sent, ...]
+    sent: tuple[SentBytes, ...]
     apart: int = 0
 
     @property
@@ -36,13 +36,13 @@ class RankUse:
         return self.states.total + self.activations + self.temporaries - self.apart
 
 
-def predicted_use(strategy: Strategy, rank: int, book: PriceBook) -> RankUse:
+def predicted_use(strategy: Strategy, rank: int, price_cache: PriceCache) -> RankUse:
     """As the prices have it: the classes of `device_memory`, the collectives of `rank_traffic`."""
-    frame, memory = strategy.frame, device_memory(strategy, rank, book)
+    layout, memory = strategy.layout, device_memory(strategy, rank, price_cache)
     saved = sum(
-        book.activations(choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).saved
+        price_cache.activations(choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute, choice.on_host).saved
         for choice in rank_layers(strategy, rank))
     beyond = round(memory.temporaries - memory.apart)
     return RankUse(
         states=memory.states, activations=round(memory.activations), temporaries=max(0, beyond), saved=saved,
-        sent=rank_traffic(strategy, rank, book), apart=max(0, -beyond))
+        sent=rank_traffic(strategy, rank, price_cache), apart=max(0, -beyond))

@@ -26,8 +26,8 @@ from parplan.costmodels.layers.recompute import (
 )
 from parplan.costmodels.memory.rank_memory import RankMemory, held_bytes, rank_layers, stashes
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy, in_chunks
 from parplan.profiles.models.operator_graph import LayerKind, Operator
 
 
@@ -52,33 +52,33 @@ def added(parts: Iterable[RedundantBytes]) -> RedundantBytes:
     return RedundantBytes(**{field.name: sum(getattr(part, field.name) for part in listed) for field in fields(RedundantBytes)})
 
 
-def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, book: PriceBook) -> RedundantBytes:
+def rank_redundancy(strategy: Strategy, rank: int, memory: RankMemory, price_cache: PriceCache) -> RedundantBytes:
     """Redundant bytes of one device of a pipeline rank that holds `memory`: what it holds, less the ideal, by class.
 
     A class that holds less than one copy counts as is.
     """
-    frame = strategy.frame
+    layout = strategy.layout
     ideal = [0.0, 0.0, 0.0]
     kept: dict[LayerChoice, float] = {}
     for choice in rank_layers(strategy, rank):
-        sharding = frame.sharding_of(choice)
-        parts = _ideal(choice, frame, book)
+        sharding = layout.sharding_of(choice)
+        parts = _ideal(choice, layout, price_cache)
         ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
-        kept[choice] = book.activations(choice.kind, frame.micro_batch_size, sharding, choice.recompute, choice.on_host).ideal_saved
+        kept[choice] = price_cache.activations(choice.kind, layout.micro_batch_size, sharding, choice.recompute, choice.on_host).ideal_saved
     return RedundantBytes(
         parameters=memory.states.parameters - ideal[0], gradients=memory.states.gradients - ideal[1],
         optimizer=memory.states.optimizer - ideal[2],
         activations=memory.activations - held_bytes(strategy, rank, kept), temporaries=memory.temporaries)
 
 
-def _ideal(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[float, float, float]:
+def _ideal(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> tuple[float, float, float]:
     """Of one layer, wherever its states lie; of a block in chunks without padding."""
-    if not in_chunks(choice, frame):
-        return prices_of(frame, book).states(choice.kind, frame.mesh, frame.sharding_of(choice), choice.zero).ideal
-    return ideal_states(owned_parameters(book.layer(choice.kind, 1), Sharding()), frame.mesh.ranks_per_stage, book.training)
+    if not in_chunks(choice, layout):
+        return prices_of(layout, price_cache).states(choice.kind, layout.mesh, layout.sharding_of(choice), choice.zero).ideal
+    return ideal_states(owned_parameters(price_cache.layer(choice.kind, 1), Sharding()), layout.mesh.ranks_per_stage, price_cache.training)
 
 
-def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: PriceBook) -> dict[str, RedundantBytes]:
+def operator_redundancy(choice: LayerChoice, rank: int, layout: ParallelLayout, price_cache: PriceCache) -> dict[str, RedundantBytes]:
     """Redundant bytes of each operator of one layer on a device of pipeline rank `rank`.
 
     Over the operators and layers of a rank all classes but temporaries add up to `rank_redundancy` (with virtual stages,
@@ -86,14 +86,14 @@ def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: Pric
     rank's alone, and so is the padding of chunks of states). Temporaries here are those of the operator's
     own backward pass: of a layer and of a rank the largest moment counts, not the sum.
     """
-    layer, sharding = book.kept_layer(choice.kind, frame.micro_batch_size), frame.sharding_of(choice)
-    again, stack = recompute_operators(layer, choice.recompute) if choice.kind is LayerKind.BLOCK else (), book.training.stack
+    layer, sharding = price_cache.kept_layer(choice.kind, layout.micro_batch_size), layout.sharding_of(choice)
+    again, stack = recompute_operators(layer, choice.recompute) if choice.kind is LayerKind.BLOCK else (), price_cache.training.stack
     kept = saved_bytes_by_operator(layer, sharding, again, stack, choice.on_host)
     ideal = ideal_bytes_by_operator(layer, sharding.tp, again, choice.on_host)
-    held = stashes(choice.kind, rank, frame)
+    held = stashes(choice.kind, rank, layout)
 
     def of(operator: Operator) -> RedundantBytes:
-        own, least = _operator_states(operator, choice, frame, book)
+        own, least = _operator_states(operator, choice, layout, price_cache)
         return RedundantBytes(
             parameters=own[0] - least[0], gradients=own[1] - least[1], optimizer=own[2] - least[2],
             activations=held * (kept[operator.name] - ideal[operator.name]),
@@ -103,18 +103,18 @@ def operator_redundancy(choice: LayerChoice, rank: int, frame: Frame, book: Pric
 
 
 def _operator_states(
-    operator: Operator, choice: LayerChoice, frame: Frame, book: PriceBook,
+    operator: Operator, choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache,
 ) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Parameter, gradient and optimizer bytes of one operator on a device, and how few they could be."""
-    mesh, sharding, training = frame.mesh, frame.sharding_of(choice), book.training
-    outside = prices_of(frame, book).training
-    everywhere = (each for each in book.graph(1).layer_class(choice.kind).operators if each.name == operator.name)
+    mesh, sharding, training = layout.mesh, layout.sharding_of(choice), price_cache.training
+    outside = prices_of(layout, price_cache).training
+    everywhere = (each for each in price_cache.graph(1).layer_class(choice.kind).operators if each.name == operator.name)
     whole = sum(p.num_elements for each in everywhere for p in each.parameters if not p.tied)
-    if in_chunks(choice, frame):
-        over = writes_over_parameters(training, frame.num_micro_batches)
+    if in_chunks(choice, layout):
+        over = writes_over_parameters(training, layout.num_micro_batches)
         own, (widths, _) = sharding.parameter_elements(operator) / mesh.dp, state_widths(choice.home, training, over)
         held = widths.parameters * own, widths.gradients * own, widths.optimizer * own
         return held, ideal_states(whole, mesh.ranks_per_stage, training)
     states = operator_states(
-        operator, sharding, choice.zero, book.shards(mesh), outside, with_tied=mesh.pp > 1, offloaded=book.offloads_states)
+        operator, sharding, choice.zero, price_cache.shards(mesh), outside, with_tied=mesh.pp > 1, offloaded=price_cache.offloads_states)
     return (states.parameters, states.gradients, states.optimizer), ideal_states(whole, mesh.ranks_per_stage, outside)

@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
 from parplan.costmodels.schedules.schedule import Schedule, in_flight
-from parplan.costmodels.usage.rank_traffic import Sent
+from parplan.costmodels.usage.rank_traffic import SentBytes
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.lone_rank import alone
 from parplan.executor.checking.observed_rank import OTHER, Observed
 from parplan.executor.models.loss import Loss
-from parplan.executor.pipeline.stages import Ranks
+from parplan.executor.pipeline.stages import RankPlace
 from parplan.executor.tensors import part
 from parplan.executor.training.train import Options, Trainer, ranks_of, trainer_of
 from parplan.executor.watch.state_bytes import Meter, optimizer_states
@@ -101,7 +101,7 @@ def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: P
     before = {(sent.axis, sent.kind): sent for sent in first.sent}
     sent = []
     for later in last.sent:
-        earlier = before.get((later.axis, later.kind), Sent(later.axis, later.kind, 0, 0))
+        earlier = before.get((later.axis, later.kind), SentBytes(later.axis, later.kind, 0, 0))
         sent.append(replace(later, calls=line(earlier.calls, later.calls), num_bytes=line(earlier.num_bytes, later.num_bytes)))
     ids = 2 * 8 * more * pipeline.micro_batch_size * plan.training.seq_length  # and targets, in int64
     gpipe = pipeline.schedule is Schedule.GPIPE
@@ -109,7 +109,7 @@ def extrapolated(first: RankUse, last: RankUse, counts: tuple[int, ...], plan: P
         last, activations=line(first.activations, last.activations) if gpipe else last.activations + ids, sent=tuple(sent))
 
 
-def _step(plan: Plan, ranks: Ranks, on_backward: OnBackward) -> RankUse:
+def _step(plan: Plan, ranks: RankPlace, on_backward: OnBackward) -> RankUse:
     """One step of the rank that this process is, and the update after it."""
     with FakeTensorMode(), Observed() as memory:
         moments = _Moments(plan.training.precision, memory, on_backward)

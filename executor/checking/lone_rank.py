@@ -35,7 +35,7 @@ def alone(plan: Plan, rank: int) -> Iterator[None]:
     try:
         with ExitStack() as stack:
             stack.enter_context(patch.object(_PipelineSchedule, "_warmup_p2p", _vote))
-            stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", Chunks))
+            stack.enter_context(patch.object(_fsdp_param, "_chunk_with_empty", FirstAndLastChunk))
             for owner, name, stand_in in _gpu_kernels() if not plan.cluster.device.is_host else ():
                 stack.enter_context(patch.object(owner, name, stand_in))
             yield
@@ -49,7 +49,7 @@ def _vote(_: Any, stages: Any, has_backward: bool, __: bool) -> None:
         stage._inference_mode = InferenceMode.STATIC
 
 
-class Chunks:
+class FirstAndLastChunk:
     """`torch.chunk` with empty ones at the end, as FSDP cuts a parameter for its ranks. It reads two of them: to make all
     for 64 ranks took a third of a dry run."""
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parplan.costmodels.communication.collectives import Collective
-from parplan.costmodels.usage.rank_traffic import MESSAGE, Sent, Tally
+from parplan.costmodels.usage.rank_traffic import MESSAGE, SentBytes, Tally
 from parplan.executor.tensors import memory_of, part
 
 OTHER = "other"  # of memory that is no state: activations and temporaries
@@ -39,7 +39,7 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
 _SILENT = ("send", "wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")  # a message counts where it arrives
 
 
-class _Piece:
+class _Storage:
     """One storage: its bytes now, and what it turned out to be."""
 
     __slots__ = ("alive", "kind", "num_bytes")
@@ -60,9 +60,9 @@ class Observed(TorchDispatchMode):
         super().__init__()
         self.axes: Mapping[str, str] = {}
         self.now = 0
-        self._pieces: dict[int, _Piece] = {}
-        self._log: list[tuple[_Piece, int]] = []
-        self._before: dict[_Piece, int] = {}
+        self._pieces: dict[int, _Storage] = {}
+        self._log: list[tuple[_Storage, int]] = []
+        self._before: dict[_Storage, int] = {}
         self._tally = Tally()
         self._resize = torch.UntypedStorage.resize_
         self._patch = patch.object(torch.UntypedStorage, "resize_", lambda storage, size: self._resized(storage, size))
@@ -117,7 +117,7 @@ class Observed(TorchDispatchMode):
             sizes[piece] += change
         return _by_kind(sizes)
 
-    def sent(self) -> tuple[Sent, ...]:
+    def sent(self) -> tuple[SentBytes, ...]:
         """The collectives since `start`."""
         return self._tally.total()
 
@@ -126,7 +126,7 @@ class Observed(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         if storage._cdata not in self._pieces:
-            piece = self._pieces[storage._cdata] = _Piece(0)
+            piece = self._pieces[storage._cdata] = _Storage(0)
             piece.alive = weakref.ref(storage, partial(self._end, storage._cdata))
             self._change(piece, storage.size())
 
@@ -139,7 +139,7 @@ class Observed(TorchDispatchMode):
     def _end(self, key: int, _: object) -> None:
         self._change(self._pieces.pop(key), 0)
 
-    def _change(self, piece: _Piece, num_bytes: int) -> None:
+    def _change(self, piece: _Storage, num_bytes: int) -> None:
         change, piece.num_bytes = num_bytes - piece.num_bytes, num_bytes
         self.now += change
         self._log.append((piece, change))
@@ -154,7 +154,7 @@ class Observed(TorchDispatchMode):
         self._tally.add(self.axes.get(group, "other"), kind, num_bytes)
 
 
-def _by_kind(sizes: Mapping[_Piece, int]) -> Counter[str]:
+def _by_kind(sizes: Mapping[_Storage, int]) -> Counter[str]:
     found: Counter[str] = Counter()
     for piece, num_bytes in sizes.items():
         found[piece.kind] += num_bytes

@@ -52,7 +52,7 @@ Result = tuple[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class TrainingOutcome:
     """Losses of all steps, norms of their gradients before clipping, first-step gradients by parameter name, per rank the
     predicted and measured bytes, and what rank 0 sent in the first step, by kind; what DTensor's own rules send for the
     embedding is not counted.
@@ -84,7 +84,7 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_plans(plans: Sequence[Plan]) -> list[Outcome]:
+def run_plans(plans: Sequence[Plan]) -> list[TrainingOutcome]:
     """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no process is left."""
     return [joined(results) for results in run_ranks(plans, _train)]
 
@@ -163,7 +163,7 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
         for name, gradient in (outside | owned).items()}
 
 
-def joined(results: list[Result]) -> Outcome:
+def joined(results: list[Result]) -> TrainingOutcome:
     """What all ranks found together."""
     gradients: dict[str, Tensor] = {}
     agree = all(steps == results[0][0] for steps, *_ in results)
@@ -176,7 +176,7 @@ def joined(results: list[Result]) -> Outcome:
             agree = torch.equal(gradient, gradients.setdefault(name, gradient)) and agree
     states = {at: (predicted, measured) for _, _, (at, predicted, measured), *_ in results}
     moved = {result[2][0]: result[5] for result in results if result[5] is not None}
-    return Outcome(
+    return TrainingOutcome(
         losses=losses, norms=norms, gradients=gradients, states=states, collectives=results[0][3], agree=agree, in_flight=in_flight,
         moved=moved)
 
@@ -208,7 +208,7 @@ def reference_optimizer(layers: nn.Module, options: Options) -> torch.optim.Opti
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, foreach=False)
 
 
-def run_reference(plan: Plan) -> Outcome:
+def run_reference(plan: Plan) -> TrainingOutcome:
     """The same batches through plain modules, whole batch at once: no mesh, no micro-batches, no wrappers."""
     layers = reference_layers(plan.model, plan.training, OPTIONS.seed)
     optimizer = reference_optimizer(layers, OPTIONS)
@@ -225,10 +225,10 @@ def run_reference(plan: Plan) -> Outcome:
         norms.append(nn.utils.clip_grad_norm_(layers.parameters(), OPTIONS.clip_gradients).item())
         optimizer.step()
         losses.append(loss.item())
-    return Outcome(losses=losses, norms=norms, gradients=first, states={}, collectives=Counter())
+    return TrainingOutcome(losses=losses, norms=norms, gradients=first, states={}, collectives=Counter())
 
 
-def gradient_errors(found: Outcome, expected: Outcome) -> dict[str, float]:
+def gradient_errors(found: TrainingOutcome, expected: TrainingOutcome) -> dict[str, float]:
     """The error of every parameter's gradient; of one that only one side has, infinite."""
     names = [*expected.gradients, *(name for name in found.gradients if name not in expected.gradients)]
     both = expected.gradients.keys() & found.gradients.keys()
@@ -241,6 +241,6 @@ def gradient_error(found: Tensor, expected: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def loss_errors(found: Outcome, expected: Outcome) -> tuple[float, ...]:
+def loss_errors(found: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, ...]:
     """Relative errors of the losses, step by step."""
     return tuple(relative_error(a, b) for a, b in zip(found.losses, expected.losses, strict=True))

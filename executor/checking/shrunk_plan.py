@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule, rank_of
-from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import LayerPlan, LayerRun, Plan, StagePlan
 from parplan.planner.plan.plan_chunks import rechunked, require_own_chunks
 from parplan.profiles.errors import ConfigError
@@ -68,7 +68,7 @@ def _layer_plan(layer_plan: LayerPlan, before: Mesh, mesh: Mesh) -> LayerPlan:
     return replace(layer_plan, zero_ranks=max(1, mesh.dp // 2) if _holds_copies(layer_plan, before) else None)
 
 
-def _pipeline(plan: Plan, mesh: Mesh) -> Pipeline:
+def _pipeline(plan: Plan, mesh: Mesh) -> PipelinePlan:
     found = plan.pipeline
     if found.schedule is Schedule.CUSTOM:
         return replace(found, micro_batch_size=min(found.micro_batch_size, DEGREE))
@@ -79,7 +79,7 @@ def _pipeline(plan: Plan, mesh: Mesh) -> Pipeline:
         num_micro_batches=-(-count // mesh.pp) * mesh.pp if found.schedule is Schedule.INTERLEAVED else count)
 
 
-def _stages(plan: Plan, pp: int, pipeline: Pipeline) -> tuple[StagePlan, ...]:
+def _stages(plan: Plan, pp: int, pipeline: PipelinePlan) -> tuple[StagePlan, ...]:
     """The plan's stages drawn together to as many as the small pipeline has, one block for each run of alike ones.
 
     Two where all is one stage, and where blocks overlap with the next.

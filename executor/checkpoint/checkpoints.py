@@ -35,7 +35,7 @@ from parplan.executor.checkpoint.resume import (
     Choice,
     Note,
     choose,
-    describe,
+    described_run,
     differences,
     no_whole_checkpoint,
     refused,
@@ -69,7 +69,7 @@ class Checkpoints:
         self.held = trainer.held()
         self.extra = dict(extra or {})
         device = trainer.ranks.device.type
-        self.document = {**describe(trainer.plan, trainer.options), "device": device}
+        self.document = {**described_run(trainer.plan, trainer.options), "device": device}
         self._stager = DefaultStager(StagingOptions(
             use_pinned_memory=device == "cuda", use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=device == "cuda"))
         self._saved = -1

@@ -17,7 +17,7 @@ from parplan.executor.checkpoint.folder import (
     remove_temporaries,
 )
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.documents.schema import document, parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec
@@ -41,10 +41,10 @@ class CheckpointOptions:
 Choice = tuple[tuple[Path, Document], ...]  # the checkpoints to try, the newest first
 
 
-def describe(plan: Plan | ModulePlan, options: object) -> dict[str, Any]:
+def described_run(plan: Plan | TracedPlan, options: object) -> dict[str, Any]:
     """What a checkpoint says of its run; of a file of data its name and size."""
     parts = {name: document(getattr(plan, name)) for name in ("training", "mesh", "pipeline")}
-    parts["model"] = {"module": document(plan.module)} if isinstance(plan, ModulePlan) else document(plan.model)
+    parts["model"] = {"module": document(plan.module)} if isinstance(plan, TracedPlan) else document(plan.model)
     fields = dataclasses.fields(options)  # type: ignore[arg-type]
     return parts | {"options": {field.name: _fingerprint(getattr(options, field.name)) for field in fields}}
 
@@ -55,7 +55,7 @@ def _fingerprint(value: object) -> Any:
     return value if isinstance(value, int | float | str) else None if value is None else str(value)
 
 
-def choose(options: CheckpointOptions, plan: Plan | ModulePlan, note: Note) -> Choice:
+def choose(options: CheckpointOptions, plan: Plan | TracedPlan, note: Note) -> Choice:
     """Make the folder ready for writing and find what to go on from. Raises ConfigError.
 
     After a restart by torchrun that is always the newest checkpoint of the folder, if it has one.
@@ -86,7 +86,7 @@ def _prepare(folder: Path) -> list[Path]:
     return checkpoint_paths(folder)
 
 
-def _newest(present: list[Path], options: CheckpointOptions, plan: Plan | ModulePlan, note: Note) -> Choice:
+def _newest(present: list[Path], options: CheckpointOptions, plan: Plan | TracedPlan, note: Note) -> Choice:
     whole = []
     for path in present:
         try:
@@ -103,7 +103,7 @@ def no_whole_checkpoint(folder: Path | None) -> ConfigError:
         f"no checkpoint in {folder} can be read", hint="move them away to start anew, or name another one with --resume PATH")
 
 
-def _named(path: Path, present: list[Path], plan: Plan | ModulePlan) -> Choice:
+def _named(path: Path, present: list[Path], plan: Plan | TracedPlan) -> Choice:
     try:
         found = _accepted(path, plan)
     except ValueError as error:
@@ -130,10 +130,10 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _accepted(path: Path, plan: Plan | ModulePlan) -> Document:
+def _accepted(path: Path, plan: Plan | TracedPlan) -> Document:
     """The document of a checkpoint of the plan's model. Raises ConfigError for another model, ValueError if it is not whole."""
     found = read_document(path)
-    if isinstance(plan, ModulePlan) or "module" in found["model"]:
+    if isinstance(plan, TracedPlan) or "module" in found["model"]:
         _require_module(path, found["model"], plan)
         return found
     saved = parse(ModelSpec, found["model"], f"{path}: model")
@@ -145,9 +145,9 @@ def _accepted(path: Path, plan: Plan | ModulePlan) -> Document:
     return found
 
 
-def _require_module(path: Path, saved: Mapping[str, Any], plan: Plan | ModulePlan) -> None:
+def _require_module(path: Path, saved: Mapping[str, Any], plan: Plan | TracedPlan) -> None:
     """Raises ConfigError for a checkpoint of another module; what is in the function is not looked at, the parameters' names are read."""
-    if not isinstance(plan, ModulePlan) or saved.get("module") != document(plan.module):
+    if not isinstance(plan, TracedPlan) or saved.get("module") != document(plan.module):
         raise ConfigError(f"{path} is of another model", hint="choose another --checkpoint-dir or plan")
 
 

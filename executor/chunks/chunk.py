@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.chunks.chunk_buffers import Buffer, Copies, Holds, Ledger, host_tensor
 from parplan.executor.tensors import local, memory_of
@@ -56,7 +56,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OwnedPart:
     """Of a parameter's elements, in order, the `count` from `first` on that a rank owns; they lie in its chunk from `at` on."""
 
     first: int
@@ -68,10 +68,10 @@ class Part:
         return flat.narrow(0, self.at, self.count)
 
 
-def own_part(offset: int, num_elements: int, chunk_elements: int, rank: int) -> Part:
+def own_part(offset: int, num_elements: int, chunk_elements: int, rank: int) -> OwnedPart:
     """What data-parallel rank `rank` owns of a parameter that lies `offset` elements from its group's beginning; `count` 0: nothing."""
     begin, end = max(offset, rank * chunk_elements), min(offset + num_elements, (rank + 1) * chunk_elements)
-    return Part(begin - offset, end - begin, begin - rank * chunk_elements) if begin < end else Part(0, 0, 0)
+    return OwnedPart(begin - offset, end - begin, begin - rank * chunk_elements) if begin < end else OwnedPart(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Place:
     parameter: nn.Parameter
     offset: int
     shape: torch.Size
-    own: Part
+    own: OwnedPart
     over_tp: bool
 
     def whole(self, part: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class Chunk:
     master, moments, gradient, parameters: flat [elements], where the update runs; `parameters` are to be written by it
     """
 
-    def __init__(self, home: Home, elements: int, setting: Setting) -> None:
+    def __init__(self, home: StateLocation, elements: int, setting: Setting) -> None:
         self.home = home
         self.elements = elements
         self.places: list[Place] = []
@@ -122,7 +122,7 @@ class Chunk:
     @property
     def on_device(self) -> bool:
         """Whether the parameters are always on the device."""
-        return self.home is not Home.HOST
+        return self.home is not StateLocation.HOST
 
     def _make_gradients(self, several: bool) -> None:
         """Buffers that are one where they hold the same: `_fresh`, of a backward pass, of all ranks' chunks; `_kept`, of the own chunk
@@ -149,7 +149,7 @@ class Chunk:
     def _make_states(self) -> None:
         setting, size = self._setting, self.elements
         plain = setting.compute is torch.float32
-        if self.home is Home.DEVICE:
+        if self.home is StateLocation.DEVICE:
             assert self._kept is not None
             setting.ledger.take(Holds.OPTIMIZER, size * 4 * (2 if plain else 3))
             self.parameters, self.gradient = self.own.flat, self._kept.flat
@@ -181,7 +181,7 @@ class Chunk:
     @property
     def host_bytes(self) -> int:
         """What the host holds of it."""
-        if self.home is Home.DEVICE:
+        if self.home is StateLocation.DEVICE:
             return 0
         storages = {memory_of(each): each.untyped_storage() for each in (self.master, self.parameters, *self.moments, self.gradient)}
         return sum(storage.nbytes() for storage in storages.values())
@@ -200,7 +200,7 @@ class Chunk:
         """Write the parameters anew from the master."""
         if self.parameters is not self.master:
             self.parameters.copy_(self.master)
-        if self.home is Home.OPTIMIZER:
+        if self.home is StateLocation.OPTIMIZER:
             self.own.flat.copy_(self.parameters)
 
     def joined(self, place: Place, flat: Tensor) -> Tensor:

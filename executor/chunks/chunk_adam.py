@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.chunks.chunk import Chunk, Place
 from parplan.executor.chunks.chunk_buffers import Holds
@@ -75,7 +75,7 @@ class ChunkAdam:
         if chunk.gradient.dtype is torch.float32:
             yield chunk.gradient
             return
-        if chunk.home is not Home.DEVICE:
+        if chunk.home is not StateLocation.DEVICE:
             yield self._cast_on_host(chunk.gradient)
             return
         ledger, num_bytes = self.manager.ledger, chunk.elements * torch.float32.itemsize

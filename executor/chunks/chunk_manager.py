@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parplan.costmodels.chunks.chunk_operations import Does, Group, Moment, Op, RankChunks
+from parplan.costmodels.chunks.chunk_operations import ChunkAction, ChunkedBlocks, BlockPass, ChunkOp, RankChunks
 from parplan.costmodels.chunks.chunk_states import ChunkStates
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import sent_precision
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.executor.chunks.chunk import Chunk, Place, Setting, own_part
 from parplan.executor.chunks.chunk_buffers import Copies, Counts, Ledger
 from parplan.executor.sharding.place import parameters_summed_over_tp
@@ -54,7 +54,7 @@ class ChunkManager:
         self.counts = Counts()
         self.ledger = Ledger(limit_bytes=schedule.device_bytes)
         compute, gradient = DTYPES[training.precision], DTYPES[sent_precision(training, schedule.in_parameters)]
-        staged = max((each.layout.chunk_elements for each in schedule.groups if each.home is Home.HOST), default=0)
+        staged = max((each.chunk_layout.chunk_elements for each in schedule.groups if each.home is StateLocation.HOST), default=0)
         self.setting = Setting(
             device=device, compute=compute, gradient=gradient, in_parameters=schedule.in_parameters, ledger=self.ledger,
             copies=Copies(device, self.counts, staged, gradient), group=group, rank=group.rank() if group is not None else 0)
@@ -63,14 +63,14 @@ class ChunkManager:
         self._states = ChunkStates(schedule.groups, in_parameters=schedule.in_parameters)
         self._early = _issued_early(schedule.moments)
         self._late: dict[int, list[Callable[[], None]]] = {}
-        self._action: tuple[Work, int, int] | None = None
-        self._open: Moment | None = None
+        self._action: tuple[ActionKind, int, int] | None = None
+        self._open: BlockPass | None = None
         self._next = 0
 
-    def _chunks_of(self, group: Group) -> list[Chunk]:
-        if group.layout.ranks != self.setting.ranks:
-            raise OrderError(f"chunks are laid out for {group.layout.ranks} data-parallel ranks, there are {self.setting.ranks}")
-        return [Chunk(group.home, group.layout.chunk_elements, self.setting) for _ in range(group.layout.num_groups)]
+    def _chunks_of(self, group: ChunkedBlocks) -> list[Chunk]:
+        if group.chunk_layout.ranks != self.setting.ranks:
+            raise OrderError(f"chunks are laid out for {group.chunk_layout.ranks} data-parallel ranks, there are {self.setting.ranks}")
+        return [Chunk(group.home, group.chunk_layout.chunk_elements, self.setting) for _ in range(group.chunk_layout.num_groups)]
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -89,8 +89,8 @@ class ChunkManager:
         return ChunkMoved(
             in_bytes=Beside(predicted=schedule.in_bytes, measured=counts.in_bytes),
             out_bytes=Beside(predicted=schedule.out_bytes, measured=counts.out_bytes),
-            gathered_bytes=Beside(predicted=schedule.moved(Does.GATHER), measured=counts.gathered_bytes),
-            reduced_bytes=Beside(predicted=schedule.moved(Does.REDUCE), measured=counts.reduced_bytes),
+            gathered_bytes=Beside(predicted=schedule.moved(ChunkAction.GATHER), measured=counts.gathered_bytes),
+            reduced_bytes=Beside(predicted=schedule.moved(ChunkAction.REDUCE), measured=counts.reduced_bytes),
             device_bytes=Beside(predicted=schedule.device_bytes, measured=self.ledger.most_bytes))
 
     @property
@@ -117,8 +117,8 @@ class ChunkManager:
         named = {_short(name): name for name, _ in module.named_parameters()}
         summed = {id(parameter) for each in module.modules() for parameter in parameters_summed_over_tp(each)}
         index = next(i for i, group in enumerate(self.schedule.groups) if block in group.blocks)
-        layout, prefix = self.schedule.groups[index].layout, f"block{block}."
-        for tensor, number, offset in zip(layout.tensors, layout.group_of, layout.offset_of, strict=True):
+        chunk_layout, prefix = self.schedule.groups[index].chunk_layout, f"block{block}."
+        for tensor, number, offset in zip(chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True):
             if tensor.name.startswith(prefix):
                 name = named.pop(tensor.name.removeprefix(prefix))
                 self._take(self._groups[index][number], offset, block, module, name, summed)
@@ -141,7 +141,7 @@ class ChunkManager:
 
     def watch(self, block: int, module: nn.Module) -> None:
         """Follow the passes of block `block`, whose outermost module is called once a forward pass."""
-        module.register_forward_pre_hook(lambda _, inputs: self._begin(Work.FORWARD, self._micro_batch, block))
+        module.register_forward_pre_hook(lambda _, inputs: self._begin(ActionKind.FORWARD, self._micro_batch, block))
         module.register_forward_hook(partial(self._forwarded, block))
 
     def built(self) -> None:
@@ -160,7 +160,7 @@ class ChunkManager:
     @contextmanager
     def action(self, work: str, stage: int, micro_batch: int) -> Iterator[None]:
         """Around a pass of a stage, "F" or "B"; of no effect around anything else."""
-        self._action = (Work(work), stage, micro_batch) if work in ("F", "B") else None
+        self._action = (ActionKind(work), stage, micro_batch) if work in ("F", "B") else None
         yield
         self._end()
         self._action = None
@@ -190,7 +190,7 @@ class ChunkManager:
     def _updated(self) -> int:
         """The place of the update among what closes a step: before what returns from it."""
         closing = self.schedule.closing
-        return next((i for i, op in enumerate(closing) if op.does is Does.RETURN), len(closing))
+        return next((i for i, op in enumerate(closing) if op.does is ChunkAction.RETURN), len(closing))
 
     @property
     def _micro_batch(self) -> int:
@@ -200,11 +200,11 @@ class ChunkManager:
         self._end()
         micro_batch = self._micro_batch
         if output.requires_grad:
-            output.register_hook(lambda _: self._begin(Work.BACKWARD, micro_batch, block))
+            output.register_hook(lambda _: self._begin(ActionKind.BACKWARD, micro_batch, block))
         if inputs[0].grad_fn is not None:  # a leaf's gradient may come before those of parameters: there the action's end tells
             inputs[0].register_hook(lambda _: self._end(block))
 
-    def _begin(self, work: Work, micro_batch: int, block: int) -> None:
+    def _begin(self, work: ActionKind, micro_batch: int, block: int) -> None:
         """Before a block's pass: what its moment needs, and the copies for later ones that may begin now."""
         self._end()
         moment = self._expected(work, micro_batch, block)
@@ -217,7 +217,7 @@ class ChunkManager:
         self._open = moment
         self._next += 1
 
-    def _expected(self, work: Work, micro_batch: int, block: int) -> Moment:
+    def _expected(self, work: ActionKind, micro_batch: int, block: int) -> BlockPass:
         """The next moment of the schedule, which must be this. Raises OrderError."""
         stage = self._action[1] if self._action is not None else -1
         found = (work, stage, micro_batch, block)
@@ -235,22 +235,22 @@ class ChunkManager:
             return
         self._open = None
         self._settle((self._next - 1,))
-        if moment.work is Work.BACKWARD:
+        if moment.work is ActionKind.BACKWARD:
             for chunk in self._of_block[moment.block]:
                 chunk.collect(moment.block)
         self._states.end(moment.block, moment.work)
         for op in moment.after:
             self._do(op)
 
-    def _do(self, op: Op) -> None:
+    def _do(self, op: ChunkOp) -> None:
         """`_late`: by moment what may still be under way during it, and is over behind it."""
         chunk = self._groups[op.group][op.number]
         self._states.do(op)
         {
-            Does.DROP: chunk.drop, Does.FETCH: chunk.fetch, Does.GATHER: chunk.gather, Does.RELEASE: chunk.release,
-            Does.REDUCE: chunk.reduce, Does.SEND: chunk.send, Does.RETURN: chunk.bring_back,
+            ChunkAction.DROP: chunk.drop, ChunkAction.FETCH: chunk.fetch, ChunkAction.GATHER: chunk.gather, ChunkAction.RELEASE: chunk.release,
+            ChunkAction.REDUCE: chunk.reduce, ChunkAction.SEND: chunk.send, ChunkAction.RETURN: chunk.bring_back,
         }[op.does]()
-        over = {Does.REDUCE: chunk.reduced, Does.SEND: chunk.sent}.get(op.does)
+        over = {ChunkAction.REDUCE: chunk.reduced, ChunkAction.SEND: chunk.sent}.get(op.does)
         if over is not None and op.issued >= self._next:
             self._late.setdefault(op.issued, []).append(over)
         elif over is not None:
@@ -262,14 +262,14 @@ class ChunkManager:
                 over()
 
 
-def _is_early(op: Op, index: int) -> bool:
+def _is_early(op: ChunkOp, index: int) -> bool:
     """Whether an op before moment `index` begins at a moment before that."""
-    return op.does in (Does.FETCH, Does.GATHER) and 0 <= op.issued < index
+    return op.does in (ChunkAction.FETCH, ChunkAction.GATHER) and 0 <= op.issued < index
 
 
-def _issued_early(moments: Sequence[Moment]) -> dict[int, list[Op]]:
+def _issued_early(moments: Sequence[BlockPass]) -> dict[int, list[ChunkOp]]:
     """By moment what is fetched, or gathered, there for a later one."""
-    found: dict[int, list[Op]] = {}
+    found: dict[int, list[ChunkOp]] = {}
     for index, moment in enumerate(moments):
         for op in moment.before:
             if _is_early(op, index):

@@ -21,7 +21,7 @@ from parplan.profiles.documents.files import replacing
 from parplan.profiles.documents.reader import Hints, read_json
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError, unknown_name_error
-from parplan.profiles.models.hub import allow_download, refusals
+from parplan.profiles.models.hub import allow_download, hub_refusals
 from parplan.profiles.units import MIB
 
 SIDECAR_VERSION = 1
@@ -100,7 +100,7 @@ def _hugging_face(name: str, *, download: bool) -> Tokenizer:
     elif not os.path.isdir(name):
         raise ConfigError(
             f"--tokenizer {name}: no such folder", hint="give 'bytes' or the folder of a Hugging Face tokenizer, or add --download")
-    with refusals(f"--tokenizer {name}", "give 'bytes', or the folder of a Hugging Face tokenizer"):
+    with hub_refusals(f"--tokenizer {name}", "give 'bytes', or the folder of a Hugging Face tokenizer"):
         from transformers import AutoTokenizer
 
         loaded = AutoTokenizer.from_pretrained(name, local_files_only=not download, trust_remote_code=False)

@@ -82,7 +82,7 @@ class Ending(nn.Module):
         self.loss = Loss()
 
 
-class ForeignBody(nn.Module):
+class ExternalBody(nn.Module):
     """A stage of `model`, whose parameters keep the module's own names behind `model.`"""
 
     def __init__(self, model: nn.Module, tied: tuple[nn.Module, str] | None, ends_model: bool) -> None:
@@ -119,7 +119,7 @@ def put(model: nn.Module, name: str, module: nn.Module) -> None:
     model.get_submodule(parent)._modules[key] = module
 
 
-def cut(body: ForeignBody, structure: Structure, own: set[str], dtype: torch.dtype, split: Hidden | None) -> None:
+def cut(body: ExternalBody, structure: Structure, own: set[str], dtype: torch.dtype, split: Hidden | None) -> None:
     """Replace the parts that are not among the names `own`. `dtype` is that of activations; `split` is done to the output
     of the embedding, of which the module makes positions and masks, before it enters a block or leaves the stage.
     """
@@ -151,7 +151,7 @@ def _cut_ends(model: nn.Module, structure: Structure, own: set[str], dtype: torc
             put(model, name, _AbsentHead(model.get_submodule(name)))
 
 
-def _hidden(body: ForeignBody, index: int, starts: int, ends: int, split: Hidden | None) -> Hidden:
+def _hidden(body: ExternalBody, index: int, starts: int, ends: int, split: Hidden | None) -> Hidden:
     """What the absent block `index` makes of its input."""
     if index >= ends:
         return (lambda x: _end(split(x))) if index == 0 and split else _end

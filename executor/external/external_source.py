@@ -1,6 +1,6 @@
 """The module that a plan names, unmodified: a Hugging Face causal LM from its config, or what a user's function returns.
 
-A Hugging Face model is made without memory for its parameters; `Source.fill` then makes those of one part, a function of
+A Hugging Face model is made without memory for its parameters; `ExternalSource.fill` then makes those of one part, a function of
 the seed and the part's own names alone, with the family's own initialisation. A function's module comes with its values:
 every rank has the whole of it on the host until it keeps its own parts.
 """
@@ -35,7 +35,7 @@ Fill = Callable[[str, nn.Module], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ExternalSource:
     """`fill(name, part)` gives the parameters of a part of `model` their values, on the host.
 
     styles: how transformers divides the linear layers of a block over tensor-parallel ranks, by name inside the block
@@ -46,17 +46,17 @@ class Source:
     styles: Mapping[str, str]
 
 
-def open_source(plan: Plan, seed: int) -> Source:
+def open_source(plan: Plan, seed: int) -> ExternalSource:
     """The module of `plan`. Raises ConfigError: no such function, not a module, transformers is missing or knows no such model."""
     module = plan.module
     if module is None:
         raise ConfigError("module: the plan names none")
     if module.huggingface is not None:
         return _hugging_face(plan, module.huggingface, seed)
-    return Source(model=_call(module.factory or "", seed), fill=lambda name, part: None, styles={})
+    return ExternalSource(model=_call(module.factory or "", seed), fill=lambda name, part: None, styles={})
 
 
-def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> Source:
+def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> ExternalSource:
     try:
         from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -74,7 +74,7 @@ def _hugging_face(plan: Plan, values: Mapping[str, Any], seed: int) -> Source:
     _check_positions(plan, config)
     styles = getattr(config, "base_model_tp_plan", None) or {}
     inside = {name.split(".*.", 1)[1]: style for name, style in styles.items() if ".*." in name}
-    return Source(model=model.train(), fill=_Initializer(model, seed), styles=inside)
+    return ExternalSource(model=model.train(), fill=_Initializer(model, seed), styles=inside)
 
 
 @contextmanager

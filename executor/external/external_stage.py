@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from parplan.executor.external.external_body import ForeignBody, cut, put
-from parplan.executor.external.external_source import Source, open_source
+from parplan.executor.external.external_body import ExternalBody, cut, put
+from parplan.executor.external.external_source import ExternalSource, open_source
 from parplan.executor.external.parallel_styles import (
     place_block,
     place_embedding,
@@ -26,7 +26,7 @@ from parplan.planner.plan.plan import Plan
 from parplan.profiles.models.operator_graph import LayerKind
 
 if TYPE_CHECKING:
-    from parplan.executor.pipeline.stages import Ranks
+    from parplan.executor.pipeline.stages import RankPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class _Site:
     """What the layers of one stage are made from."""
 
     plan: Plan
-    ranks: Ranks
-    source: Source
+    ranks: RankPlace
+    source: ExternalSource
     structure: Structure
 
     @property
@@ -46,14 +46,14 @@ class _Site:
         return self.model.get_submodule(name)
 
 
-def build_foreign(plan: Plan, ranks: Ranks, seed: int, groups: Sequence[tuple[PlacedLayer, ...]]) -> tuple[ForeignBody, tuple[Unit, ...]]:
+def build_external(plan: Plan, ranks: RankPlace, seed: int, groups: Sequence[tuple[PlacedLayer, ...]]) -> tuple[ExternalBody, tuple[Unit, ...]]:
     """The body of a stage that holds the layers of `groups`, which are gathered together. Raises ConfigError."""
     source = open_source(plan, seed)
     site = _Site(plan=plan, ranks=ranks, source=source, structure=find_structure(source.model, plan))
     layers = [layer for group in groups for layer in group]
     units = [_build_unit(site, group) for group in groups]
     own = {name for layer in layers for name in site.structure.names(layer.kind, layer.index)}
-    body = ForeignBody(source.model, _tied_here(site, own), any(layer.kind is LayerKind.HEAD for layer in layers))
+    body = ExternalBody(source.model, _tied_here(site, own), any(layer.kind is LayerKind.HEAD for layer in layers))
     divided = ranks.tp_mesh is not None and layers[0].plan.sequence_parallel
     cut(body, site.structure, own, compute_dtype(plan.training.precision), partial(split_sequence, ranks.tp_mesh) if divided else None)
     _move_buffers(source.model, ranks.device)

@@ -140,7 +140,7 @@ def _tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def trace(model: nn.Module, blocks: tuple[str, ...], others: tuple[str, ...], plan: Plan) -> Trace:
+def trace_module(model: nn.Module, blocks: tuple[str, ...], others: tuple[str, ...], plan: Plan) -> Trace:
     """Run `model` on one micro-batch of the plan without data. Raises ConfigError for what a pipeline could not cut."""
     watch = _Watch(blocks)
     shape = (plan.pipeline.micro_batch_size, plan.training.seq_length)

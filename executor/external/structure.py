@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from parplan.executor.external.module_calls import Trace, trace
+from parplan.executor.external.module_calls import Trace, trace_module
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
@@ -48,7 +48,7 @@ def find_structure(model: nn.Module, plan: Plan) -> Structure:
     holder = _list_of_blocks(model, plan.model.num_layers)
     blocks = tuple(f"{holder}.{key}" for key, _ in model.get_submodule(holder).named_children())
     others = tuple(_other_parts(model, holder))
-    ran = trace(model, blocks, others, plan)
+    ran = trace_module(model, blocks, others, plan)
     for name in others:
         if name not in ran.order:
             raise ConfigError(f"module: {name} holds parameters and did not run", hint="a pipeline stage cannot own what it does not run")

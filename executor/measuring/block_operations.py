@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from parplan.executor.measuring.layer_operations import DROPOUT
 from parplan.executor.measuring.operands import Maker, model_spec
 from parplan.executor.measuring.products import Sizes
-from parplan.executor.measuring.trials import Graph, Part, both
+from parplan.executor.measuring.trials import Graph, TimedPasses, both
 from parplan.executor.models.transformer_layers import Block
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -50,7 +50,7 @@ def block_specs(sizes: Sizes) -> tuple[ModelSpec, TrainingSpec]:
     return model, TrainingSpec(global_batch_size=sizes["batch"], seq_length=sizes["seq"], precision=Precision.FP32, stack=NEUTRAL)
 
 
-def block(sizes: Sizes) -> tuple[Part, ...]:
+def block(sizes: Sizes) -> tuple[TimedPasses, ...]:
     model, training = block_specs(sizes)
     shape = (sizes["batch"], sizes["seq"], sizes["hidden"])
 

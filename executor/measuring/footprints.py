@@ -20,7 +20,7 @@ _MARK = "step of a trial: "
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Footprint:
     """Bytes beyond what was held when a step began: the most there were, and how many more there are after it."""
 
     most: int
@@ -54,7 +54,7 @@ def footprint(trial: Trial, steps: Sequence[str], device: torch.device, paramete
     return sum(held.values()), max(0, *workspaces)
 
 
-def _on_gpu(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> dict[str, Span]:
+def _on_gpu(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> dict[str, Footprint]:
     spans = {}
     for step in steps:
         trial.before(step)
@@ -63,11 +63,11 @@ def _on_gpu(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> d
         before = torch.cuda.memory_allocated()
         run(step)
         torch.cuda.synchronize()
-        spans[step] = Span(torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before)
+        spans[step] = Footprint(torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before)
     return spans
 
 
-def _on_host(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> dict[str, Span]:
+def _on_host(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> dict[str, Footprint]:
     """All steps under one profiler, which does not see that what was made before it is freed."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell stderr whenever it starts and stops
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -81,11 +81,11 @@ def _on_host(trial: Trial, steps: Sequence[str], run: Callable[[str], None]) -> 
     return {step: _span(changes, *marks[_MARK + step]) for step in steps}
 
 
-def _span(changes: Sequence[tuple[int, int]], begin: int, end: int) -> Span:
+def _span(changes: Sequence[tuple[int, int]], begin: int, end: int) -> Footprint:
     """Of the changes (when, bytes) from `begin` to `end`."""
     now = most = 0
     for when, change in changes:
         if begin <= when <= end:
             now += change
             most = max(most, now)
-    return Span(most, now)
+    return Footprint(most, now)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from parplan.executor.measuring.operands import Maker, model_spec
 from parplan.executor.measuring.products import Sizes
-from parplan.executor.measuring.trials import Graph, Part, Trial, both
+from parplan.executor.measuring.trials import Graph, TimedPasses, Trial, both
 from parplan.executor.models.loss import Loss
 from parplan.executor.models.transformer_layers import (
     Activation,
@@ -27,7 +27,7 @@ from parplan.profiles.stack import AttentionKernel
 DROPOUT = 0.1  # its value does not change what runs
 
 
-def _module(make: Callable[[], nn.Module], shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[Part, ...]:
+def _module(make: Callable[[], nn.Module], shape: tuple[int, ...], out: tuple[int, ...]) -> tuple[TimedPasses, ...]:
     """A module of one input, both passes, with the gradients of the input and of all parameters."""
 
     def trial(maker: Maker) -> Trial:
@@ -40,34 +40,34 @@ def _module(make: Callable[[], nn.Module], shape: tuple[int, ...], out: tuple[in
     return both(trial)
 
 
-def layer_norm(sizes: Sizes) -> tuple[Part, ...]:
+def layer_norm(sizes: Sizes) -> tuple[TimedPasses, ...]:
     shape = (1, sizes["tokens"], sizes["hidden"])
     return _module(lambda: LayerNorm(sizes["hidden"]), shape, shape)
 
 
-def rms_norm(sizes: Sizes) -> tuple[Part, ...]:
+def rms_norm(sizes: Sizes) -> tuple[TimedPasses, ...]:
     shape = (1, sizes["tokens"], sizes["hidden"])
     return _module(lambda: RMSNorm(sizes["hidden"], eps=1e-5), shape, shape)
 
 
-def gelu(sizes: Sizes) -> tuple[Part, ...]:
+def gelu(sizes: Sizes) -> tuple[TimedPasses, ...]:
     shape = (1, sizes["tokens"], sizes["width"])
     return _module(lambda: Activation(model_spec()), shape, shape)
 
 
-def swiglu(sizes: Sizes) -> tuple[Part, ...]:
+def swiglu(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """`width` is that of one half, and of the output."""
     tokens, width = sizes["tokens"], sizes["width"]
     return _module(lambda: Activation(model_spec(gated_ffn=True)), (1, tokens, 2 * width), (1, tokens, width))
 
 
-def rotary(sizes: Sizes) -> tuple[Part, ...]:
+def rotary(sizes: Sizes) -> tuple[TimedPasses, ...]:
     model = model_spec(num_heads=sizes["heads"], num_kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"])
     shape = (sizes["batch"], sizes["seq"], model.q_size + 2 * model.kv_size)
     return _module(lambda: Rotary(model), shape, shape)
 
 
-def attention(sizes: Sizes) -> tuple[Part, ...]:
+def attention(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """Fused attention with the copies that the module makes of queries, keys and values."""
     model = model_spec(
         num_heads=sizes["heads"], num_kv_heads=sizes["kv_heads"], head_dim=sizes["head_dim"], dropout=DROPOUT * bool(sizes["dropout"]))
@@ -75,7 +75,7 @@ def attention(sizes: Sizes) -> tuple[Part, ...]:
     return _module(lambda: Attention(model, AttentionKernel.FLASH), (*tokens, model.q_size + 2 * model.kv_size), (*tokens, model.q_size))
 
 
-def softmax(sizes: Sizes) -> tuple[Part, ...]:
+def softmax(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """Scale, mask and softmax of un-fused attention."""
     attention = Attention(model_spec(), AttentionKernel.UNFUSED)
     shape = (sizes["batch"], sizes["heads"], sizes["seq"], sizes["seq"])
@@ -87,7 +87,7 @@ def softmax(sizes: Sizes) -> tuple[Part, ...]:
     return both(trial)
 
 
-def dropout(sizes: Sizes) -> tuple[Part, ...]:
+def dropout(sizes: Sizes) -> tuple[TimedPasses, ...]:
     def trial(maker: Maker) -> Trial:
         x = maker.normal(sizes["elements"], learned=True)
         return Graph(lambda: functional.dropout(x, DROPOUT), (x,), (x,), maker.gradient(sizes["elements"]))
@@ -95,15 +95,15 @@ def dropout(sizes: Sizes) -> tuple[Part, ...]:
     return both(trial)
 
 
-def residual(sizes: Sizes) -> tuple[Part, ...]:
+def residual(sizes: Sizes) -> tuple[TimedPasses, ...]:
     return _residual(sizes, 0.0)
 
 
-def dropped_residual(sizes: Sizes) -> tuple[Part, ...]:
+def dropped_residual(sizes: Sizes) -> tuple[TimedPasses, ...]:
     return _residual(sizes, DROPOUT)
 
 
-def _residual(sizes: Sizes, dropped: float) -> tuple[Part, ...]:
+def _residual(sizes: Sizes, dropped: float) -> tuple[TimedPasses, ...]:
     """Backward: the branch's gradient, and that of the stream added to what the branch's norm has just given, in place as autograd
     adds a gradient that nobody else holds."""
     shape = (1, sizes["tokens"], sizes["hidden"])
@@ -121,15 +121,15 @@ def _residual(sizes: Sizes, dropped: float) -> tuple[Part, ...]:
     return both(trial)
 
 
-def positions(sizes: Sizes) -> tuple[Part, ...]:
+def positions(sizes: Sizes) -> tuple[TimedPasses, ...]:
     return _positions(sizes, 0.0)
 
 
-def dropped_positions(sizes: Sizes) -> tuple[Part, ...]:
+def dropped_positions(sizes: Sizes) -> tuple[TimedPasses, ...]:
     return _positions(sizes, DROPOUT)
 
 
-def _positions(sizes: Sizes, dropped: float) -> tuple[Part, ...]:
+def _positions(sizes: Sizes, dropped: float) -> tuple[TimedPasses, ...]:
     """Backward: the table's gradient too, added to the step's."""
     model = model_spec(hidden_size=sizes["hidden"], max_seq_length=sizes["seq"], dropout=dropped)
     shape = (sizes["batch"], sizes["seq"], sizes["hidden"])
@@ -144,7 +144,7 @@ def _positions(sizes: Sizes, dropped: float) -> tuple[Part, ...]:
     return both(trial)
 
 
-def embedding(sizes: Sizes) -> tuple[Part, ...]:
+def embedding(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """The token table; its gradient is added to the step's."""
 
     def trial(maker: Maker) -> Trial:
@@ -168,7 +168,7 @@ def _accumulate(maker: Maker, table: Tensor) -> Callable[[tuple[Tensor, ...]], N
     return add
 
 
-def cross_entropy(sizes: Sizes) -> tuple[Part, ...]:
+def cross_entropy(sizes: Sizes) -> tuple[TimedPasses, ...]:
     def trial(maker: Maker) -> Trial:
         logits = maker.normal(1, sizes["tokens"], sizes["vocab"], learned=True)
         targets = maker.numbers(sizes["vocab"], 1, sizes["tokens"])

@@ -39,7 +39,7 @@ from parplan.executor.sharding.zero_units import (
 from parplan.executor.tensors import local
 from parplan.executor.training.optimizer import build_optimizer, clip_gradients, squared_norm
 from parplan.planner.plan.plan import OperatorPlacement
-from parplan.profiles.machines.measurements import Measured
+from parplan.profiles.machines.measurements import CaseFigures
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -53,7 +53,7 @@ WARM_UP = 2
 PARTS = ("forward", "backward", "reduce", "update")
 
 
-def layouts(sizes: Sizes, device: torch.device) -> Measured:
+def layouts(sizes: Sizes, device: torch.device) -> CaseFigures:
     """Seconds that one layer takes more, by layout and part of the step, at least 0."""
     with world_of_one(device):
         model, training = block_specs(sizes)
@@ -64,7 +64,7 @@ def layouts(sizes: Sizes, device: torch.device) -> Measured:
         for name, make in made.items():
             plain, other = _plain(model, training, device, mesh), make(model, training, device, mesh)
             figures |= {f"{name}_{part}_s": seconds for part, seconds in _more_s(plain, other, x).items() if seconds}
-        return Measured(figures=figures | {"staged_action_s": _action_s(model, training, device, mesh.get_group())})
+        return CaseFigures(figures=figures | {"staged_action_s": _action_s(model, training, device, mesh.get_group())})
 
 
 def _action_s(model: ModelSpec, training: TrainingSpec, device: torch.device, group: dist.ProcessGroup) -> float:
@@ -98,7 +98,7 @@ def _loss(out: Tensor, target: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class Layout:
+class LayoutTrial:
     """Blocks with what surrounds their passes in a step."""
 
     layers: Sequence[nn.Module]
@@ -142,28 +142,28 @@ def _blocks(model: ModelSpec, training: TrainingSpec, device: torch.device) -> l
     return [build_layer(model, training, LayerKind.BLOCK, 1 + index, 0, device) for index in range(LAYERS)]
 
 
-def _plain(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+def _plain(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> LayoutTrial:
     layers = _blocks(model, training, device)
-    return Layout(layers, nn.Sequential(*layers))
+    return LayoutTrial(layers, nn.Sequential(*layers))
 
 
-def _split(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+def _split(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> LayoutTrial:
     found = _plain(model, training, device, mesh)
     found.splits = True
     return found
 
 
-def _sharded(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+def _sharded(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> LayoutTrial:
     """ZeRO 1, which gathers and reduces once a step."""
     layers = _blocks(model, training, device)
     body, units = nn.Sequential(*layers), [Unit(layers=(layer,), zero=1, mesh=mesh) for layer in layers]
     for unit in units:
         shard_unit(unit, training.precision)
     shard_root(body, units, mesh)
-    return Layout(layers, body, begin=lambda: begin_step(body, units), reduce=lambda: reduce_gradients(body, units, None))
+    return LayoutTrial(layers, body, begin=lambda: begin_step(body, units), reduce=lambda: reduce_gradients(body, units, None))
 
 
-def _divided(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> Layout:
+def _divided(model: ModelSpec, training: TrainingSpec, device: torch.device, mesh: DeviceMesh) -> LayoutTrial:
     """With the placements of Megatron's tensor parallelism."""
     block = build_graph(model, training, training.global_batch_size).block
     placed = {operator.name: placements(operator, Sharding(2)) for operator in block.operators}
@@ -175,10 +175,10 @@ def _divided(model: ModelSpec, training: TrainingSpec, device: torch.device, mes
     def enter(x: Tensor) -> Tensor:
         return DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
 
-    return Layout(layers, nn.Sequential(*layers), enter=enter)
+    return LayoutTrial(layers, nn.Sequential(*layers), enter=enter)
 
 
-def _more_s(plain: Layout, other: Layout, x: Tensor) -> dict[str, float]:
+def _more_s(plain: LayoutTrial, other: LayoutTrial, x: Tensor) -> dict[str, float]:
     """By part of the step, the seconds of a layer in `other` beyond those in `plain`."""
     once, more = _in_turns(lambda: _laps_s(plain, x), lambda: _laps_s(other, x))
     return {part: max(0.0, there - here) / LAYERS for part, here, there in zip(PARTS, once, more, strict=True)}
@@ -196,7 +196,7 @@ def _in_turns(*runs: Callable[[], list[float]]) -> list[list[float]]:
     return [[median(column) for column in zip(*found[WARM_UP:], strict=True)] for found in laps]
 
 
-def _laps_s(layout: Layout, x: Tensor) -> list[float]:
+def _laps_s(layout: LayoutTrial, x: Tensor) -> list[float]:
     marks = [_now_s(x.device)]
     for _ in layout.step(x):
         marks.append(_now_s(x.device))

@@ -15,8 +15,8 @@ from parplan.executor.measuring.block_operations import block
 from parplan.executor.measuring.operands import Maker, resident_bytes
 from parplan.executor.measuring.products import Sizes
 from parplan.executor.measuring.step_timing import timing
-from parplan.executor.measuring.trials import Once, Part, Trial, once
-from parplan.profiles.machines.measurements import Measured, Timing, UnsupportedCase
+from parplan.executor.measuring.trials import TrialStep, TimedPasses, Trial, once
+from parplan.profiles.machines.measurements import CaseFigures, Timing, UnsupportedCase
 from parplan.profiles.units import US_PER_S
 
 TRANSFER_REPEATS = 10
@@ -28,12 +28,12 @@ STEP_BLOCK = {  # of GPT-2's size: its step is to fill the allocator's pools
     "batch": 4, "seq": 1024}
 
 
-def device_copy(sizes: Sizes) -> tuple[Part, ...]:
+def device_copy(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """From one place of the device's memory to another."""
 
     def trial(maker: Maker) -> Trial:
         source, target = (maker.normal(-(-sizes["bytes"] // maker.dtype.itemsize)) for _ in range(2))
-        return Once(lambda: target.copy_(source))
+        return TrialStep(lambda: target.copy_(source))
 
     return once(trial)
 
@@ -42,12 +42,12 @@ def copied(sizes: Sizes, times: dict[str, Timing]) -> dict[str, float]:
     return {"copied_bytes_per_s": 2 * sizes["bytes"] / times["time"].median_us * US_PER_S}
 
 
-def adam_pace(sizes: Sizes, times: dict[str, Timing]) -> dict[str, float]:
+def adam_rates(sizes: Sizes, times: dict[str, Timing]) -> dict[str, float]:
     """Of the bytes that a price of Adam on the host counts."""
     return {"bytes_per_s": ADAM_BYTES * sizes["parameters"] / times["time"].median_us * US_PER_S}
 
 
-def transfer(sizes: Sizes, device: torch.device) -> Measured:
+def transfer(sizes: Sizes, device: torch.device) -> CaseFigures:
     """Between pinned memory of the host and the device: each way alone, and both at once, each on a stream of its own."""
     if device.type != "cuda":
         raise UnsupportedCase("a transfer needs a device with memory of its own, a CPU has none")
@@ -59,7 +59,7 @@ def transfer(sizes: Sizes, device: torch.device) -> Measured:
     for name, pairs in (("to_device", (there,)), ("from_device", (back,)), ("both", (there, back))):
         seconds = [_moved_s(pairs, device) for _ in range(TRANSFER_REPEATS)][1:]
         figures[f"{name}_bytes_per_s"] = n_bytes / statistics.median(seconds)
-    return Measured(figures=figures)
+    return CaseFigures(figures=figures)
 
 
 def _moved_s(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> float:
@@ -77,7 +77,7 @@ def _moved_s(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> fl
     return max(begin.elapsed_time(end) for end in ends) / 1000
 
 
-def launch(_: Sizes, device: torch.device) -> Measured:
+def launch(_: Sizes, device: torch.device) -> CaseFigures:
     """Seconds of the host for one small operator whose graph is recorded."""
     x = torch.ones(SMALL, device=device, requires_grad=True)
     y = torch.ones(SMALL, device=device)
@@ -90,10 +90,10 @@ def launch(_: Sizes, device: torch.device) -> Measured:
             x + y
         laps.append((time.perf_counter() - started) / LAUNCHES)
     found = timing(laps[1:])
-    return Measured(figures={"host_launch_s": found.median_us / US_PER_S})
+    return CaseFigures(figures={"host_launch_s": found.median_us / US_PER_S})
 
 
-def allocator(_: Sizes, device: torch.device) -> Measured:
+def allocator(_: Sizes, device: torch.device) -> CaseFigures:
     """What the caching allocator rounds a small tensor up to, what it holds beyond what was allocated after a block's step, over that,
     and what lies on the device besides, tensors left out. On a CPU there is no such allocator: what the process holds before its first
     tensor alone."""
@@ -101,7 +101,7 @@ def allocator(_: Sizes, device: torch.device) -> Measured:
         held = resident_bytes()
         if held is None:
             raise UnsupportedCase("this system does not say how much memory a process holds")
-        return Measured(figures={"context_bytes": float(held)})
+        return CaseFigures(figures={"context_bytes": float(held)})
     before = torch.cuda.memory_allocated(device)
     small = torch.empty(1, dtype=torch.uint8, device=device)
     granularity = torch.cuda.memory_allocated(device) - before
@@ -110,7 +110,7 @@ def allocator(_: Sizes, device: torch.device) -> Measured:
     share = torch.cuda.max_memory_reserved(device) / torch.cuda.max_memory_allocated(device) - 1
     free, total = torch.cuda.mem_get_info(device)  # of all processes: nobody else is to be on the device
     context = total - free - torch.cuda.memory_reserved(device)
-    return Measured(figures={"granularity_bytes": float(granularity), "reserved_share": share, "context_bytes": float(context)})
+    return CaseFigures(figures={"granularity_bytes": float(granularity), "reserved_share": share, "context_bytes": float(context)})
 
 
 def _step(device: torch.device) -> None:

@@ -33,10 +33,10 @@ from parplan.executor.measuring.footprints import footprint
 from parplan.executor.measuring.operands import Maker, cache_bytes
 from parplan.executor.measuring.products import Sizes
 from parplan.executor.measuring.step_timing import ENOUGH_S, MOST_REPEATS, Rounds, measure_steps
-from parplan.executor.measuring.trials import Part, Trial
+from parplan.executor.measuring.trials import TimedPasses, Trial
 from parplan.executor.tensors import DTYPES
 from parplan.profiles.errors import ConfigError, unknown_name_error
-from parplan.profiles.machines.measurements import Case, Measured, Timing, UnsupportedCase
+from parplan.profiles.machines.measurements import Case, CaseFigures, Timing, UnsupportedCase
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GIB
 
@@ -49,7 +49,7 @@ TIME = ("time",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class MeasuredWork:
     """What a work needs and gives: the names of its sizes, its passes, and how it is measured, timed `parts` or a figure.
 
     figures: what follows of the times; on_host: on the CPU whatever the device; on_dtensors: needs a process group
@@ -57,8 +57,8 @@ class Work:
 
     sizes: tuple[str, ...]
     passes: tuple[str, ...] = ()
-    parts: Callable[[Sizes], tuple[Part, ...]] | None = None
-    figure: Callable[[Sizes, torch.device], Measured] | None = None
+    parts: Callable[[Sizes], tuple[TimedPasses, ...]] | None = None
+    figure: Callable[[Sizes, torch.device], CaseFigures] | None = None
     figures: Callable[[Sizes, dict[str, Timing]], dict[str, float]] | None = None
     on_host: bool = False
     on_dtensors: bool = False
@@ -66,39 +66,39 @@ class Work:
 
 FLAGS = frozenset({"bias", "dropout", "gated", "rms", "rotary"})
 BLOCK_SIZES = ("hidden", "heads", "kv_heads", "head_dim", "ffn", "gated", "rms", "rotary", "dropout", "batch", "seq")
-WORKS: Mapping[str, Work] = {
-    "linear": Work(sizes=("m", "n", "k", "bias"), passes=("forward", "input_gradient", "weight_gradient"), parts=products.linear),
-    "attention": Work(sizes=("batch", "heads", "kv_heads", "seq", "head_dim", "dropout"), passes=BOTH, parts=layers.attention),
-    "batched": Work(sizes=("batch", "m", "n", "k"), passes=BOTH, parts=products.batched),
-    "softmax": Work(sizes=("batch", "heads", "seq"), passes=BOTH, parts=layers.softmax),
-    "dropout": Work(sizes=("elements",), passes=BOTH, parts=layers.dropout),
-    "layer_norm": Work(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.layer_norm),
-    "rms_norm": Work(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.rms_norm),
-    "gelu": Work(sizes=("tokens", "width"), passes=BOTH, parts=layers.gelu),
-    "swiglu": Work(sizes=("tokens", "width"), passes=BOTH, parts=layers.swiglu),
-    "rotary": Work(sizes=("batch", "seq", "heads", "kv_heads", "head_dim"), passes=BOTH, parts=layers.rotary),
-    "positions": Work(sizes=("batch", "seq", "hidden"), passes=BOTH, parts=layers.positions),
-    "dropped_positions": Work(sizes=("batch", "seq", "hidden"), passes=BOTH, parts=layers.dropped_positions),
-    "residual": Work(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.residual),
-    "dropped_residual": Work(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.dropped_residual),
-    "accumulation": Work(sizes=("elements",), passes=TIME, parts=updates.accumulation),
-    "bias_gradient": Work(sizes=("tokens", "width"), passes=TIME, parts=products.bias_gradient),
-    "embedding": Work(sizes=("tokens", "hidden", "vocab"), passes=BOTH, parts=layers.embedding),
-    "cross_entropy": Work(sizes=("tokens", "vocab"), passes=BOTH, parts=layers.cross_entropy),
-    "adamw": Work(sizes=("parameters",), passes=TIME, parts=updates.adamw, on_dtensors=True),
-    "gradient_norm": Work(sizes=("parameters",), passes=TIME, parts=updates.gradient_norm, on_dtensors=True),
-    "block": Work(sizes=BLOCK_SIZES, passes=BOTH, parts=blocks.block),
-    "layouts": Work(sizes=BLOCK_SIZES, figure=layouts.layouts),
-    "device_copy": Work(sizes=("bytes",), passes=TIME, parts=machine.device_copy, figures=machine.copied),
-    "transfer": Work(sizes=("bytes",), figure=machine.transfer),
-    "host_adam": Work(
-        sizes=("parameters",), passes=TIME, parts=updates.adamw, figures=machine.adam_pace, on_host=True, on_dtensors=True),
-    "launch": Work(sizes=(), figure=machine.launch),
-    "allocator": Work(sizes=(), figure=machine.allocator),
+WORKS: Mapping[str, MeasuredWork] = {
+    "linear": MeasuredWork(sizes=("m", "n", "k", "bias"), passes=("forward", "input_gradient", "weight_gradient"), parts=products.linear),
+    "attention": MeasuredWork(sizes=("batch", "heads", "kv_heads", "seq", "head_dim", "dropout"), passes=BOTH, parts=layers.attention),
+    "batched": MeasuredWork(sizes=("batch", "m", "n", "k"), passes=BOTH, parts=products.batched),
+    "softmax": MeasuredWork(sizes=("batch", "heads", "seq"), passes=BOTH, parts=layers.softmax),
+    "dropout": MeasuredWork(sizes=("elements",), passes=BOTH, parts=layers.dropout),
+    "layer_norm": MeasuredWork(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.layer_norm),
+    "rms_norm": MeasuredWork(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.rms_norm),
+    "gelu": MeasuredWork(sizes=("tokens", "width"), passes=BOTH, parts=layers.gelu),
+    "swiglu": MeasuredWork(sizes=("tokens", "width"), passes=BOTH, parts=layers.swiglu),
+    "rotary": MeasuredWork(sizes=("batch", "seq", "heads", "kv_heads", "head_dim"), passes=BOTH, parts=layers.rotary),
+    "positions": MeasuredWork(sizes=("batch", "seq", "hidden"), passes=BOTH, parts=layers.positions),
+    "dropped_positions": MeasuredWork(sizes=("batch", "seq", "hidden"), passes=BOTH, parts=layers.dropped_positions),
+    "residual": MeasuredWork(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.residual),
+    "dropped_residual": MeasuredWork(sizes=("tokens", "hidden"), passes=BOTH, parts=layers.dropped_residual),
+    "accumulation": MeasuredWork(sizes=("elements",), passes=TIME, parts=updates.accumulation),
+    "bias_gradient": MeasuredWork(sizes=("tokens", "width"), passes=TIME, parts=products.bias_gradient),
+    "embedding": MeasuredWork(sizes=("tokens", "hidden", "vocab"), passes=BOTH, parts=layers.embedding),
+    "cross_entropy": MeasuredWork(sizes=("tokens", "vocab"), passes=BOTH, parts=layers.cross_entropy),
+    "adamw": MeasuredWork(sizes=("parameters",), passes=TIME, parts=updates.adamw, on_dtensors=True),
+    "gradient_norm": MeasuredWork(sizes=("parameters",), passes=TIME, parts=updates.gradient_norm, on_dtensors=True),
+    "block": MeasuredWork(sizes=BLOCK_SIZES, passes=BOTH, parts=blocks.block),
+    "layouts": MeasuredWork(sizes=BLOCK_SIZES, figure=layouts.layouts),
+    "device_copy": MeasuredWork(sizes=("bytes",), passes=TIME, parts=machine.device_copy, figures=machine.copied),
+    "transfer": MeasuredWork(sizes=("bytes",), figure=machine.transfer),
+    "host_adam": MeasuredWork(
+        sizes=("parameters",), passes=TIME, parts=updates.adamw, figures=machine.adam_rates, on_host=True, on_dtensors=True),
+    "launch": MeasuredWork(sizes=(), figure=machine.launch),
+    "allocator": MeasuredWork(sizes=(), figure=machine.allocator),
 }
 
 
-def measure(case: Case, device: str) -> Measured:
+def measure(case: Case, device: str) -> CaseFigures:
     """Times, bytes and figures of a case on a device ("cpu", "cuda:0").
 
     Raises ConfigError (no such work, sizes, passes or precision), UnsupportedCase (the device or torch on it cannot do it), and
@@ -122,7 +122,7 @@ def measure(case: Case, device: str) -> Measured:
     return replace(measured, clock_mhz=machine.clock_mhz(place))
 
 
-def _checked(case: Case) -> tuple[Work, Precision]:
+def _checked(case: Case) -> tuple[MeasuredWork, Precision]:
     for what, found, known in (("work", case.work, WORKS), ("precision", case.precision, list(Precision))):
         if found not in known:
             raise unknown_name_error(what, found, known, where=f"case {case.key}")
@@ -138,7 +138,7 @@ def _checked(case: Case) -> tuple[Work, Precision]:
     return work, Precision(case.precision)
 
 
-def _measured(case: Case, work: Work, device: torch.device, dtype: torch.dtype) -> Measured:
+def _measured(case: Case, work: MeasuredWork, device: torch.device, dtype: torch.dtype) -> CaseFigures:
     sizes = dict(case.sizes)
     if work.parts is None:
         assert work.figure is not None
@@ -158,11 +158,11 @@ def _measured(case: Case, work: Work, device: torch.device, dtype: torch.dtype) 
         saved.append(kept)
         workspaces.append(workspace)
     figures = work.figures(sizes, times) if work.figures is not None else {}
-    return Measured(
+    return CaseFigures(
         times=times, saved_bytes=max(saved, default=None), workspace_bytes=max(workspaces, default=None), figures=figures)
 
 
-def _timed(part: Part, wanted: Sequence[str], device: torch.device, dtype: torch.dtype) -> tuple[Mapping[str, Timing], int, int]:
+def _timed(part: TimedPasses, wanted: Sequence[str], device: torch.device, dtype: torch.dtype) -> tuple[Mapping[str, Timing], int, int]:
     """Times of the wanted steps, saved bytes and workspace, over as many copies as keep caches cold."""
     maker = Maker(device, dtype)
     trial = part.make(maker)
@@ -175,7 +175,7 @@ def _timed(part: Part, wanted: Sequence[str], device: torch.device, dtype: torch
     return measure_steps(Rounds(trials, steps, device), wanted), kept, workspace
 
 
-def _copies(part: Part, count: int, device: torch.device, dtype: torch.dtype) -> list[Trial]:
+def _copies(part: TimedPasses, count: int, device: torch.device, dtype: torch.dtype) -> list[Trial]:
     return [part.make(Maker(device, dtype)) for _ in range(count)]
 
 

@@ -7,26 +7,26 @@ from collections.abc import Callable, Mapping
 import torch
 
 from parplan.executor.measuring.operands import Maker
-from parplan.executor.measuring.trials import Graph, Once, Part, Trial
+from parplan.executor.measuring.trials import Graph, TrialStep, TimedPasses, Trial
 from parplan.executor.models.transformer_layers import Linear
 
 Sizes = Mapping[str, int]
 
 
-def linear(sizes: Sizes) -> tuple[Part, ...]:
+def linear(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """[1, m, k] x [n, k]^T. Each gradient is that of one operand alone, so that the graph has one product; that of the bias is a
     case of its own."""
     return (
-        Part(_linear(sizes, ("x", "weight", "bias")), {"forward": "forward"}),
-        Part(_linear(sizes, ("x",)), {"backward": "input_gradient"}),
-        Part(_linear(sizes, ("weight",)), {"backward": "weight_gradient"}),
+        TimedPasses(_linear(sizes, ("x", "weight", "bias")), {"forward": "forward"}),
+        TimedPasses(_linear(sizes, ("x",)), {"backward": "input_gradient"}),
+        TimedPasses(_linear(sizes, ("weight",)), {"backward": "weight_gradient"}),
     )
 
 
-def bias_gradient(sizes: Sizes) -> tuple[Part, ...]:
+def bias_gradient(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """The sum over tokens of an output's gradient: the backward pass of a linear layer whose bias alone has one."""
     ones = {"m": sizes["tokens"], "n": sizes["width"], "k": 1, "bias": 1}
-    return (Part(_linear(ones, ("bias",)), {"backward": "time"}),)
+    return (TimedPasses(_linear(ones, ("bias",)), {"backward": "time"}),)
 
 
 def _linear(sizes: Sizes, learned: tuple[str, ...]) -> Callable[[Maker], Trial]:
@@ -43,7 +43,7 @@ def _linear(sizes: Sizes, learned: tuple[str, ...]) -> Callable[[Maker], Trial]:
     return make
 
 
-def batched(sizes: Sizes) -> tuple[Part, ...]:
+def batched(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """One batched product [m, k] x [k, n], as un-fused attention lays out its operands.
 
     forward: queries times transposed keys where n > k, else probabilities times values. backward: the first is that of the
@@ -55,11 +55,11 @@ def batched(sizes: Sizes) -> tuple[Part, ...]:
         turned = backward and n <= k
         left = maker.normal(batch, k, m).transpose(1, 2) if turned else maker.normal(batch, m, k)
         right = maker.normal(batch, n, k).transpose(1, 2) if n > k else maker.normal(batch, k, n)
-        return Once(lambda: left @ right, (left,))
+        return TrialStep(lambda: left @ right, (left,))
 
     return (
-        Part(lambda maker: make(False, maker), {"time": "forward"}),
-        Part(lambda maker: make(True, maker), {"time": "backward"}),
+        TimedPasses(lambda maker: make(False, maker), {"time": "forward"}),
+        TimedPasses(lambda maker: make(True, maker), {"time": "backward"}),
     )
 
 

@@ -86,7 +86,7 @@ class Graph:
 
 
 @dataclass(slots=True)
-class Once:
+class TrialStep:
     """Work of one step."""
 
     compute: Callable[[], Tensor | tuple[Tensor, ...]]
@@ -125,7 +125,7 @@ def _touch(tensors: tuple[Tensor, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TimedPasses:
     """A trial of a case, which of its passes the trial's steps are, and how many of what is wanted a step does."""
 
     make: Callable[[Maker], Trial]
@@ -133,9 +133,9 @@ class Part:
     times: int = 1
 
 
-def both(make: Callable[[Maker], Trial]) -> tuple[Part, ...]:
-    return (Part(make, {"forward": "forward", "backward": "backward"}),)
+def both(make: Callable[[Maker], Trial]) -> tuple[TimedPasses, ...]:
+    return (TimedPasses(make, {"forward": "forward", "backward": "backward"}),)
 
 
-def once(make: Callable[[Maker], Trial], times: int = 1) -> tuple[Part, ...]:
-    return (Part(make, {"time": "time"}, times),)
+def once(make: Callable[[Maker], Trial], times: int = 1) -> tuple[TimedPasses, ...]:
+    return (TimedPasses(make, {"time": "time"}, times),)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from parplan.executor.measuring.operands import GRADIENT_STD, Maker, cache_bytes
 from parplan.executor.measuring.products import Sizes
-from parplan.executor.measuring.trials import Once, Part, Trial, once
+from parplan.executor.measuring.trials import TrialStep, TimedPasses, Trial, once
 from parplan.executor.run_options import Options
 from parplan.executor.tensors import forget_meshes, local
 from parplan.executor.training.optimizer import build_optimizer, clip_gradients, squared_norm
@@ -82,7 +82,7 @@ def _held(maker: Maker, tensors: list[Tensor]) -> list[Tensor]:
     return [DTensor.from_local(tensor, mesh, (Replicate(),), run_check=False) for tensor in tensors]
 
 
-def adamw(sizes: Sizes) -> tuple[Part, ...]:
+def adamw(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """The update, after which the gradients are let go; in 16 bits with the copies for the next step's passes."""
 
     def trial(maker: Maker) -> Trial:
@@ -103,12 +103,12 @@ def adamw(sizes: Sizes) -> tuple[Part, ...]:
                 torch._foreach_copy_(copies, masters)
             return ()
 
-        return Once(update, ready=ready)
+        return TrialStep(update, ready=ready)
 
     return once(trial, layers_of(sizes["parameters"]))
 
 
-def gradient_norm(sizes: Sizes) -> tuple[Part, ...]:
+def gradient_norm(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """Norm and clipping, without the reduction over the ranks."""
 
     def trial(maker: Maker) -> Trial:
@@ -122,18 +122,18 @@ def gradient_norm(sizes: Sizes) -> tuple[Part, ...]:
             clip_gradients(optimizer, largest, norm)
             return norm
 
-        return Once(torch.no_grad()(clip), ready=_sweep(maker))
+        return TrialStep(torch.no_grad()(clip), ready=_sweep(maker))
 
     return once(trial, layers_of(sizes["parameters"]))
 
 
-def accumulation(sizes: Sizes) -> tuple[Part, ...]:
+def accumulation(sizes: Sizes) -> tuple[TimedPasses, ...]:
     """A weight gradient added to the fp32 one of earlier micro-batches."""
 
     def trial(maker: Maker) -> Trial:
         gradient = maker.normal(sizes["elements"], std=GRADIENT_STD)
         total = maker.normal(sizes["elements"], std=GRADIENT_STD, dtype=torch.float32)
-        return Once(lambda: (total.add_(gradient), ())[1], (gradient,))
+        return TrialStep(lambda: (total.add_(gradient), ())[1], (gradient,))
 
     return once(trial)
 

@@ -25,7 +25,7 @@ def _as_it_is(layer: nn.Module) -> Callable[..., Any]:
     return layer
 
 
-class Ahead:
+class EarlyRecompute:
     """What one layer can run again of a forward pass; its module has it as `ahead`."""
 
     def __init__(self, each: Each = _as_it_is) -> None:
@@ -61,7 +61,7 @@ class Ahead:
 
 def checkpointed(layer: nn.Module, each: Each = _as_it_is) -> nn.Module:
     """`layer` run again as a whole in its backward pass, or ahead of it; `each` gives what is called for one forward pass and its rerun."""
-    ahead = Ahead(each)
+    ahead = EarlyRecompute(each)
     wrapped = checkpoint_wrapper(layer, checkpoint_fn=ahead.checkpoint)
     wrapped.ahead = ahead
     return wrapped

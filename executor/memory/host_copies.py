@@ -78,7 +78,7 @@ class HostCopies:
         return copy, stream.record_event() if stream is not None else None
 
 
-class Sent:
+class HostTensor:
     """A tensor that is on the host until it is asked for, or `start` says that it will be."""
 
     def __init__(self, copies: HostCopies, tensor: Tensor) -> None:
@@ -116,11 +116,11 @@ class Flight:
     def __init__(self, copies: HostCopies, before: Flight | None) -> None:
         self._copies = copies
         self._before = before
-        self._sent: list[weakref.ref[Sent]] = []
+        self._sent: list[weakref.ref[HostTensor]] = []
         self._on_the_way: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
-    def send(self, tensor: Tensor) -> Sent:
-        sent = Sent(self._copies, tensor)
+    def send(self, tensor: Tensor) -> HostTensor:
+        sent = HostTensor(self._copies, tensor)
         self._sent.append(weakref.ref(sent))
         self._on_the_way.append((tensor, sent.gone))
         return sent
@@ -171,7 +171,7 @@ class OnHost:
         self._running: tuple[str, ...] = ()
         self._inputs: set[int] = set()
         self._parameters: set[int] = set()
-        self._known: dict[_Key, Sent | None] = {}
+        self._known: dict[_Key, HostTensor | None] = {}
 
     def follow(self, layer: nn.Module) -> None:
         """From now on know which operator of `layer` runs; after all other hooks were registered."""
@@ -204,13 +204,13 @@ class OnHost:
     def _ends(self, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         self._running = ()
 
-    def read(self, tensor: Tensor) -> Sent | None:
+    def read(self, tensor: Tensor) -> HostTensor | None:
         """What came of an input that the running operator keeps, None where it stays."""
         if self._flight is None or self._reads.isdisjoint(self._running):
             return None
         return self._kept(tensor)
 
-    def saved(self, tensor: Tensor) -> Sent | None:
+    def saved(self, tensor: Tensor) -> HostTensor | None:
         """The same of a tensor that autograd keeps of the running operator."""
         if self._flight is None or memory_of(tensor) in self._parameters:
             return None
@@ -219,7 +219,7 @@ class OnHost:
         makes = not self._makes.isdisjoint(self._running) and tensor.dim() >= fewest
         return self._kept(tensor) if reads or makes or self._running == (self._whole,) else None
 
-    def _kept(self, tensor: Tensor) -> Sent | None:
+    def _kept(self, tensor: Tensor) -> HostTensor | None:
         flat = flattened(local(tensor.detach()))
         key = memory_of(flat), int(flat.storage_offset()), *flat.size(), *flat.stride()
         if key not in self._known:

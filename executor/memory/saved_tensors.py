@@ -21,8 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from parplan.executor.memory.early_recompute import Ahead
-from parplan.executor.memory.host_copies import OnHost, Sent, flattened
+from parplan.executor.memory.early_recompute import EarlyRecompute
+from parplan.executor.memory.host_copies import OnHost, HostTensor, flattened
 from parplan.executor.tensors import local, memory_of
 
 Make = Callable[..., Iterable[Any]]  # tensors, or what was kept of them
@@ -47,11 +47,11 @@ class _Recipe:
         assert made is not None, "asked for twice"
         if self._once:
             self._made[index] = None
-        return local(again(made))
+        return local(with_recipes(made))
 
     def run(self) -> None:
         if not self._made:
-            self._made = [made if isinstance(made, _Again) else local(made) for made in self._make(*map(again, self._inputs))]
+            self._made = [made if isinstance(made, _Again) else local(made) for made in self._make(*map(with_recipes, self._inputs))]
             self._inputs = ()
 
 
@@ -59,7 +59,7 @@ class _Recipe:
 class _Again:
     """A view of this rank's part of what a recipe makes at `index`, or of what comes back from the host, and that view's wrapping."""
 
-    recipe: _Recipe | Sent
+    recipe: _Recipe | HostTensor
     index: int
     size: torch.Size
     stride: tuple[int, ...]
@@ -80,7 +80,7 @@ class Recipes:
     def __init__(self, *, on_host: OnHost | None = None) -> None:
         self.on_host = on_host
         self.in_halves = False
-        self.ahead = Ahead()
+        self.ahead = EarlyRecompute()
         self._runs_ahead = False
         self._made: dict[int, tuple[StorageWeakRef, _Recipe, int]] = {}
         self._watching = False
@@ -93,7 +93,7 @@ class Recipes:
         self._watching = True
         flight = self.on_host.begin(layer) if self.on_host is not None else None
         try:
-            with saved_tensors_hooks(self._save, again):
+            with saved_tensors_hooks(self._save, with_recipes):
                 output = forward(*inputs)
         finally:
             self._watching = False
@@ -141,7 +141,7 @@ class Recipes:
         def keep(tensor: Tensor) -> _Again:
             return _view(recipe, next(indices), tensor)
 
-        with saved_tensors_hooks(keep, again):
+        with saved_tensors_hooks(keep, with_recipes):
             output = forward(*inputs)
         if output_too:
             self._enter(output, recipe, 0)
@@ -156,7 +156,7 @@ class Recipes:
             return forward(*inputs)
         wanted, states, num_saved = [tensor.requires_grad for tensor in inputs], _random_states(inputs), 0
         recipe = _Recipe(
-            lambda *again: self._all_saved(forward, wanted, states, num_saved, *again), tuple(map(self.keep, inputs)), once=True)
+            lambda *made: self._all_saved(forward, wanted, states, num_saved, *made), tuple(map(self.keep, inputs)), once=True)
         self.ahead.add(partial(self._run_ahead, weakref.ref(recipe)))
 
         def keep(tensor: Tensor) -> _Again:
@@ -165,7 +165,7 @@ class Recipes:
             return _view(recipe, num_saved - 1, tensor)
 
         self._watching = False
-        with saved_tensors_hooks(keep, again):
+        with saved_tensors_hooks(keep, with_recipes):
             return forward(*inputs)
 
     def _all_saved(
@@ -216,7 +216,7 @@ class Recipes:
         self._made[memory_of(tensor)] = (StorageWeakRef(local(tensor.detach()).untyped_storage()), recipe, index)
 
 
-def again(kept: Kept) -> Tensor:
+def with_recipes(kept: Kept) -> Tensor:
     """The tensor of what was kept."""
     if not isinstance(kept, _Again):
         return kept
@@ -229,7 +229,7 @@ def _view(recipe: _Recipe, index: int, tensor: Tensor) -> _Again:
     return _Again(recipe, index, part.size(), part.stride(), int(part.storage_offset()), _wrapping(tensor))
 
 
-def _here_or(sent: Sent | None, tensor: Tensor) -> Kept:
+def _here_or(sent: HostTensor | None, tensor: Tensor) -> Kept:
     """What to keep of a tensor that was sent to the host, or else of one that stays."""
     if sent is None:
         return tensor.detach()

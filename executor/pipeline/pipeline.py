@@ -23,7 +23,7 @@ from parplan.executor.pipeline.runtime import (
     no_span,
     nothing,
 )
-from parplan.executor.pipeline.stages import Ranks, Stage, border_example, build_stages
+from parplan.executor.pipeline.stages import RankPlace, Stage, border_example, build_stages
 from parplan.executor.placed_layers import action_rows, local_stages, stage_layers
 from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import local
@@ -34,7 +34,7 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class RankPipeline:
     """This rank's stages and what runs them: `run` does all forward and backward passes of (ids, targets).
 
     scale: of the loss, which `run` returns scaled
@@ -92,9 +92,9 @@ class Pipeline:
 
 
 def build_pipeline(
-    plan: Plan, ranks: Ranks, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = nothing,
+    plan: Plan, ranks: RankPlace, *, seed: int, after_backward: After, span: Span = no_span, after_recompute: After = nothing,
     scale: LossScale | None = None,
-) -> Pipeline:
+) -> RankPipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
     chunks = _chunk_manager(plan, ranks) if plan.chunks is not None else None
     stages = build_stages(plan, ranks, seed, chunks)
@@ -109,12 +109,12 @@ def build_pipeline(
         for stage in piped:
             stage.after_backward, stage.after_recompute, stage.span = after_backward, after_recompute, span
         run = partial(_scheduled, schedule, stages, plan.module is not None)
-    return Pipeline(
+    return RankPipeline(
         stages=stages, run=run, tp_mesh=ranks.tp_mesh, tied=plan.model.tied_embeddings and plan.mesh.pp > 1,
         tied_group=_tied_group(plan, ranks), span=span, piped=piped, scale=scale, chunks=chunks)
 
 
-def _chunk_manager(plan: Plan, ranks: Ranks) -> ChunkManager:
+def _chunk_manager(plan: Plan, ranks: RankPlace) -> ChunkManager:
     """Of this pipeline rank. Raises ConfigError, and BudgetError where what stays on the device is too much."""
     group = ranks.dp_mesh.get_group() if plan.mesh.dp > 1 else None
     return ChunkManager(rank_chunks_of(plan, ranks.coordinate("pp")), plan.training, ranks.device, group)
@@ -164,7 +164,7 @@ def _scheduled(
 
 
 def _schedule(
-    plan: Plan, ranks: Ranks, modules: Sequence[Stage], scale: LossScale | None,
+    plan: Plan, ranks: RankPlace, modules: Sequence[Stage], scale: LossScale | None,
 ) -> tuple[_PipelineScheduleRuntime, tuple[PipelineStep, ...]]:
     """The runtime with the plan's action lists, which it completes with sends and receives, and this rank's stages in it."""
     indices, rank = local_stages(plan, ranks.coordinate("pp")), ranks.coordinate("pp")
@@ -180,7 +180,7 @@ def _spanned_loss(stage: PipelineStep, mean_loss: Run, logits: Tensor, targets: 
         return mean_loss(logits, targets)
 
 
-def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage) -> PipelineStep:
+def _pipeline_stage(plan: Plan, ranks: RankPlace, index: int, module: Stage) -> PipelineStep:
     """Shapes are given, so that torch runs no extra forward pass to find them."""
     layers = stage_layers(plan)
     ids = torch.empty((plan.pipeline.micro_batch_size, plan.training.seq_length), dtype=torch.int64, device="meta")
@@ -191,7 +191,7 @@ def _pipeline_stage(plan: Plan, ranks: Ranks, index: int, module: Stage) -> Pipe
         group=ranks.mesh["pp"].get_group())
 
 
-def _tied_group(plan: Plan, ranks: Ranks) -> dist.ProcessGroup | None:
+def _tied_group(plan: Plan, ranks: RankPlace) -> dist.ProcessGroup | None:
     """The pipeline ranks of the first and the last stage, in this rank's dp and tp coordinates, where each holds a copy of a tied
     weight; None where one rank holds both."""
     ends = [plan.stages[index].rank for index in (0, -1)]

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch.utils.checkpoint import GraphExecGroup
 
-from parplan.executor.memory.early_recompute import Ahead, Rerun
+from parplan.executor.memory.early_recompute import EarlyRecompute, Rerun
 from parplan.executor.sharding.zero_units import Unit, gathered
 
 
@@ -50,7 +50,7 @@ class Early:
 
 
 def _can_run_again(layer: object) -> bool:
-    return isinstance(getattr(layer, "ahead", None), Ahead)
+    return isinstance(getattr(layer, "ahead", None), EarlyRecompute)
 
 
 def _together(unit: Unit, units: Sequence[Unit]) -> tuple[Unit, ...]:

@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
-from parplan.costmodels.schedules.actions import Work, parse_row
+from parplan.costmodels.schedules.actions import ActionKind, parse_row
 from parplan.executor.pipeline.messages import LeanStage
 from parplan.executor.pipeline.recompute_action import Early
 from parplan.executor.sharding.zero_units import settle_weight_gradients
 
 After = Callable[[], None]
 Span = Callable[[str, int, int], AbstractContextManager[Any]]
-_Entry = tuple[int, Work, int]  # virtual stage, work, micro-batch
+_Entry = tuple[int, ActionKind, int]  # virtual stage, work, micro-batch
 
 
 def nothing() -> None:
@@ -90,7 +90,7 @@ def build_runtime(
 
 
 def _early(stage: PipelineStep, own: Sequence[_Entry]) -> Early:
-    return Early(stage.submod.units, frozenset(i for k, work, i in own if k == stage.stage_index and work is Work.RECOMPUTE))
+    return Early(stage.submod.units, frozenset(i for k, work, i in own if k == stage.stage_index and work is ActionKind.RECOMPUTE))
 
 
 def _action(entry: _Entry) -> _Action:
@@ -100,7 +100,7 @@ def _action(entry: _Entry) -> _Action:
 
 
 def _is_of_torch(entry: _Entry) -> bool:
-    return entry[1] is not Work.RECOMPUTE
+    return entry[1] is not ActionKind.RECOMPUTE
 
 
 def _add_recompute(schedule: _PipelineScheduleRuntime, stages: Sequence[PipelineStep], own: Sequence[_Entry]) -> None:
@@ -114,5 +114,5 @@ def _add_recompute(schedule: _PipelineScheduleRuntime, stages: Sequence[Pipeline
             completed.append(_Action(entry[0], entry[1], entry[2]))
         completed.append(action)
     schedule.pipeline_order_with_comms[schedule.rank] = completed
-    schedule._comp_type_to_function_map[Work.RECOMPUTE] = lambda action, _: by_index[action.stage_index].recompute_one_chunk(
+    schedule._comp_type_to_function_map[ActionKind.RECOMPUTE] = lambda action, _: by_index[action.stage_index].recompute_one_chunk(
         action.microbatch_index)

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from parplan.costmodels.host.offload import Offload
 from parplan.executor.chunks.chunk_manager import ChunkManager
-from parplan.executor.external.external_body import ForeignBody
-from parplan.executor.external.external_stage import build_foreign
+from parplan.executor.external.external_body import ExternalBody
+from parplan.executor.external.external_stage import build_external
 from parplan.executor.memory.host_copies import HostCopies, OnHost
 from parplan.executor.memory.host_table import HostTable
 from parplan.executor.memory.layer_recompute import recomputed
@@ -54,7 +54,7 @@ from parplan.profiles.models.transformer import build_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranks:
+class RankPlace:
     """Where this process sits: its device, the (pp, dp, tp) mesh of all processes, and its coordinates in it.
 
     `sharded` has by number of ranks that hold one copy of states the same mesh with dp as (copies, shards).
@@ -131,7 +131,7 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, body: Body | ForeignBody, units: tuple[Unit, ...], enter: Callable[[Tensor], Tensor], begins_model: bool, ends_model: bool,
+        self, body: Body | ExternalBody, units: tuple[Unit, ...], enter: Callable[[Tensor], Tensor], begins_model: bool, ends_model: bool,
         host: HostCopies | None = None,
     ) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Stage(nn.Module):
         return self.body.tied_weight()
 
 
-def build_stages(plan: Plan, ranks: Ranks, seed: int, chunks: ChunkManager | None = None) -> tuple[Stage, ...]:
+def build_stages(plan: Plan, ranks: RankPlace, seed: int, chunks: ChunkManager | None = None) -> tuple[Stage, ...]:
     """The stages that this rank runs; without a pipeline all stages are one. `chunks` owns their blocks. Raises ConfigError."""
     stages, host = stage_layers(plan), HostCopies(ranks.device)
     if plan.mesh.pp == 1:
@@ -168,11 +168,11 @@ def build_stages(plan: Plan, ranks: Ranks, seed: int, chunks: ChunkManager | Non
 
 
 def _build_stage(
-    plan: Plan, ranks: Ranks, seed: int, placed: tuple[PlacedLayer, ...], host: HostCopies, chunks: ChunkManager | None,
+    plan: Plan, ranks: RankPlace, seed: int, placed: tuple[PlacedLayer, ...], host: HostCopies, chunks: ChunkManager | None,
 ) -> Stage:
     ends = placed[0].kind is LayerKind.EMBEDDING, placed[-1].kind is LayerKind.HEAD
     if plan.module is not None:
-        return Stage(*build_foreign(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends)
+        return Stage(*build_external(plan, ranks, seed, _unit_layers(plan, placed)), lambda x: x, *ends)
     layers: dict[str, nn.Module] = {}
     units: list[Unit] = []
     tables: list[HostTable] = []
@@ -198,7 +198,7 @@ def _build_stage(
     return Stage(body, tuple(units), _entry(plan, ranks, placed[0]), *ends, host)
 
 
-def _looked_up(plan: Plan, ranks: Ranks, built: dict[str, nn.Module], placed: PlacedLayer) -> tuple[HostTable, ...]:
+def _looked_up(plan: Plan, ranks: RankPlace, built: dict[str, nn.Module], placed: PlacedLayer) -> tuple[HostTable, ...]:
     """The token table on the host in place of the embedding's, where the plan says so: no unit has it."""
     if Offload.LOOKUP not in placed.plan.offload:
         return ()
@@ -208,7 +208,7 @@ def _looked_up(plan: Plan, ranks: Ranks, built: dict[str, nn.Module], placed: Pl
 
 
 def _units(
-    plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...], tables: tuple[HostTable, ...],
+    plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tuple[nn.Module, ...], tables: tuple[HostTable, ...],
 ) -> tuple[Unit, ...]:
     """The sharded unit of `layers` without `tables`, and one for the experts where not every data-parallel rank holds them."""
     experts = _expert_units(plan, ranks, placed, layers)
@@ -217,7 +217,7 @@ def _units(
     return ranks.unit(plan, placed, layers, apart=(*tables, *(each.layers[0] for each in experts))), *experts
 
 
-def _expert_units(plan: Plan, ranks: Ranks, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
+def _expert_units(plan: Plan, ranks: RankPlace, placed: PlacedLayer, layers: tuple[nn.Module, ...]) -> tuple[Unit, ...]:
     """The experts of a layer are sharded and reduced over the ranks that hold the same."""
     if ranks.expert_mesh is None:
         return ()
@@ -236,7 +236,7 @@ def _unit_layers(plan: Plan, placed: tuple[PlacedLayer, ...]) -> list[tuple[Plac
     return [ends, *((layer,) for layer in placed if layer.kind is LayerKind.BLOCK)]
 
 
-def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
+def _build_placed_layer(plan: Plan, ranks: RankPlace, seed: int, placed: PlacedLayer, recipes: Recipes | None) -> nn.Module:
     layer = build_layer(plan.model, plan.training, placed.kind, placed.index, seed, ranks.device, ranks.ep_mesh)
     level = plan.pipeline.tp_overlap if placed.kind is LayerKind.BLOCK else 0
     if ranks.tp_mesh is None:
@@ -251,7 +251,7 @@ def _build_placed_layer(plan: Plan, ranks: Ranks, seed: int, placed: PlacedLayer
 
 
 def _overlap(
-    plan: Plan, ranks: Ranks, built: dict[str, nn.Module], recipes: dict[str, Recipes | None], stage: tuple[PlacedLayer, ...],
+    plan: Plan, ranks: RankPlace, built: dict[str, nn.Module], recipes: dict[str, Recipes | None], stage: tuple[PlacedLayer, ...],
     last_choice: LastChoice,
 ) -> None:
     """Let the blocks among `built` run as two halves, where the plan says so."""
@@ -262,7 +262,7 @@ def _overlap(
             block_in_halves(layer, ranks.tp_mesh, recipes[name] or Recipes(), last_choice, hands_on=hands_on)
 
 
-def _recipes(plan: Plan, placed: PlacedLayer, ranks: Ranks, host: HostCopies) -> Recipes | None:
+def _recipes(plan: Plan, placed: PlacedLayer, ranks: RankPlace, host: HostCopies) -> Recipes | None:
     """Where a layer has more to do with what autograd keeps than to keep it: gathered inputs, or the host."""
     if not placed.plan.keep_on_host:
         return Recipes() if ranks.tp_mesh is not None else None
@@ -277,7 +277,7 @@ def border(plan: Plan, after: PlacedLayer) -> tuple[str, ...]:
     return after.plan.operators[name].output if plan.mesh.tp > 1 else ()
 
 
-def _entry(plan: Plan, ranks: Ranks, first: PlacedLayer) -> Callable[[Tensor], Tensor]:
+def _entry(plan: Plan, ranks: RankPlace, first: PlacedLayer) -> Callable[[Tensor], Tensor]:
     """What turns a stage's local input into the tensor its first layer expects."""
     mesh = ranks.tp_mesh
     if mesh is None:

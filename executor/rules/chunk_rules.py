@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import OFFLOAD_OF, Home
+from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.executor.placed_layers import recomputes_ahead
 from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
-from parplan.planner.plan.plan import LayerPlan, Plan, frame_of
+from parplan.planner.plan.plan import LayerPlan, Plan, layout_of
 from parplan.profiles.models.operator_graph import LayerKind
 
-_IN_CHUNKS = OFFLOAD_OF[Home.HOST]
+_IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]
 
 
 @rule(
@@ -42,7 +42,7 @@ def chunks(plan: Plan) -> Iterator[Refusal]:
 
 def _without_chunks(plan: Plan) -> str | None:
     """What of a plan no other value of the field helps with."""
-    if frame_of(plan).splits_backward:
+    if layout_of(plan).splits_backward:
         return f"pipeline: schedule {plan.pipeline.schedule} splits the backward passes of blocks in chunks"
     if recomputes_ahead(plan):
         return f"pipeline: schedule {plan.pipeline.schedule} recomputes blocks in chunks ahead of their backward passes"

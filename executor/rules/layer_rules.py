@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
-from parplan.costmodels.host.host_embedding import illegal_lookup
+from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.executor.placed_layers import (
     PlacedLayer,
@@ -25,7 +25,7 @@ from parplan.profiles.models.operator_graph import LayerKind
 
 
 @rule(why="the operator's placements are not among those that give the right values and gradients", action="place it otherwise")
-def placements(plan: Plan) -> Iterator[Refusal]:
+def placements_rule(plan: Plan) -> Iterator[Refusal]:
     for found in misplaced(plan):
         placement = nearest_placement(plan, found)
         operators = {**plan.layer_plans[found.layer_plan].operators, found.operator.name: placement}
@@ -90,7 +90,7 @@ def _said(held: tuple[int, int, bool]) -> str:
 
 
 @rule(why="only operators of the layer can run again", action="leave out the others")
-def recompute_names(plan: Plan) -> Iterator[Refusal]:
+def recompute_names_rule(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items():
         known = layer_operators(plan, layer_plan)
         unknown = [operator for operator in layer_plan.recompute if operator not in known]
@@ -124,7 +124,7 @@ def kept_on_host(plan: Plan) -> Iterator[Refusal]:
 def lookup(plan: Plan) -> Iterator[Refusal]:
     for name, layer_plan in plan.layer_plans.items():
         if Offload.LOOKUP in layer_plan.offload:
-            reason = illegal_lookup(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings)
+            reason = illegal_host_embedding(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings)
             if layer_plan.layer is not LayerKind.EMBEDDING:
                 reason = f"the {layer_plan.layer} has no token table"
             elif plan.module is not None:
@@ -169,5 +169,5 @@ def modules(plan: Plan) -> Iterator[Refusal]:
 
 
 LAYERS = (
-    placements, divisible, zero_ranks, tied, recompute_names, recomputed_dropout, kept_on_host, lookup, expert_parallel,
+    placements_rule, divisible, zero_ranks, tied, recompute_names_rule, recomputed_dropout, kept_on_host, lookup, expert_parallel,
     mixture, modules)

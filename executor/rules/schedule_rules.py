@@ -12,8 +12,8 @@ from parplan.costmodels.schedules.merak_schedules import SHIFTED_FEWEST
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
 from parplan.executor.placed_layers import action_rows, layer_operators, stage_layers
 from parplan.executor.rules.rule import Refusal, rule, with_layer_plan
-from parplan.planner.plan.pipeline_plan import Pipeline
-from parplan.planner.plan.plan import LayerRun, Plan, StagePlan, frame_of
+from parplan.planner.plan.pipeline_plan import PipelinePlan
+from parplan.planner.plan.plan import LayerRun, Plan, StagePlan, layout_of
 from parplan.profiles.divisors import divisors
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.operator_graph import LayerKind
@@ -59,7 +59,7 @@ def _cut_anew(plan: Plan) -> Plan | None:
     runs = [LayerRun(plan=names.get(i, spare[kind]), blocks=(i - 1, i - 1) if kind is LayerKind.BLOCK else None)
             for i, kind in enumerate(kinds)]
     firsts = [num_layers * k // num_stages for k in range(num_stages + 1)]
-    rank_of = frame_of(plan).rank_of
+    rank_of = layout_of(plan).rank_of
     stages = tuple(StagePlan(rank=rank_of(k), layers=tuple(runs[firsts[k] : firsts[k + 1]])) for k in range(num_stages))
     return replace(plan, stages=stages)
 
@@ -67,7 +67,7 @@ def _cut_anew(plan: Plan) -> Plan | None:
 @rule(why="the schedule says on which pipeline rank a virtual stage runs", action="give the stages those ranks")
 def stage_ranks(plan: Plan) -> Iterator[Refusal]:
     pp, num_stages = plan.mesh.pp, plan.mesh.pp * plan.pipeline.virtual_stages
-    expected, found = [frame_of(plan).rank_of(k) for k in range(num_stages)], [stage.rank for stage in plan.stages]
+    expected, found = [layout_of(plan).rank_of(k) for k in range(num_stages)], [stage.rank for stage in plan.stages]
     if len(found) != num_stages:
         yield Refusal(
             found=f"stages: there are {len(found)}, pp {pp} with {plan.pipeline.virtual_stages} virtual stages has {num_stages}",
@@ -117,7 +117,7 @@ def micro_batches(plan: Plan) -> Iterator[Refusal]:
         yield _micro_batch_refusal(plan, f"pipeline: {problem}")
 
 
-def _schedule_problem(pipeline: Pipeline, pp: int) -> str | None:
+def _schedule_problem(pipeline: PipelinePlan, pp: int) -> str | None:
     if pipeline.schedule is Schedule.CUSTOM:
         return None
     return legal(pipeline.schedule, pp, pipeline.num_micro_batches, pipeline.virtual_stages)
@@ -204,7 +204,7 @@ def _last_keeps_all(plan: Plan) -> Plan:
 
 def _splits(plan: Plan) -> bool:
     """Whether input and weight gradients are computed apart."""
-    return plan.mesh.pp > 1 and frame_of(plan).splits_backward
+    return plan.mesh.pp > 1 and layout_of(plan).splits_backward
 
 
 SCHEDULE = (layers, stage_ranks, virtual_stages, batch, micro_batches, action_lists, split_zero, split_recompute, last_stage)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.run_options import Options
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 
 _SPLIT = (Schedule.ZBV,)  # schedules that split backward passes
 
 
-def validate_module_plan(plan: ModulePlan, options: Options | None = None) -> None:
+def validate_traced_plan(plan: TracedPlan, options: Options | None = None) -> None:
     """Raises ConfigError for a plan, or options, that would run to other results than one process, or not at all."""
     training = plan.training
     if training.precision is Precision.FP16 or training.gradient_precision is not Precision.FP32:
@@ -24,7 +24,7 @@ def validate_module_plan(plan: ModulePlan, options: Options | None = None) -> No
         raise ConfigError("--compile: the shards of a traced module are not compiled", hint="leave --compile out")
 
 
-def _check_stages(plan: ModulePlan) -> None:
+def _check_stages(plan: TracedPlan) -> None:
     pipeline, pp, count = plan.pipeline, plan.mesh.pp, len(plan.stages)
     split = any(letter in row for row in pipeline.actions for letter in "IW")
     if pipeline.schedule in _SPLIT or split:

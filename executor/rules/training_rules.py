@@ -29,7 +29,7 @@ def gradient_precision(plan: Plan) -> Iterator[Refusal]:
 
 
 @rule(why="the table of learned positions ends there", action="use shorter sequences")
-def positions(plan: Plan) -> Iterator[Refusal]:
+def positions_rule(plan: Plan) -> Iterator[Refusal]:
     length, most = plan.training.seq_length, plan.model.max_seq_length
     if plan.model.positions is Positions.LEARNED and length > most:
         yield Refusal(
@@ -48,4 +48,4 @@ def rotary_pairs(plan: Plan) -> Iterator[Refusal]:
             action=f"set rotary_fraction to {share}", nearest=replace(plan, model=replace(model, rotary_fraction=share)))
 
 
-TRAINING = (fp8, gradient_precision, positions, rotary_pairs)
+TRAINING = (fp8, gradient_precision, positions_rule, rotary_pairs)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from parplan.executor.run_options import derived_seed
 from parplan.executor.sharding.zero_units import compute_dtype
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.tracing.traced_source import Workload
+from parplan.profiles.tracing.traced_source import TracedWorkload
 
 Batches = Callable[[int], dict[str, Tensor]]
 
 
-def module_batches(plan: ModulePlan, workload: Workload, dp_rank: int, seed: int) -> Batches:
+def module_batches(plan: TracedPlan, workload: TracedWorkload, dp_rank: int, seed: int) -> Batches:
     """step -> the samples of a data-parallel rank, by key, floats in the plan's precision.
 
     Sample i of step s has the seed of (seed, s B + i) with B the global batch size; rank r has samples [r n, (r + 1) n).
@@ -33,7 +33,7 @@ def module_batches(plan: ModulePlan, workload: Workload, dp_rank: int, seed: int
     return batch
 
 
-def _sample(workload: Workload, seed: int, index: int) -> dict[str, Tensor]:
+def _sample(workload: TracedWorkload, seed: int, index: int) -> dict[str, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(seed, index))
         return workload.batch(1)

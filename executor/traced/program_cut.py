@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from parplan.planner.plan.traced_plan import ModulePlan, ShardPlan
+from parplan.planner.plan.traced_plan import TracedPlan, ShardPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.tracing.program import BUFFER, PARAMETER, Program
 
@@ -53,7 +53,7 @@ class StageCut:
         return tuple(dict.fromkeys(node.target for shard in self.shards for node in shard.attributes if node.meta["origin"] == PARAMETER))
 
 
-def cut(plan: ModulePlan, program: Program) -> tuple[StageCut, ...]:
+def cut(plan: TracedPlan, program: Program) -> tuple[StageCut, ...]:
     """The stages of `plan`. Raises ConfigError for a plan of another program, and for a cut that the program does not allow."""
     _check_same(plan, program)
     places = _Places(plan, program)
@@ -61,7 +61,7 @@ def cut(plan: ModulePlan, program: Program) -> tuple[StageCut, ...]:
     return tuple(_of_stage(places, stage) for stage in range(len(plan.stages)))
 
 
-def _check_same(plan: ModulePlan, program: Program) -> None:
+def _check_same(plan: TracedPlan, program: Program) -> None:
     calls, last = program.calls, 0
     for index, shard in enumerate(plan.shards):
         found = calls[shard.first].meta["name"] if shard.first < len(calls) else "nothing"
@@ -84,7 +84,7 @@ class _Places:
     constants: the calls that any stage may make, in order
     """
 
-    def __init__(self, plan: ModulePlan, program: Program) -> None:
+    def __init__(self, plan: TracedPlan, program: Program) -> None:
         self.program = program
         self.plan = plan
         self.nodes = tuple(node for node in program.graph.nodes if node.op == "call_function")
@@ -118,11 +118,11 @@ class _Places:
         """By value, the last stage that needs it; views of it that other stages make are reads of it."""
         last: dict[fx.Node, int] = {}
         for stage in range(len(self.plan.stages)):
-            for node in self.foreign(stage):
+            for node in self.external(stage):
                 last[node] = stage
         return last
 
-    def foreign(self, stage: int) -> Nodes:
+    def external(self, stage: int) -> Nodes:
         """The values of earlier stages that this one needs handed on."""
         return self._needed_of(stage)[0]
 
@@ -221,7 +221,7 @@ def _check_travel(values: Nodes) -> None:
 
 def _check_writes(places: _Places, stage: int) -> None:
     """A stage has a copy of what it received: to write into it would not be seen by the others."""
-    received = {each for node in places.foreign(stage) for each in _memory(node)}
+    received = {each for node in places.external(stage) for each in _memory(node)}
     for node in places.calls(stage):
         if any(received & _memory(written) for written in node.meta.get("written", ())):
             raise ConfigError(f"stages: {_where(node)} writes into a value of an earlier stage", hint="make the plan again")

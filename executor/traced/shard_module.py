@@ -58,7 +58,7 @@ class _Step:
     context: Any
 
 
-class Shard(nn.Module):
+class ShardModule(nn.Module):
     """`forward` takes the values of `cut.reads`, and gives those of `cut.gives`, in their order."""
 
     def __init__(self, cut: ShardCut, attributes: Mapping[str, Tensor], device: torch.device) -> None:

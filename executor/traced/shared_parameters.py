@@ -13,7 +13,7 @@ from parplan.executor.sharding.zero_units import all_reduce
 from parplan.executor.tensors import local
 from parplan.executor.traced.program_cut import StageCut
 from parplan.executor.traced.traced_stages import TracedStage
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
 
 
@@ -46,7 +46,7 @@ def shared_names(cuts: Sequence[StageCut]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(stages) for name, stages in found.items() if len(stages) > 1}
 
 
-def check_shared(plan: ModulePlan, cuts: Sequence[StageCut]) -> None:
+def check_shared(plan: TracedPlan, cuts: Sequence[StageCut]) -> None:
     """Raises ConfigError where the copies of a parameter would be held in different shards."""
     for name, stages in shared_names(cuts).items():
         zeros = sorted({min(plan.stages[k].zero, 1) for k in stages})
@@ -56,7 +56,7 @@ def check_shared(plan: ModulePlan, cuts: Sequence[StageCut]) -> None:
                 hint="use one zero for the stages that share a parameter")
 
 
-def build_shared(plan: ModulePlan, cuts: Sequence[StageCut], stages: Sequence[TracedStage]) -> tuple[Shared, ...]:
+def build_shared(plan: TracedPlan, cuts: Sequence[StageCut], stages: Sequence[TracedStage]) -> tuple[Shared, ...]:
     """What this rank shares; collective."""
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     for name, owners in shared_names(cuts).items():
@@ -71,7 +71,7 @@ def build_shared(plan: ModulePlan, cuts: Sequence[StageCut], stages: Sequence[Tr
     return tuple(found)
 
 
-def _group(plan: ModulePlan, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+def _group(plan: TracedPlan, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of this rank among those of all data-parallel coordinates: every rank makes every group."""
     own = None
     for place in range(plan.mesh.ranks_per_stage):

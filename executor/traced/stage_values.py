@@ -16,7 +16,7 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.stack import AttentionKernel
 from parplan.profiles.tracing.deferred import AT_LEAST_BYTES, Deferred
-from parplan.profiles.tracing.traced_source import Workload, open_workload
+from parplan.profiles.tracing.traced_source import TracedWorkload, open_workload
 from parplan.profiles.units import format_bytes
 
 
@@ -24,7 +24,7 @@ from parplan.profiles.units import format_bytes
 class Opened:
     """A workload whose buffers have their values, and whose parameters can be given theirs one by one."""
 
-    workload: Workload
+    workload: TracedWorkload
     deferred: Deferred
     seed: int
 

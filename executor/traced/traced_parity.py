@@ -15,32 +15,32 @@ from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.checking.parity import (
     OPTIONS,
     STEPS,
-    Outcome,
+    TrainingOutcome,
     Result,
     joined,
     observed,
     run_ranks,
 )
-from parplan.executor.rules.traced_rules import validate_module_plan
+from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.traced.module_batches import module_batches
 from parplan.executor.traced.stage_values import Opened
-from parplan.executor.traced.traced_trainer import ModuleTrainer, build_module_trainer, opened_of
+from parplan.executor.traced.traced_trainer import TracedTrainer, build_traced_trainer, opened_of
 from parplan.executor.training.optimizer import decays
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.tracing.record import record
-from parplan.profiles.tracing.traced_source import Workload
+from parplan.profiles.tracing.traced_source import TracedWorkload
 from parplan.profiles.tracing.user_code import users_code
 
 LEAST_TO_FILL = 4  # micro-batches: the shifted critical path needs as many
 MOST_RANKS = 8  # of gloo processes on one machine
 
 
-def comparable(plan: ModulePlan) -> ModulePlan:
+def comparable(plan: TracedPlan) -> TracedPlan:
     """The plan in fp32, with no more micro-batches than fill its schedule. Raises ConfigError for one that cannot be compared with one
     process."""
-    validate_module_plan(plan)
+    validate_traced_plan(plan)
     if plan.mesh.num_ranks > MOST_RANKS:
         raise ConfigError(f"mesh: {plan.mesh} is {plan.mesh.num_ranks} ranks, a traced module is compared on up to {MOST_RANKS}",
                           hint="make a plan for fewer GPUs")
@@ -59,18 +59,18 @@ def comparable(plan: ModulePlan) -> ModulePlan:
     return small
 
 
-def run_module_plans(plans: Sequence[ModulePlan]) -> list[Outcome]:
+def run_traced_plans(plans: Sequence[TracedPlan]) -> list[TrainingOutcome]:
     """Train every plan, one after the other, in a new world of as many ranks as their mesh has; no process is left."""
-    return [joined(results) for results in run_ranks(plans, train_module)]
+    return [joined(results) for results in run_ranks(plans, train_traced)]
 
 
-def train_module(plan: ModulePlan) -> Result:
+def train_traced(plan: TracedPlan) -> Result:
     """What this rank finds. Raises ConfigError, also for what the module's calls raise here."""
     with users_code("the module, run in stages,"):
-        return observed(build_module_trainer(plan, OPTIONS, torch.device("cpu")), whole_gradients)
+        return observed(build_traced_trainer(plan, OPTIONS, torch.device("cpu")), whole_traced_gradients)
 
 
-def whole_gradients(trainer: ModuleTrainer) -> dict[str, Tensor]:
+def whole_traced_gradients(trainer: TracedTrainer) -> dict[str, Tensor]:
     """The gradient of every parameter on this rank, gathered over its data-parallel ranks, by the name in the user's module."""
     found = {}
     for stage in trainer.pipeline.stages:
@@ -81,7 +81,7 @@ def whole_gradients(trainer: ModuleTrainer) -> dict[str, Tensor]:
     return found
 
 
-def run_module_reference(plan: ModulePlan, *, by_micro_batch: bool = False) -> Outcome:
+def run_traced_reference(plan: TracedPlan, *, by_micro_batch: bool = False) -> TrainingOutcome:
     """The user's module in one process, without a mesh, wrappers or a trace, on whole batches.
 
     by_micro_batch: or on the plan's micro-batches one after the other, whose losses are averaged: for what depends on which
@@ -103,7 +103,7 @@ def run_module_reference(plan: ModulePlan, *, by_micro_batch: bool = False) -> O
             first = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
         norms.append(nn.utils.clip_grad_norm_(module.parameters(), OPTIONS.clip_gradients).item())
         optimizer.step()
-    return Outcome(losses=losses, norms=norms, gradients=first, states={}, collectives=Counter())
+    return TrainingOutcome(losses=losses, norms=norms, gradients=first, states={}, collectives=Counter())
 
 
 def with_values(opened: Opened) -> nn.Module:
@@ -141,7 +141,7 @@ class _Buffers:
             self.held[rank] = [dict(part._buffers) for part in self.module.modules()]
 
 
-def _backward(workload: Workload, module: nn.Module, batch: dict[str, Tensor], size: int, whole: int) -> float:
+def _backward(workload: TracedWorkload, module: nn.Module, batch: dict[str, Tensor], size: int, whole: int) -> float:
     """Of the samples of `batch`, which are some of the `whole` number of a step."""
     total = 0.0
     for start in range(0, len(next(iter(batch.values()))), size):
@@ -160,6 +160,6 @@ def _optimizer(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=OPTIONS.learning_rate, betas=OPTIONS.betas, foreach=False)
 
 
-def _alone(plan: ModulePlan) -> ModulePlan:
+def _alone(plan: TracedPlan) -> TracedPlan:
     """The same batches, all on one rank."""
     return replace(plan, mesh=Mesh(pp=1, dp=1, tp=1))

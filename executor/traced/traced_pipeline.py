@@ -23,7 +23,7 @@ from parplan.executor.pipeline.runtime import (
     no_span,
     nothing,
 )
-from parplan.executor.pipeline.stages import Ranks
+from parplan.executor.pipeline.stages import RankPlace
 from parplan.executor.placed_layers import action_rows
 from parplan.executor.traced.program_cut import StageCut, cut
 from parplan.executor.traced.shared_parameters import (
@@ -34,7 +34,7 @@ from parplan.executor.traced.shared_parameters import (
 )
 from parplan.executor.traced.stage_values import Opened
 from parplan.executor.traced.traced_stages import TracedStage, argument_names, build_stage
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.tracing.program import Program
 
 Batch = Mapping[str, Tensor]
@@ -91,7 +91,7 @@ class TracedPipeline:
 
 
 def build_traced_pipeline(
-    plan: ModulePlan, program: Program, opened: Opened, ranks: Ranks, *, after_backward: After, span: Span = no_span,
+    plan: TracedPlan, program: Program, opened: Opened, ranks: RankPlace, *, after_backward: After, span: Span = no_span,
 ) -> TracedPipeline:
     """This rank's part of the plan, ready to step; collective. Raises ConfigError."""
     cuts = cut(plan, program)
@@ -109,12 +109,12 @@ def build_traced_pipeline(
         stages=stages, run=run, copies=shared_names(cuts), shared=build_shared(plan, cuts, stages), span=span, steps=steps)
 
 
-def _share(plan: ModulePlan) -> int:
+def _share(plan: TracedPlan) -> int:
     """The micro-batches of a step on all data-parallel ranks, of which a loss is one."""
     return plan.pipeline.num_micro_batches * plan.mesh.dp
 
 
-def _loop(stage: TracedStage, plan: ModulePlan, after_backward: After, span: Span, batch: Batch) -> Tensor:
+def _loop(stage: TracedStage, plan: TracedPlan, after_backward: After, span: Span, batch: Batch) -> Tensor:
     """The schedule of one pipeline rank: forward and backward of one micro-batch after the other."""
     split = {key: value.split(plan.pipeline.micro_batch_size) for key, value in batch.items()}
     losses = []
@@ -128,7 +128,7 @@ def _loop(stage: TracedStage, plan: ModulePlan, after_backward: After, span: Spa
     return torch.stack(losses).sum()
 
 
-def _scheduled(schedule: _PipelineScheduleRuntime, stages: Sequence[TracedStage], plan: ModulePlan, batch: Batch) -> Tensor:
+def _scheduled(schedule: _PipelineScheduleRuntime, stages: Sequence[TracedStage], plan: TracedPlan, batch: Batch) -> Tensor:
     losses: list[Tensor] = []
     ends = any(stage.ends_model for stage in stages)
     device = next(iter(batch.values())).device
@@ -138,7 +138,7 @@ def _scheduled(schedule: _PipelineScheduleRuntime, stages: Sequence[TracedStage]
 
 
 def _step(
-    plan: ModulePlan, ranks: Ranks, stage: TracedStage, cuts: Sequence[StageCut], after_backward: After, span: Span,
+    plan: TracedPlan, ranks: RankPlace, stage: TracedStage, cuts: Sequence[StageCut], after_backward: After, span: Span,
 ) -> _TracedStep:
     """Shapes are given, so that torch runs no extra forward pass to find them."""
     own = cuts[stage.index]

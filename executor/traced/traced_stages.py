@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from parplan.executor.memory.early_recompute import checkpointed
-from parplan.executor.pipeline.stages import Ranks
+from parplan.executor.pipeline.stages import RankPlace
 from parplan.executor.sharding.zero_units import (
     Unit,
     begin_step,
@@ -18,9 +18,9 @@ from parplan.executor.sharding.zero_units import (
     shard_unit,
 )
 from parplan.executor.traced.program_cut import ShardCut, StageCut, check_recompute
-from parplan.executor.traced.shard_module import Shard
+from parplan.executor.traced.shard_module import ShardModule
 from parplan.executor.traced.stage_values import Opened
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.tracing.program import PARAMETER, Program
 
 _BATCH = "batch."
@@ -35,7 +35,7 @@ class TracedBody(nn.Module):
     """The shards of one stage in order. `forward` takes what the stage before hands on and the batch by key; it gives what the next
     stage needs, or the loss."""
 
-    def __init__(self, cut: StageCut, constants: Shard, shards: Mapping[str, nn.Module], loss: fx.Node) -> None:
+    def __init__(self, cut: StageCut, constants: ShardModule, shards: Mapping[str, nn.Module], loss: fx.Node) -> None:
         super().__init__()
         self.cut = cut
         self.constants = constants
@@ -60,7 +60,7 @@ class TracedBody(nn.Module):
 class TracedStage(nn.Module):
     """A stage for torch.distributed.pipelining; its `body` is the FSDP module, as in parplan.executor.pipeline.stages."""
 
-    def __init__(self, body: TracedBody, units: tuple[Unit, ...], shards: Sequence[Shard], index: int) -> None:
+    def __init__(self, body: TracedBody, units: tuple[Unit, ...], shards: Sequence[ShardModule], index: int) -> None:
         super().__init__()
         self.body = body
         self.units = units
@@ -91,19 +91,19 @@ class TracedStage(nn.Module):
         return (pair for shard in self._shards for pair in shard.counted())
 
 
-def build_stage(plan: ModulePlan, index: int, cut: StageCut, program: Program, opened: Opened, ranks: Ranks) -> TracedStage:
+def build_stage(plan: TracedPlan, index: int, cut: StageCut, program: Program, opened: Opened, ranks: RankPlace) -> TracedStage:
     """Stage `index` of the plan, with the values of its parameters and no others. Raises ConfigError."""
     planned = plan.stages[index]
     zero = planned.zero if plan.mesh.dp > 1 else 0
     values: dict[str, Tensor] = dict(program.constants)
     values.update({name: buffer.to(ranks.device) for name, buffer in opened.workload.module.named_buffers()})
-    shards: dict[int, Shard] = {}
+    shards: dict[int, ShardModule] = {}
     modules: dict[int, nn.Module] = {}
     units = []
     for group in _groups(cut):
         own = {name: _on(opened.value(name), ranks.device) for place in group for name in _parameters(cut.shards[place])}
         for place in group:
-            shards[place] = Shard(cut.shards[place], values | own, ranks.device)
+            shards[place] = ShardModule(cut.shards[place], values | own, ranks.device)
             modules[place] = shards[place]
             if planned.first + place in planned.recompute:
                 check_recompute(cut.shards[place], plan.shards[planned.first + place])
@@ -113,7 +113,7 @@ def build_stage(plan: ModulePlan, index: int, cut: StageCut, program: Program, o
             del own
             shard_unit(units[-1], plan.training.precision)
     named = {f"shard{planned.first + place}": modules[place] for place in sorted(modules)}
-    body = TracedBody(cut, Shard(cut.constants, values, ranks.device), named, _loss(program))
+    body = TracedBody(cut, ShardModule(cut.constants, values, ranks.device), named, _loss(program))
     shard_root(body, units, ranks.dp_mesh)
     return TracedStage(body, tuple(units), [shards[place] for place in sorted(shards)], index)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parplan.costmodels.layers.model_states import StateBytes, chunk_elements, states_of
-from parplan.executor.pipeline.stages import Ranks
-from parplan.executor.rules.traced_rules import validate_module_plan
+from parplan.executor.pipeline.stages import RankPlace
+from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.tensors import local
 from parplan.executor.traced.module_batches import module_batches
@@ -21,19 +21,19 @@ from parplan.executor.traced.stage_values import Opened, open_values
 from parplan.executor.traced.traced_pipeline import TracedPipeline, build_traced_pipeline
 from parplan.executor.training.optimizer import build_optimizer, num_copies, squared_norm
 from parplan.executor.training.train import Trainer
-from parplan.executor.training.training_states import Held
-from parplan.executor.watch.rank_progress import Progress
-from parplan.executor.watch.run_recorder import Recorder
+from parplan.executor.training.training_states import RankTensors
+from parplan.executor.watch.rank_progress import RankProgress
+from parplan.executor.watch.run_recorder import RunRecorder
 from parplan.executor.watch.state_bytes import Meter, Row
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.tracing.record import record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleTrainer(Trainer):
+class TracedTrainer(Trainer):
     """One rank of a training run of a traced module."""
 
-    plan: ModulePlan  # type: ignore[assignment]
+    plan: TracedPlan  # type: ignore[assignment]
     pipeline: TracedPipeline  # type: ignore[assignment]
 
     def gradients(self, step: int) -> Tensor:
@@ -57,11 +57,11 @@ class ModuleTrainer(Trainer):
                 by_copies.setdefault(num_copies(self.plan.mesh, parameter), []).append(local(parameter.grad))
         return self.shares.sum_norm(squared_norm(by_copies, self.ranks.device))
 
-    def held(self) -> Held:
+    def held(self) -> RankTensors:
         """The parameters that a checkpoint has of this rank, and a copy of each that another rank saves."""
         own = self.pipeline.own
         others = {name: p for stage in self.pipeline.stages for name, p in stage.named() if name not in own}
-        return Held(own=_learning(own), copies=_learning(others))
+        return RankTensors(own=_learning(own), copies=_learning(others))
 
     @property
     def has_copies(self) -> bool:
@@ -95,7 +95,7 @@ def _copy(source: nn.Parameter, target: nn.Parameter, optimizer: torch.optim.Opt
         optimizer.state[target][key].copy_(value)
 
 
-def predicted_states(plan: ModulePlan, pipeline: TracedPipeline, dp_rank: int) -> StateBytes:
+def predicted_states(plan: TracedPlan, pipeline: TracedPipeline, dp_rank: int) -> StateBytes:
     """What the planner's memory model says a rank holds of the parameters of its stages (EQUATIONS M2)."""
     total = StateBytes()
     for stage in pipeline.stages:
@@ -107,19 +107,19 @@ def predicted_states(plan: ModulePlan, pipeline: TracedPipeline, dp_rank: int) -
     return total
 
 
-def build_module_trainer(
-    plan: ModulePlan, options: Options, device: torch.device, progress: Progress | None = None, opened: Opened | None = None,
-) -> ModuleTrainer:
+def build_traced_trainer(
+    plan: TracedPlan, options: Options, device: torch.device, progress: RankProgress | None = None, opened: Opened | None = None,
+) -> TracedTrainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
-    validate_module_plan(plan, options)
-    progress = progress or Progress()
+    validate_traced_plan(plan, options)
+    progress = progress or RankProgress()
     opened = opened or opened_of(plan, options.seed)
     program = record(opened.workload, plan.pipeline.micro_batch_size, plan.training.precision)
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
-    ranks = Ranks(device=device, mesh=mesh)
+    ranks = RankPlace(device=device, mesh=mesh)
     dp_rank = ranks.coordinate("dp")
     torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))  # dropout
-    recorder, meter = Recorder(device, options.steps if options.record else 0), Meter(plan.training.precision)
+    recorder, meter = RunRecorder(device, options.steps if options.record else 0), Meter(plan.training.precision)
 
     def after_backward() -> None:
         progress.end_micro_batch()
@@ -131,12 +131,12 @@ def build_module_trainer(
 
     pipeline = build_traced_pipeline(plan, program, opened, ranks, after_backward=after_backward, span=span)
     meter.watch(pipeline.stages, pipeline.parameters)
-    return ModuleTrainer(
+    return TracedTrainer(
         plan=plan, options=options, ranks=ranks, pipeline=pipeline, optimizer=build_optimizer(pipeline.parameters, options),
         batches=module_batches(plan, opened.workload, dp_rank, options.seed),  # type: ignore[arg-type]
         meter=meter, recorder=recorder, progress=progress)
 
 
-def opened_of(plan: ModulePlan, seed: int) -> Opened:
+def opened_of(plan: TracedPlan, seed: int) -> Opened:
     """The plan's module without the memory of its parameters. Raises ConfigError."""
     return open_values(plan.module, seq_length=plan.training.seq_length, seed=seed, attention=plan.training.attention)

@@ -19,7 +19,7 @@ from parplan.profiles.errors import RunError
 
 
 @dataclass(slots=True)
-class Shares:
+class RankLosses:
     """The parts of this rank in the loss and in the squared gradient norm of a step, before they are summed over ranks."""
 
     loss: Tensor | None = None

@@ -17,11 +17,11 @@ from parplan.costmodels.layers.model_states import StateBytes
 from parplan.executor.chunks.chunk_adam import ChunkAdam
 from parplan.executor.data.batches import Batches, build_batches
 from parplan.executor.pipeline.loss_scale import LossScale, loss_scale
-from parplan.executor.pipeline.pipeline import Pipeline, build_pipeline
-from parplan.executor.pipeline.stages import Ranks
+from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
+from parplan.executor.pipeline.stages import RankPlace
 from parplan.executor.run_options import Options, derived_seed
 from parplan.executor.training.compiled import compile_blocks
-from parplan.executor.training.finite import Shares
+from parplan.executor.training.finite import RankLosses
 from parplan.executor.training.optimizer import (
     build_optimizer,
     clip_factor,
@@ -30,9 +30,9 @@ from parplan.executor.training.optimizer import (
     own_squared_norm,
     set_learning_rate,
 )
-from parplan.executor.training.training_states import Held, held
-from parplan.executor.watch.rank_progress import Progress
-from parplan.executor.watch.run_recorder import Recorder
+from parplan.executor.training.training_states import RankTensors, held
+from parplan.executor.watch.rank_progress import RankProgress
+from parplan.executor.watch.run_recorder import RunRecorder
 from parplan.executor.watch.state_bytes import Meter, Row, predicted_state_bytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.run_file import ChunkMoved
@@ -62,15 +62,15 @@ class Trainer:
 
     plan: Plan
     options: Options
-    ranks: Ranks
-    pipeline: Pipeline
+    ranks: RankPlace
+    pipeline: RankPipeline
     optimizer: torch.optim.Optimizer
     batches: Batches
     meter: Meter
-    recorder: Recorder
-    progress: Progress = field(default_factory=Progress)
+    recorder: RunRecorder
+    progress: RankProgress = field(default_factory=RankProgress)
     adam: ChunkAdam | None = None
-    shares: Shares = field(default_factory=Shares)
+    shares: RankLosses = field(default_factory=RankLosses)
 
     def gradients(self, step: int) -> Tensor:
         """Forward, backward and reduction of the batch of `step`; returns the mean loss of the global batch."""
@@ -157,7 +157,7 @@ class Trainer:
         in_chunks = self.adam.gradients() if self.adam is not None else None
         return self.shares.sum_norm(own_squared_norm(self.plan, self.pipeline.stages, self.ranks.device, in_chunks, self.scale))
 
-    def held(self) -> Held:
+    def held(self) -> RankTensors:
         """The parameters that a checkpoint has of this rank."""
         apart = self.pipeline.chunks.parameters if self.pipeline.chunks is not None else ()
         return held(self.pipeline.stages, tied=self.plan.model.tied_embeddings, apart=apart)
@@ -196,24 +196,24 @@ class Trainer:
         return (pp, dp, tp), predicted_state_bytes(self.plan, pp, dp), self.meter.measured(self.optimizer) + in_chunks
 
 
-def build_trainer(plan: Plan, options: Options, device: torch.device, progress: Progress | None = None) -> Trainer:
+def build_trainer(plan: Plan, options: Options, device: torch.device, progress: RankProgress | None = None) -> Trainer:
     """This rank's trainer; collective, in a process group of `plan.mesh.num_ranks` ranks. Raises ConfigError."""
     return trainer_of(plan, options, ranks_of(plan, device), Meter(plan.training.precision), progress)
 
 
-def ranks_of(plan: Plan, device: torch.device) -> Ranks:
+def ranks_of(plan: Plan, device: torch.device) -> RankPlace:
     """This rank's place in the mesh of the plan; collective."""
     mesh = init_device_mesh(device.type, (plan.mesh.pp, plan.mesh.dp, plan.mesh.tp), mesh_dim_names=("pp", "dp", "tp"))
-    return Ranks(device=device, mesh=mesh, sharded=_sharded(plan, mesh), expert_mesh=_expert_mesh(plan, device))
+    return RankPlace(device=device, mesh=mesh, sharded=_sharded(plan, mesh), expert_mesh=_expert_mesh(plan, device))
 
 
-def trainer_of(plan: Plan, options: Options, ranks: Ranks, meter: Meter, progress: Progress | None = None) -> Trainer:
+def trainer_of(plan: Plan, options: Options, ranks: RankPlace, meter: Meter, progress: RankProgress | None = None) -> Trainer:
     """The trainer of the rank at `ranks`; collective. Raises ConfigError."""
-    progress = progress or Progress()
+    progress = progress or RankProgress()
     dp_rank = ranks.coordinate("dp")
     # dropout: tensor-parallel ranks share their generator's state, since they hold the same residual stream
     torch.manual_seed(derived_seed(options.seed, ranks.coordinate("pp") * plan.mesh.dp + dp_rank))
-    recorder = Recorder(ranks.device, options.steps if options.record else 0)
+    recorder = RunRecorder(ranks.device, options.steps if options.record else 0)
 
     def after_backward() -> None:
         progress.end_micro_batch()

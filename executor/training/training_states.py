@@ -28,14 +28,14 @@ Tensors = dict[str, dict[str, Tensor]]  # the first part of the name, and the re
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class RankTensors:
     """The parameters of one rank by name: those it saves, and further copies that it only loads."""
 
     own: Mapping[str, nn.Parameter]
     copies: Mapping[str, nn.Parameter]
 
 
-def held(stages: Iterable[Stage], *, tied: bool, apart: Iterable[nn.Parameter] = ()) -> Held:
+def held(stages: Iterable[Stage], *, tied: bool, apart: Iterable[nn.Parameter] = ()) -> RankTensors:
     """The parameters of `stages`, which must be as they are between steps; `tied`: the head's weight is the token table.
 
     apart: those that lie in chunks, which have their own names (executor/chunks/chunk_adam.py)
@@ -52,7 +52,7 @@ def held(stages: Iterable[Stage], *, tied: bool, apart: Iterable[nn.Parameter] =
                 copies[TIED] = parameter
             else:
                 own[name] = parameter
-    return Held(own=own, copies=copies)
+    return RankTensors(own=own, copies=copies)
 
 
 def _plain(name: str) -> str:

@@ -34,7 +34,7 @@ class PeakBytes:
         if torch.autograd._profiler_enabled():
             yield
             return
-        before = held_bytes(gc.get_objects())
+        before = allocated_bytes(gc.get_objects())
         os.environ.setdefault("KINETO_LOG_LEVEL", _QUIET)
         with profile(profile_memory=True) as seen:
             yield
@@ -71,7 +71,7 @@ def _changes(seen: profile) -> list[tuple[int, int]]:
     return [(address, num_bytes) for _, address, num_bytes in sorted(found, key=lambda event: event[0])]
 
 
-def held_bytes(objects: Iterable[object]) -> int:
+def allocated_bytes(objects: Iterable[object]) -> int:
     """Bytes that torch's CPU allocator gave the tensors among `objects`, each piece of memory once.
 
     Memory that numpy made or a file is mapped to cannot be resized, which tells it apart.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Progress:
+class RankProgress:
     """The step and micro-batch that a rank is in, from 0, and what it does there. `moves` counts the changes."""
 
     __slots__ = ("doing", "micro_batch", "moves", "step")

@@ -26,7 +26,7 @@ from parplan.executor.watch.allocated import PeakBytes
 from parplan.executor.watch.state_bytes import Row
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run, trace_ranks
-from parplan.planner.runs.run_file import ChunkMoved, Environment, Run, Span, write
+from parplan.planner.runs.run_file import ChunkMoved, RunEnvironment, RunFile, WorkSpan, write_run
 from parplan.profiles.documents.files import require_writable, write_text
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.units import KIB
@@ -44,7 +44,7 @@ _NOTHING = nullcontext()
 Mark = float | torch.cuda.Event
 
 
-class Recorder:
+class RunRecorder:
     """Times and losses of `num_steps` steps, and the spans of the last RECORDED_STEPS of them; nothing of none."""
 
     def __init__(self, device: torch.device, num_steps: int) -> None:
@@ -103,7 +103,7 @@ class Recorder:
         self.losses.append(loss)
         if self._active:
             spans = tuple(
-                Span(work=work, stage=stage, micro_batch=micro_batch, start_s=self._clock_s(start), end_s=self._clock_s(end))
+                WorkSpan(work=work, stage=stage, micro_batch=micro_batch, start_s=self._clock_s(start), end_s=self._clock_s(end))
                 for work, stage, micro_batch, start, end in self._marks)
             self.steps.append(RecordedStep(started_s=self._started_s, seconds=seconds, spans=spans))
         self._active = False
@@ -174,8 +174,8 @@ def clock_offsets(clocks: Sequence[Clock]) -> tuple[list[float], float]:
 
 
 def collect(
-    plan: Plan, recorder: Recorder, states: Row, device: torch.device, chunks: ChunkMoved | None = None, on_host_bytes: int = 0,
-) -> Run | None:
+    plan: Plan, recorder: RunRecorder, states: Row, device: torch.device, chunks: ChunkMoved | None = None, on_host_bytes: int = 0,
+) -> RunFile | None:
     """The run, on rank 0; None on the others, and where nothing was recorded. Collective. `chunks`: of the last step."""
     if not recorder.steps:
         return None
@@ -194,10 +194,10 @@ def collect(
         date=date.today().isoformat())
 
 
-def environment(device: torch.device) -> Environment:
+def environment(device: torch.device) -> RunEnvironment:
     """What the run runs on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return Environment(torch=str(torch.__version__), device=name, world_size=dist.get_world_size(), cpu_count=os.cpu_count() or 1)
+    return RunEnvironment(torch=str(torch.__version__), device=name, world_size=dist.get_world_size(), cpu_count=os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +216,10 @@ class RunFiles:
         if self.trace is not None:
             require_writable(self.trace, hint=_OTHER_TRACE)
 
-    def write(self, run: Run) -> None:
+    def write(self, run: RunFile) -> None:
         """Write the files and print what was predicted beside what was measured. Raises ConfigError."""
         print_run(run, console(sys.stdout))
-        write(run, self.run)
+        write_run(run, self.run)
         say(console(sys.stdout), f"wrote {self.run}")
         if self.trace is not None:
             write_text(trace_json(trace_ranks(run)), self.trace, hint=_OTHER_TRACE)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.executor.watch.rank_progress import Progress
+from parplan.executor.watch.rank_progress import RankProgress
 from parplan.profiles.errors import RunError
 
 BEAT_S = 0.2
@@ -39,7 +39,7 @@ _LIBRARIES = (os.path.dirname(torch.__file__), sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class RankState:
     """What a rank says of itself. `idle_s` is the time since it moved; `place` is where its main thread is."""
 
     beat: int
@@ -55,7 +55,7 @@ class State:
 class Watch:
     """The watch of one rank. `store` must be its own connection: others may block in theirs."""
 
-    def __init__(self, store: dist.Store, rank: int, mesh: Mesh, progress: Progress, timeout_s: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, mesh: Mesh, progress: RankProgress, timeout_s: float) -> None:
         self.store = dist.PrefixStore("watch", store)
         self.rank = rank
         self.mesh = mesh
@@ -126,7 +126,7 @@ class Watch:
         idle_s = now - self._moved[1]
         stuck = idle_s >= self.timeout_s / 4
         self._beat += 1
-        self.store.set(str(self.rank), json.dumps(asdict(State(
+        self.store.set(str(self.rank), json.dumps(asdict(RankState(
             beat=self._beat, step=progress.step, micro_batch=progress.micro_batch, doing=progress.doing, idle_s=idle_s,
             waits=stuck and self._waits(), place=_place(sys._current_frames()[self._main]) if stuck else "", ended=ended))))
         return idle_s
@@ -138,11 +138,11 @@ class Watch:
         others = {thread.ident for thread in threading.enumerate()} - {self._main}  # this one, and the one that saves
         return any(_in_collective(frame) for ident, frame in sys._current_frames().items() if ident not in others)
 
-    def _states(self) -> Iterator[tuple[int, State]]:
+    def _states(self) -> Iterator[tuple[int, RankState]]:
         """The ranks that have ever said anything."""
         for rank in range(self.mesh.num_ranks):
             if self.store.check([str(rank)]):
-                yield rank, State(**json.loads(self.store.get(str(rank))))
+                yield rank, RankState(**json.loads(self.store.get(str(rank))))
 
     def _look(self, own_idle_s: float) -> None:
         """End the run if nobody has moved for the timeout."""
@@ -156,7 +156,7 @@ class Watch:
         if own_idle_s >= self.timeout_s and min(idle_s, default=own_idle_s) >= self.timeout_s - 2 * self.beat_s:
             self._end(self._verdict(states, silent))
 
-    def _verdict(self, states: dict[int, State], silent: Sequence[int]) -> str:
+    def _verdict(self, states: dict[int, RankState], silent: Sequence[int]) -> str:
         never = [rank for rank in range(self.mesh.num_ranks) if rank not in states]
         if never:
             return f"{self._name(never[0], len(never) - 1)} has not started within {self.timeout_s:g} s"
@@ -185,7 +185,7 @@ class Watch:
         os._exit(RunError.exit_code)
 
 
-def _position(state: State) -> str:
+def _position(state: RankState) -> str:
     if state.step < 0:
         return "its start"
     return f"step {state.step + 1}, {f'after micro-batch {state.micro_batch}' if state.micro_batch else 'micro-batch 1'}"

@@ -18,7 +18,7 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.profiles.models.operator_graph import LayerClass, LayerKind
 
 
@@ -28,21 +28,21 @@ class Partition(StrEnum):
     TYPE = "type"
 
 
-def blocks_of_stages(method: Partition, num_stages: int, book: PriceBook) -> tuple[int, ...] | None:
+def blocks_of_stages(method: Partition, num_stages: int, price_cache: PriceCache) -> tuple[int, ...] | None:
     """Blocks on every stage, or None where a stage would have none, or the ends would not be on the first and the last stage."""
-    num_layers = book.model.num_layers
-    weights = _weights(method, book)
+    num_layers = price_cache.model.num_layers
+    weights = _weights(method, price_cache)
     bounds = _uniform(num_layers + 2, num_stages) if method is Partition.UNIFORM else balanced(weights, num_stages)
     blocks = [sum(0 < layer <= num_layers for layer in range(first, end)) for first, end in pairwise(bounds)]
     return tuple(blocks) if min(blocks) > 0 else None
 
 
-def _weights(method: Partition, book: PriceBook) -> tuple[int, ...]:
+def _weights(method: Partition, price_cache: PriceCache) -> tuple[int, ...]:
     """Of the embedding, every block and the head what a partition weighs."""
     embedding, block, head = (
-        _parameters(book.graph(1).layer_class(kind)) if method is Partition.PARAMETERS else int(kind is LayerKind.BLOCK)
+        _parameters(price_cache.graph(1).layer_class(kind)) if method is Partition.PARAMETERS else int(kind is LayerKind.BLOCK)
         for kind in (LayerKind.EMBEDDING, LayerKind.BLOCK, LayerKind.HEAD))
-    return (embedding, *(block,) * book.model.num_layers, head)
+    return (embedding, *(block,) * price_cache.model.num_layers, head)
 
 
 def _parameters(layer: LayerClass) -> int:

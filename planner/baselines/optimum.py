@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from parplan.costmodels.memory.rank_memory import rank_memory
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.simulator import least_step_s
 from parplan.costmodels.step import StepPrice, price_step, step_costs
 from parplan.costmodels.strategy import Strategy
@@ -36,45 +36,45 @@ class Leanest:
     peak_bytes: float
 
 
-def _rank_bytes(strategy: Strategy, book: PriceBook) -> Iterator[tuple[int, float]]:
+def _rank_bytes(strategy: Strategy, price_cache: PriceCache) -> Iterator[tuple[int, float]]:
     """Peak bytes of the ranks that can be the fullest.
 
     Of neighbours with the same layers the later one holds no more micro-batches: only the first counts.
     """
-    for rank in range(strategy.frame.mesh.pp):
+    for rank in range(strategy.layout.mesh.pp):
         if rank == 0 or strategy.chunks(rank) != strategy.chunks(rank - 1):
-            yield rank, rank_memory(strategy, rank, book).total
+            yield rank, rank_memory(strategy, rank, price_cache).total
 
 
-def fits(strategy: Strategy, book: PriceBook, limit_bytes: float) -> bool:
+def fits(strategy: Strategy, price_cache: PriceCache, limit_bytes: float) -> bool:
     """Whether every device stays within `limit_bytes`."""
-    return all(peak <= limit_bytes for _, peak in _rank_bytes(strategy, book))
+    return all(peak <= limit_bytes for _, peak in _rank_bytes(strategy, price_cache))
 
 
-def _bound_s(strategy: Strategy, book: PriceBook) -> float:
-    costs = step_costs(strategy, book)
-    return least_step_s(strategy.frame.num_micro_batches, costs.stages, costs.tail_s, ahead=strategy.frame.recomputes_ahead)
+def _bound_s(strategy: Strategy, price_cache: PriceCache) -> float:
+    costs = step_costs(strategy, price_cache)
+    return least_step_s(strategy.layout.num_micro_batches, costs.stages, costs.tail_s, ahead=strategy.layout.recomputes_ahead)
 
 
-def fastest(candidates: Iterable[Strategy], book: PriceBook, limit_bytes: float, deadline: Deadline = NEVER) -> Optimum | None:
+def fastest(candidates: Iterable[Strategy], price_cache: PriceCache, limit_bytes: float, deadline: Deadline = NEVER) -> Optimum | None:
     """The candidate with the shortest simulated step among those that fit; None when none does. Raises OutOfTimeError."""
-    fitting = [strategy for strategy in in_time(candidates, deadline) if fits(strategy, book, limit_bytes)]
-    bounded = sorted((_bound_s(strategy, book), index) for index, strategy in enumerate(in_time(fitting, deadline)))
+    fitting = [strategy for strategy in in_time(candidates, deadline) if fits(strategy, price_cache, limit_bytes)]
+    bounded = sorted((_bound_s(strategy, price_cache), index) for index, strategy in enumerate(in_time(fitting, deadline)))
     best: tuple[Strategy, StepPrice] | None = None
     simulated = 0
     for bound_s, index in in_time(bounded, deadline):
         if best is not None and bound_s >= best[1].step_s:
             break
-        price, simulated = price_step(fitting[index], book), simulated + 1
+        price, simulated = price_step(fitting[index], price_cache), simulated + 1
         if best is None or price.step_s < best[1].step_s:
             best = fitting[index], price
     return None if best is None else Optimum(*best, fitted=len(fitting), simulated=simulated)
 
 
-def leanest(candidates: Sequence[Strategy], book: PriceBook, deadline: Deadline = NEVER) -> Leanest:
+def leanest(candidates: Sequence[Strategy], price_cache: PriceCache, deadline: Deadline = NEVER) -> Leanest:
     """The candidate whose fullest device needs least. `candidates` are not empty. Raises OutOfTimeError."""
     def fullest(strategy: Strategy) -> Leanest:
-        rank, peak = max(_rank_bytes(strategy, book), key=lambda found: found[1])
+        rank, peak = max(_rank_bytes(strategy, price_cache), key=lambda found: found[1])
         return Leanest(strategy, rank, peak)
 
     return min(map(fullest, in_time(candidates, deadline)), key=lambda lean: lean.peak_bytes)

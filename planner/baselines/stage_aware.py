@@ -20,27 +20,27 @@ from math import floor
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import rank_memory
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame, Strategy
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.uniform_strategies import staged
 
 Counts = tuple[int, ...]
 
 
-def one_knob(r0: Fraction, frame: Frame) -> tuple[Fraction, ...]:
-    """The recomputed share of every stage. `frame` has a pipeline of one chunk a rank."""
-    last = frame.mesh.pp - 1
+def one_knob(r0: Fraction, layout: ParallelLayout) -> tuple[Fraction, ...]:
+    """The recomputed share of every stage. `layout` has a pipeline of one chunk a rank."""
+    last = layout.mesh.pp - 1
     shares = [max(Fraction(0), 1 - (1 - r0) * Fraction(last, last - stage)) for stage in range(last)]
-    if frame.schedule is Schedule.SCP and last > 1:
+    if layout.schedule is Schedule.SCP and last > 1:
         shares[-1] = shares[-2]
     return (*shares, Fraction(0))
 
 
-def listed(shares: Sequence[Fraction], frame: Frame) -> tuple[Fraction, ...]:
+def listed(shares: Sequence[Fraction], layout: ParallelLayout) -> tuple[Fraction, ...]:
     """A share for every stage from a list that may be shorter: its last one holds for the stages that it does not name."""
-    return (*shares, *[shares[-1]] * (frame.mesh.pp - len(shares)))
+    return (*shares, *[shares[-1]] * (layout.mesh.pp - len(shares)))
 
 
 def recomputed(blocks: Sequence[int], shares: Iterable[Fraction]) -> Counts:
@@ -48,37 +48,37 @@ def recomputed(blocks: Sequence[int], shares: Iterable[Fraction]) -> Counts:
     return tuple(floor(count * share) for count, share in zip(blocks, shares, strict=True))
 
 
-def stage_aware(frame: Frame, blocks: Sequence[int], counts: Sequence[int], zero: int) -> Strategy:
+def stage_aware(layout: ParallelLayout, blocks: Sequence[int], counts: Sequence[int], zero: int) -> Strategy:
     """`blocks[s]` blocks on stage s, the last `counts[s]` of them recomputed whole."""
     levels = [
         (Recompute.NONE,) * (count - again) + (Recompute.FULL,) * again for count, again in zip(blocks, counts, strict=True)]
-    return staged(frame, levels, zero)
+    return staged(layout, levels, zero)
 
 
-def every_knob(blocks: Sequence[int], frame: Frame) -> tuple[Counts, ...]:
+def every_knob(blocks: Sequence[int], layout: ParallelLayout) -> tuple[Counts, ...]:
     """All that r0 from 0 to 1 can ask for, each once, from the least to the most recompute.
 
     floor(n_s r_s) changes where n_s r_s reaches a whole number j: at r0 = 1 - (1 - j / n_s) (P - 1 - s) / (P - 1).
     """
-    last = frame.mesh.pp - 1
-    like = [min(stage, last - 2) if frame.schedule is Schedule.SCP and last > 1 else stage for stage in range(last)]
+    last = layout.mesh.pp - 1
+    like = [min(stage, last - 2) if layout.schedule is Schedule.SCP and last > 1 else stage for stage in range(last)]
     at = {Fraction(0), *(
         1 - (1 - Fraction(j, blocks[stage])) * Fraction(last - like[stage], last)
         for stage in range(last) for j in range(1, blocks[stage] + 1))}
-    return tuple(dict.fromkeys(recomputed(blocks, one_knob(r0, frame)) for r0 in sorted(at)))
+    return tuple(dict.fromkeys(recomputed(blocks, one_knob(r0, layout)) for r0 in sorted(at)))
 
 
-class Room:
+class StageAwareRoom:
     """How much every stage must recompute to stay within `limit_bytes`, with `blocks[s]` blocks at ZeRO stage `zero`."""
 
-    def __init__(self, frame: Frame, blocks: Sequence[int], zero: int, book: PriceBook, limit_bytes: float) -> None:
-        self.frame, self.blocks, self.zero, self.book, self.limit_bytes = frame, blocks, zero, book, limit_bytes
+    def __init__(self, layout: ParallelLayout, blocks: Sequence[int], zero: int, price_cache: PriceCache, limit_bytes: float) -> None:
+        self.layout, self.blocks, self.zero, self.price_cache, self.limit_bytes = layout, blocks, zero, price_cache, limit_bytes
         self.fits = lru_cache(maxsize=None)(self._fits)
         self.least = lru_cache(maxsize=None)(self._least)
 
     def _fits(self, stage: int, again: int) -> bool:
         counts = [again if other == stage else 0 for other in range(len(self.blocks))]
-        return rank_memory(stage_aware(self.frame, self.blocks, counts, self.zero), stage, self.book).total <= self.limit_bytes
+        return rank_memory(stage_aware(self.layout, self.blocks, counts, self.zero), stage, self.price_cache).total <= self.limit_bytes
 
     def _least(self, stage: int) -> int | None:
         """The least number above none of recomputed blocks with which `stage` fits; None where there is none.
@@ -105,7 +105,7 @@ class Room:
 
     def least_knob(self) -> Counts | None:
         """What the least r0 that fits recomputes: the fastest of the rule's, since less recompute never takes longer."""
-        return next((counts for counts in every_knob(self.blocks, self.frame) if self.holds(counts)), None)
+        return next((counts for counts in every_knob(self.blocks, self.layout) if self.holds(counts)), None)
 
     def least_list(self) -> Counts | None:
         """The same of the list form, a share for every stage: each recomputes as little as fits, the last stage nothing."""
@@ -128,10 +128,10 @@ def kept_share(
     return min(1.0, (room_bytes - held * checkpoint_bytes) / (held * (kept_bytes - checkpoint_bytes)))
 
 
-def most_in_flight(frame: Frame) -> Counts:
+def most_in_flight(layout: ParallelLayout) -> Counts:
     """By rank the most micro-batches between their forward and the end of their backward pass, counted in the action lists."""
     return tuple(
-        max(accumulate(_CHANGE[action.work] for action in order)) for order in frame.orders())
+        max(accumulate(_CHANGE[action.work] for action in order)) for order in layout.orders())
 
 
-_CHANGE = Counter({Work.FORWARD: 1, Work.BACKWARD: -1, Work.WEIGHT_GRADIENT: -1})
+_CHANGE = Counter({ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1})

@@ -27,17 +27,17 @@ from itertools import chain
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame, Strategy
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.baselines.deepspeed_stages import Partition, blocks_of_stages
 from parplan.planner.baselines.merak_runtime import merak_strategies
 from parplan.planner.baselines.optimum import Leanest, Optimum, fastest, leanest
 from parplan.planner.baselines.uniform_strategies import (
     any_stages,
-    data_parallel_frames,
-    megatron_frames,
+    data_parallel_layouts,
+    megatron_layouts,
     megatron_meshes,
-    plain_frames,
+    plain_layouts,
     staged,
     strategies,
 )
@@ -75,78 +75,78 @@ class _Space:
     def strategies(self) -> tuple[Strategy, ...]:
         return tuple(chain.from_iterable(self.groups))
 
-    def answer(self, book: PriceBook, limit_bytes: float, deadline: Deadline) -> Optimum | None:
+    def answer(self, price_cache: PriceCache, limit_bytes: float, deadline: Deadline) -> Optimum | None:
         for group in self.groups:
-            found = fastest(group, book, limit_bytes, deadline)
+            found = fastest(group, price_cache, limit_bytes, deadline)
             if found:
                 return found
         return None
 
 
-_Make = Callable[[PriceBook, float], _Space]
+_Make = Callable[[PriceCache, float], _Space]
 
 
-def _meshes(book: PriceBook) -> tuple[Mesh, ...]:
-    return tuple(megatron_meshes(book.model, book.machine.cluster, book.training))
+def _meshes(price_cache: PriceCache) -> tuple[Mesh, ...]:
+    return tuple(megatron_meshes(price_cache.model, price_cache.machine.cluster, price_cache.training))
 
 
-def _frames(meshes: Iterable[Mesh], book: PriceBook) -> Iterable[Frame]:
-    return chain.from_iterable(megatron_frames(mesh, book.model, book.training) for mesh in meshes)
+def _layouts(meshes: Iterable[Mesh], price_cache: PriceCache) -> Iterable[ParallelLayout]:
+    return chain.from_iterable(megatron_layouts(mesh, price_cache.model, price_cache.training) for mesh in meshes)
 
 
-def _megatron(chunks: Callable[[Frame], bool] = lambda _: True) -> _Make:
-    """Every frame whose virtual stages are as asked for."""
-    def make(book: PriceBook, _: float) -> _Space:
-        frames = filter(chunks, _frames(_meshes(book), book))
-        return _Space((strategies(frames, book.model.num_layers, (0, 1), LEVELS),))
+def _megatron(chunks: Callable[[ParallelLayout], bool] = lambda _: True) -> _Make:
+    """Every layout whose virtual stages are as asked for."""
+    def make(price_cache: PriceCache, _: float) -> _Space:
+        layouts = filter(chunks, _layouts(_meshes(price_cache), price_cache))
+        return _Space((strategies(layouts, price_cache.model.num_layers, (0, 1), LEVELS),))
 
     return make
 
 
-def _defaults(book: PriceBook, _: float) -> _Space:
+def _defaults(price_cache: PriceCache, _: float) -> _Space:
     """Micro-batch 1, and as little model parallelism as fits; of as many GPUs a replica, tensor parallelism first."""
-    whole = (mesh for mesh in _meshes(book) if book.model.num_layers % mesh.pp == 0 and mesh.ep == 1)
+    whole = (mesh for mesh in _meshes(price_cache) if price_cache.model.num_layers % mesh.pp == 0 and mesh.ep == 1)
     ordered = sorted(whole, key=lambda mesh: (mesh.tp * mesh.pp, mesh.pp))
     plain = (
-        frame for frame in _frames(ordered, book)
-        if frame.micro_batch_size == 1 and frame.virtual_stages == 1 and not frame.sequence_parallel)
-    return _Space(tuple((one,) for one in strategies(plain, book.model.num_layers, (0,), (Recompute.NONE,))))
+        layout for layout in _layouts(ordered, price_cache)
+        if layout.micro_batch_size == 1 and layout.virtual_stages == 1 and not layout.sequence_parallel)
+    return _Space(tuple((one,) for one in strategies(plain, price_cache.model.num_layers, (0,), (Recompute.NONE,))))
 
 
-def _guide(book: PriceBook, _: float) -> _Space:
+def _guide(price_cache: PriceCache, _: float) -> _Space:
     """The degrees in the guide's order, all without recompute before any with; the fastest micro-batch and interleaving of each."""
-    widest = {(mesh.pp, mesh.tp): mesh for mesh in _meshes(book)}  # the last has the largest ep: experts rather by ep than by tp
+    widest = {(mesh.pp, mesh.tp): mesh for mesh in _meshes(price_cache)}  # the last has the largest ep: experts rather by ep than by tp
     meshes = tuple(widest.values())
     most = max((mesh.tp for mesh in meshes), default=1)
     ordered = [mesh for mesh in meshes if mesh.pp == 1] + [mesh for mesh in meshes if mesh.pp > 1 and mesh.tp == most]
     return _Space(tuple(
         strategies(
-            (frame for frame in _frames((mesh,), book) if frame.sequence_parallel or mesh.tp == 1), book.model.num_layers, (1,), (level,))
+            (layout for layout in _layouts((mesh,), price_cache) if layout.sequence_parallel or mesh.tp == 1), price_cache.model.num_layers, (1,), (level,))
         for level in LEVELS for mesh in ordered))
 
 
-def _deepspeed(book: PriceBook, _: float) -> _Space:
+def _deepspeed(price_cache: PriceCache, _: float) -> _Space:
     """1F1B on stages by any of DeepSpeed's partitions, ZeRO 1 at most with a pipeline; whole layers recomputed, or nothing."""
     def zeros(mesh: Mesh) -> tuple[int, ...]:
         return (0,) if mesh.dp == 1 else (0, 1) if mesh.pp > 1 else (0, 1, 2, 3)
 
     def partitions(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        return tuple(dict.fromkeys(filter(None, (blocks_of_stages(method, mesh.pp, book) for method in Partition))))
+        return tuple(dict.fromkeys(filter(None, (blocks_of_stages(method, mesh.pp, price_cache) for method in Partition))))
 
     return _Space((tuple(
-        staged(frame, [(level,) * count for count in blocks], zero)
-        for mesh in any_stages(book.model, book.machine.cluster, book.training) for blocks in partitions(mesh)
-        for frame in plain_frames(mesh, book.training) for zero in zeros(mesh) for level in WHOLE_LAYERS),))
+        staged(layout, [(level,) * count for count in blocks], zero)
+        for mesh in any_stages(price_cache.model, price_cache.machine.cluster, price_cache.training) for blocks in partitions(mesh)
+        for layout in plain_layouts(mesh, price_cache.training) for zero in zeros(mesh) for level in WHOLE_LAYERS),))
 
 
-def _merak(book: PriceBook, limit_bytes: float) -> _Space:
-    return _Space((merak_strategies(book, limit_bytes),))
+def _merak(price_cache: PriceCache, limit_bytes: float) -> _Space:
+    return _Space((merak_strategies(price_cache, limit_bytes),))
 
 
 def _data_parallel(zero: int, levels: Sequence[Recompute] = LEVELS) -> _Make:
-    def make(book: PriceBook, _: float) -> _Space:
-        frames = data_parallel_frames(book.model, book.machine.cluster, book.training)
-        return _Space((strategies(frames, book.model.num_layers, (zero,), levels),))
+    def make(price_cache: PriceCache, _: float) -> _Space:
+        layouts = data_parallel_layouts(price_cache.model, price_cache.machine.cluster, price_cache.training)
+        return _Space((strategies(layouts, price_cache.model.num_layers, (zero,), levels),))
 
     return make
 
@@ -162,9 +162,9 @@ _SYSTEMS: dict[str, tuple[str, _Make]] = {
         "Megatron-Core's guide: data parallelism, then tp up to the node, then pp until it fits, with sequence parallelism and "
         "distributed optimizer; recompute last; the fastest micro-batch and interleaving", _guide),
     "megatron-1f1b": (
-        "Megatron-LM without interleaving: the same, with one model chunk a rank", _megatron(lambda frame: frame.virtual_stages == 1)),
+        "Megatron-LM without interleaving: the same, with one model chunk a rank", _megatron(lambda layout: layout.virtual_stages == 1)),
     "megatron-interleaved": (
-        "Megatron-LM with interleaving: the same, with two model chunks a rank or more", _megatron(lambda frame: frame.virtual_stages > 1)),
+        "Megatron-LM with interleaving: the same, with two model chunks a rank or more", _megatron(lambda layout: layout.virtual_stages > 1)),
     "deepspeed-3d": (
         "DeepSpeed's 3D parallelism with Megatron's layers: tp in the node, 1F1B on stages cut uniform, by parameters or by type, "
         "ZeRO 1 with a pipeline, whole layers recomputed or nothing, no sequence parallelism, any micro-batch", _deepspeed),
@@ -199,13 +199,13 @@ def baseline_names(asked: Iterable[str]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def price_baseline(name: str, book: PriceBook, limit_bytes: float, deadline: Deadline = NEVER) -> Baseline:
-    """What the system called `name` would run on the machine of `book`, within `limit_bytes` of every device. Raises OutOfTimeError."""
+def price_baseline(name: str, price_cache: PriceCache, limit_bytes: float, deadline: Deadline = NEVER) -> Baseline:
+    """What the system called `name` would run on the machine of `price_cache`, within `limit_bytes` of every device. Raises OutOfTimeError."""
     what, make = _SYSTEMS[name]
     deadline.check()
-    space = make(book, limit_bytes)
+    space = make(price_cache, limit_bytes)
     everything = space.strategies
-    optimum = space.answer(book, limit_bytes, deadline)
-    lean = leanest(everything, book, deadline) if everything and optimum is None else None
+    optimum = space.answer(price_cache, limit_bytes, deadline)
+    lean = leanest(everything, price_cache, deadline) if everything and optimum is None else None
     return Baseline(
         name=name, what=what, candidates=len(everything), in_order=len(space.groups) > 1, optimum=optimum, leanest=lean)

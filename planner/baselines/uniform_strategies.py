@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
 from parplan.planner.candidates.enumeration import expert_degrees, illegal_tensor_parallel
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.hardware import Cluster
@@ -47,14 +47,14 @@ def megatron_meshes(model: ModelSpec, cluster: Cluster, training: TrainingSpec) 
                 yield from (Mesh(pp=pp, dp=dp, tp=tp, ep=ep) for ep in expert_degrees(dp, model))
 
 
-def megatron_frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec) -> Iterator[Frame]:
+def megatron_layouts(mesh: Mesh, model: ModelSpec, training: TrainingSpec) -> Iterator[ParallelLayout]:
     """Every micro-batch, number of virtual stages, and sequence parallelism off and on, of one mesh."""
     per_replica = training.global_batch_size // mesh.dp
     for micro_batch_size in divisors(per_replica):
         num_micro_batches = per_replica // micro_batch_size
         for virtual_stages in _virtual_stages(mesh, model, num_micro_batches):
             for sequence_parallel in (False, True) if mesh.tp > 1 and training.seq_length % mesh.tp == 0 else (False,):
-                yield Frame(
+                yield ParallelLayout(
                     mesh=mesh, schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
                     virtual_stages=virtual_stages, micro_batch_size=micro_batch_size, num_micro_batches=num_micro_batches,
                     sequence_parallel=sequence_parallel)
@@ -77,19 +77,19 @@ def any_stages(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> It
                 yield Mesh(pp=pp, dp=dp, tp=tp)
 
 
-def plain_frames(mesh: Mesh, training: TrainingSpec) -> Iterator[Frame]:
+def plain_layouts(mesh: Mesh, training: TrainingSpec) -> Iterator[ParallelLayout]:
     """1F1B with every micro-batch, without sequence parallelism."""
     per_replica = training.global_batch_size // mesh.dp
     for micro_batch_size in divisors(per_replica):
-        yield Frame(
+        yield ParallelLayout(
             mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=micro_batch_size,
             num_micro_batches=per_replica // micro_batch_size, sequence_parallel=False)
 
 
-def data_parallel_frames(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[Frame]:
+def data_parallel_layouts(model: ModelSpec, cluster: Cluster, training: TrainingSpec) -> Iterator[ParallelLayout]:
     """Every micro-batch on all GPUs as one data-parallel group; none where they do not divide the batch."""
     if training.global_batch_size % cluster.num_gpus == 0:
-        yield from megatron_frames(Mesh(pp=1, dp=cluster.num_gpus, tp=1), model, training)
+        yield from megatron_layouts(Mesh(pp=1, dp=cluster.num_gpus, tp=1), model, training)
 
 
 def layer_choice(kind: LayerKind, zero: int, level: Recompute) -> LayerChoice:
@@ -97,31 +97,31 @@ def layer_choice(kind: LayerKind, zero: int, level: Recompute) -> LayerChoice:
     return LayerChoice(kind, level if kind is LayerKind.BLOCK else Recompute.NONE, zero)
 
 
-def equal_stages(frame: Frame, num_layers: int, zero: int, level: Recompute, ends: tuple[int, int] = NEITHER) -> Strategy:
+def equal_stages(layout: ParallelLayout, num_layers: int, zero: int, level: Recompute, ends: tuple[int, int] = NEITHER) -> Strategy:
     """All blocks alike; the embedding before the first and the head after the last stage, each in the place of a block where it counts."""
-    return staged(frame, [(level,) * count for count in equal_blocks(frame, num_layers, ends)], zero)
+    return staged(layout, [(level,) * count for count in equal_blocks(layout, num_layers, ends)], zero)
 
 
-def equal_blocks(frame: Frame, num_layers: int, ends: tuple[int, int] = NEITHER) -> tuple[int, ...]:
+def equal_blocks(layout: ParallelLayout, num_layers: int, ends: tuple[int, int] = NEITHER) -> tuple[int, ...]:
     """Blocks of every virtual stage, where the ends that count take the place of one."""
-    each, last = (num_layers + sum(ends)) // frame.num_virtual_stages, frame.num_virtual_stages - 1
+    each, last = (num_layers + sum(ends)) // layout.num_virtual_stages, layout.num_virtual_stages - 1
     return tuple(each - (stage == 0) * ends[0] - (stage == last) * ends[1] for stage in range(last + 1))
 
 
-def staged(frame: Frame, levels: Sequence[Sequence[Recompute]], zero: int) -> Strategy:
+def staged(layout: ParallelLayout, levels: Sequence[Sequence[Recompute]], zero: int) -> Strategy:
     """`levels[k]` of the blocks of virtual stage k; the embedding before the first and the head after the last stage."""
     stages = [[layer_choice(LayerKind.BLOCK, zero, level) for level in stage] for stage in levels]
     stages[0].insert(0, layer_choice(LayerKind.EMBEDDING, zero, Recompute.NONE))
     stages[-1].append(layer_choice(LayerKind.HEAD, zero, Recompute.NONE))
-    return Strategy(frame=frame, stages=tuple(map(tuple, stages)))
+    return Strategy(layout=layout, stages=tuple(map(tuple, stages)))
 
 
 def strategies(
-    frames: Iterable[Frame], num_layers: int, zeros: Iterable[int], levels: Iterable[Recompute],
+    layouts: Iterable[ParallelLayout], num_layers: int, zeros: Iterable[int], levels: Iterable[Recompute],
 ) -> tuple[Strategy, ...]:
-    """Every frame with every ZeRO stage (without data parallelism there is one: nothing is sharded), recompute level and ends."""
+    """Every layout with every ZeRO stage (without data parallelism there is one: nothing is sharded), recompute level and ends."""
     zeros, levels = tuple(zeros), tuple(levels)
     return tuple(
-        equal_stages(frame, num_layers, zero, level, ends)
-        for frame in frames for ends in counted_ends(num_layers, frame.num_virtual_stages)
-        for zero in (zeros if frame.mesh.dp > 1 else zeros[:1]) for level in levels)
+        equal_stages(layout, num_layers, zero, level, ends)
+        for layout in layouts for ends in counted_ends(num_layers, layout.num_virtual_stages)
+        for zero in (zeros if layout.mesh.dp > 1 else zeros[:1]) for level in levels)

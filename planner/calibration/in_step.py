@@ -26,7 +26,7 @@ import numpy as np
 from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.measurements import Case, Outcome, Record
+from parplan.profiles.machines.measurements import Case, CaseOutcome, Record
 from parplan.profiles.machines.shipped_profiles import Machine
 from parplan.profiles.machines.speeds import InStep, LayerCost, Profile
 from parplan.profiles.models.operator_graph import LayerClass
@@ -69,7 +69,7 @@ def equations(records: Iterable[Record], profile: Profile, cluster: Cluster, pre
     neutral = replace(stack, kernel_slowdown=1.0, host_operator_s=0.0)
     machine = Machine(replace(cluster, calibration=None), replace(profile, in_step=None))
     for record in records:
-        if record.case.work != BLOCK or record.outcome is not Outcome.MEASURED or record.measured is None:
+        if record.case.work != BLOCK or record.outcome is not CaseOutcome.MEASURED or record.measured is None:
             continue
         layer, training = _block_layer(record.case, precision, neutral)
         alone = price_operators(layer, _WHOLE, machine, training).compute.values()

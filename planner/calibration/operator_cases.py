@@ -21,7 +21,7 @@ from parplan.costmodels.operators.kernels import (
     update_kernels,
 )
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.profiles.machines.measurements import Case, Pass
+from parplan.profiles.machines.measurements import Case, CasePass
 from parplan.profiles.models.operator_graph import Operator, OperatorKind
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 
@@ -72,12 +72,12 @@ def update_cases(num_parameters: int, training: TrainingSpec) -> tuple[Case, ...
         for work, kernel in zip(works, update_kernels(num_parameters, training), strict=True))
 
 
-def _case(work: str, sizes: Sizes, precision: str, passes: tuple[Pass, ...]) -> Case:
+def _case(work: str, sizes: Sizes, precision: str, passes: tuple[CasePass, ...]) -> Case:
     return Case(work=work, sizes=tuple(sizes.items()), precision=precision, passes=passes)
 
 
-def _pass(name: str, kernel: Kernel) -> Pass:
-    return Pass(name=name, curve=kernel.curve, sizes=kernel_sizes(kernel))
+def _pass(name: str, kernel: Kernel) -> CasePass:
+    return CasePass(name=name, curve=kernel.curve, sizes=kernel_sizes(kernel))
 
 
 def kernel_sizes(kernel: Kernel) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ def kernel_sizes(kernel: Kernel) -> tuple[int, ...]:
     return tuple(map(round, kernel.sizes))
 
 
-def _both_ways(kernels: OperatorKernels) -> tuple[Pass, ...]:
+def _both_ways(kernels: OperatorKernels) -> tuple[CasePass, ...]:
     (forward,), (backward,) = kernels.forward, kernels.backward
     return _pass("forward", forward), _pass("backward", backward)
 

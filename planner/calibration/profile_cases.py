@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.operators.compute import kernel_time
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.planner.calibration.in_step import BLOCK, LAYOUTS
 from parplan.planner.calibration.operator_cases import (
     kernels_by_case,
@@ -39,7 +39,7 @@ from parplan.profiles.catalog import load_model
 from parplan.profiles.divisors import divisors
 from parplan.profiles.machines.curves import memory_bound_s
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.measurements import Case, Pass
+from parplan.profiles.machines.measurements import Case, CasePass
 from parplan.profiles.machines.shipped_profiles import Machine, analytic_profile
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec, Norm, Positions, TrainingSpec
@@ -59,14 +59,14 @@ ADAM_BYTES = 18  # of a parameter in 16 bits with its gradient and states; in fp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class ProfiledWorkload:
     """What is trained, and how: a model that a profile is to be good for."""
 
     model: ModelSpec
     training: TrainingSpec
 
 
-def cases_of(workloads: Sequence[Workload], cluster: Cluster) -> tuple[Case, ...]:
+def cases_of(workloads: Sequence[ProfiledWorkload], cluster: Cluster) -> tuple[Case, ...]:
     """Everything to measure on one device of `cluster` for `workloads`, most informative first, each case once.
 
     Raises ConfigError where the device lacks a workload's precision.
@@ -81,12 +81,12 @@ def cases_of(workloads: Sequence[Workload], cluster: Cluster) -> tuple[Case, ...
         case for case in sorted(worth, key=lambda case: -worth[case]) if case.work in (BLOCK, LAYOUTS) or points[case.passes] == case)
 
 
-def default_workloads(cluster: Cluster, training: TrainingSpec) -> tuple[Workload, ...]:
+def default_workloads(cluster: Cluster, training: TrainingSpec) -> tuple[ProfiledWorkload, ...]:
     """What is measured where the user names no model: gpt-tiny on a CPU; on a GPU gpt-1.5b and llama3-8b, whose widths most
     models up to 8B are between. Batch and sequence of `training` are replaced by each model's own."""
     entries = map(load_model, CPU_MODELS if on_host(cluster) else GPU_MODELS)
     return tuple(
-        Workload(model=entry.spec, training=replace(training, global_batch_size=entry.global_batch_size, seq_length=entry.seq_length))
+        ProfiledWorkload(model=entry.spec, training=replace(training, global_batch_size=entry.global_batch_size, seq_length=entry.seq_length))
         for entry in entries)
 
 
@@ -104,7 +104,7 @@ def machine_cases(cluster: Cluster, precision: str) -> tuple[Case, ...]:
     return tuple(Case(work=work, sizes=sizes, precision=precision, passes=()) for work, sizes in works)
 
 
-def layouts_of(workload: Workload, cluster: Cluster) -> tuple[tuple[int, Sharding], ...]:
+def layouts_of(workload: ProfiledWorkload, cluster: Cluster) -> tuple[tuple[int, Sharding], ...]:
     """The micro-batch sizes with the shardings that each is measured under."""
     micro_batches = micro_batch_sizes(workload, cluster)
     ends = sorted({micro_batches[0], micro_batches[-1]})
@@ -121,13 +121,13 @@ def tensor_parallel_degrees(model: ModelSpec, cluster: Cluster) -> tuple[int, ..
         tp for tp in divisors(cluster.gpus_per_node) if not illegal_tensor_parallel(tp, model, cluster, across_nodes=False))
 
 
-def micro_batch_sizes(workload: Workload, cluster: Cluster) -> tuple[int, ...]:
+def micro_batch_sizes(workload: ProfiledWorkload, cluster: Cluster) -> tuple[int, ...]:
     """Powers of two that fit a device, at most four."""
     machine = _assumed(cluster)
-    book = PriceBook(workload.model, workload.training, machine)
+    price_cache = PriceCache(workload.model, workload.training, machine)
     sizes, size = [1], 2
     while size <= min(MAX_MICRO_BATCH_SIZE, workload.training.global_batch_size):
-        saved = book.activations(LayerKind.BLOCK, size, Sharding()).saved * workload.model.num_layers
+        saved = price_cache.activations(LayerKind.BLOCK, size, Sharding()).saved * workload.model.num_layers
         if saved > cluster.device.memory_bytes:
             break
         sizes.append(size)
@@ -140,7 +140,7 @@ def _assumed(cluster: Cluster) -> Machine:
     return Machine(cluster, analytic_profile(cluster.device.name))
 
 
-def _worth(workload: Workload, cluster: Cluster) -> Iterator[tuple[Case, float]]:
+def _worth(workload: ProfiledWorkload, cluster: Cluster) -> Iterator[tuple[Case, float]]:
     """The cases of one workload with what each says, as a share of the step. A case may come more than once: its worth adds up."""
     shares = step_shares(workload, cluster)
     groups: dict[tuple[str, str], set[Case]] = defaultdict(set)
@@ -157,7 +157,7 @@ def _worth(workload: Workload, cluster: Cluster) -> Iterator[tuple[Case, float]]
         yield case, OF_BLOCKS
 
 
-def step_shares(workload: Workload, cluster: Cluster) -> dict[tuple[str, str], float]:
+def step_shares(workload: ProfiledWorkload, cluster: Cluster) -> dict[tuple[str, str], float]:
     """By operator and work, the share of one rank's step at the largest micro-batch under assumed prices."""
     model, training, machine = workload.model, workload.training, _assumed(cluster)
     size = micro_batch_sizes(workload, cluster)[-1]
@@ -189,7 +189,7 @@ def _halved(cases: set[Case], share: float) -> Iterator[tuple[Case, float]]:
     return ((ordered[index], found) for index, found in worth.items())
 
 
-def _update_cases(workload: Workload, cluster: Cluster) -> Iterator[Case]:
+def _update_cases(workload: ProfiledWorkload, cluster: Cluster) -> Iterator[Case]:
     graph = build_graph(workload.model, workload.training, 1)
     whole = min(graph.num_parameters, cluster.device.memory_bytes // (2 * ADAM_BYTES))
     layers = [owned_parameters(layer, Sharding()) for layer in (graph.block, graph.embedding)]
@@ -198,7 +198,7 @@ def _update_cases(workload: Workload, cluster: Cluster) -> Iterator[Case]:
         yield from update_cases(count, workload.training)
 
 
-def block_cases(workload: Workload, micro_batch_size: int) -> tuple[Case, ...]:
+def block_cases(workload: ProfiledWorkload, micro_batch_size: int) -> tuple[Case, ...]:
     """A tiny block of the model's kind with the operators in it, and the model's own; none of a mixture of experts."""
     model, precision = workload.model, workload.training.precision.value
     if model.num_experts:
@@ -206,7 +206,7 @@ def block_cases(workload: Workload, micro_batch_size: int) -> tuple[Case, ...]:
     tiny, training = tiny_model(model), replace(workload.training, seq_length=min(workload.training.seq_length, TINY_SEQ))
     operators = build_graph(tiny, training, 1).block.operators
     parts = (case for operator in operators for case in operator_cases(operator, Sharding(), tiny, training))
-    small, passes = _block_sizes(tiny, 1, training.seq_length), (Pass(name="forward"), Pass(name="backward"))
+    small, passes = _block_sizes(tiny, 1, training.seq_length), (CasePass(name="forward"), CasePass(name="backward"))
     blocks = (small, _block_sizes(model, micro_batch_size, workload.training.seq_length))
     layouts = (small, _block_sizes(model, 1, training.seq_length))  # what they add does not grow with the tokens
     return (

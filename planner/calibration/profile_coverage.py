@@ -21,16 +21,16 @@ from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.layers.sub_pipeline import HALVES
 from parplan.costmodels.operators.compute import kernel_time
 from parplan.costmodels.operators.kernels import Kernel, StreamKernel
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy, in_chunks
-from parplan.costmodels.usage.rank_traffic import Sent, rank_tally
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy, in_chunks
+from parplan.costmodels.usage.rank_traffic import SentBytes, rank_tally
 from parplan.planner.calibration.operator_cases import (
     kernels_by_case,
     kernels_of_update,
     update_cases,
 )
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.plan_strategy import book_of, strategy_of
+from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.profiles.machines.measurements import Case
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.machines.speeds import Profile
@@ -72,51 +72,51 @@ def coverage(plan: Plan) -> Coverage | None:
     """What the profile in `plan.cluster` says of the plan, None without one. Raises ConfigError: its layers have no price today."""
     if plan.cluster.profile is None:
         return None
-    book = book_of(plan)
-    strategy = strategy_of(plan, book)
+    price_cache = prices_of_plan(plan)
+    strategy = strategy_of(plan, price_cache)
     found: dict[Case, Kind] = {}
     beyond: dict[str, None] = {}
     for choice in dict.fromkeys(choice for stage in strategy.stages for choice in stage):
-        found |= _of_operators(choice, strategy.frame, book, beyond)
-    found |= _of_updates(strategy, book)
-    for rank in range(strategy.frame.mesh.pp):
-        found |= _of_traffic(strategy, rank, book)
+        found |= _of_operators(choice, strategy.layout, price_cache, beyond)
+    found |= _of_updates(strategy, price_cache)
+    for rank in range(strategy.layout.mesh.pp):
+        found |= _of_traffic(strategy, rank, price_cache)
     return Coverage(cases=tuple(found.items()), beyond=tuple(beyond))
 
 
-def _of_operators(choice: LayerChoice, frame: Frame, book: PriceBook, beyond: dict[str, None]) -> dict[Case, Kind]:
+def _of_operators(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache, beyond: dict[str, None]) -> dict[Case, Kind]:
     """Of one layer; what no case measures goes to `beyond`."""
     found: dict[Case, Kind] = {}
-    for operator in _sizes_of(choice, frame, book):
-        measured, others = kernels_by_case(operator, frame.sharding_of(choice), book.model, book.training)
-        found |= {case: _kind(kernels, book) for case, kernels in measured.items()}
+    for operator in _sizes_of(choice, layout, price_cache):
+        measured, others = kernels_by_case(operator, layout.sharding_of(choice), price_cache.model, price_cache.training)
+        found |= {case: _kind(kernels, price_cache) for case, kernels in measured.items()}
         beyond |= dict.fromkeys(kernel.name if isinstance(kernel, StreamKernel) else f"{operator.name}'s products" for kernel in others)
     return found
 
 
-def _sizes_of(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[Operator, ...]:
+def _sizes_of(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> tuple[Operator, ...]:
     """The operators of a layer at the sizes that it runs them: of half a micro-batch where a block runs as two, at level 1 of both."""
-    whole = book.layer(choice.kind, frame.micro_batch_size).operators
-    if not frame.tp_overlap or choice.kind is not LayerKind.BLOCK:
+    whole = price_cache.layer(choice.kind, layout.micro_batch_size).operators
+    if not layout.tp_overlap or choice.kind is not LayerKind.BLOCK:
         return whole
-    halves = book.graph(frame.micro_batch_size // HALVES).block.operators
-    return (*whole, *halves) if frame.tp_overlap == 1 else halves
+    halves = price_cache.graph(layout.micro_batch_size // HALVES).block.operators
+    return (*whole, *halves) if layout.tp_overlap == 1 else halves
 
 
-def _kind(kernels: tuple[Kernel, ...], book: PriceBook) -> Kind:
-    return weakest(kernel_time(kernel, book.machine, book.training).kind for kernel in kernels)
+def _kind(kernels: tuple[Kernel, ...], price_cache: PriceCache) -> Kind:
+    return weakest(kernel_time(kernel, price_cache.machine, price_cache.training).kind for kernel in kernels)
 
 
-def _of_updates(strategy: Strategy, book: PriceBook) -> dict[Case, Kind]:
+def _of_updates(strategy: Strategy, price_cache: PriceCache) -> dict[Case, Kind]:
     """The updates of layers, each priced alone. What costs nothing without a measurement is not missed, nor what is too little of
     all updates to decide their kind (a head's norm)."""
-    if book.offloads_states:
+    if price_cache.offloads_states:
         return {}
     counts = Counter(
-        _owned(choice, strategy.frame, book) for stage in strategy.stages for choice in stage if not in_chunks(choice, strategy.frame))
+        _owned(choice, strategy.layout, price_cache) for stage in strategy.stages for choice in stage if not in_chunks(choice, strategy.layout))
     prices = {
-        case: kernel_time(kernel, book.machine, book.training) for owned in counts if owned
-        for case in update_cases(owned, book.training) for kernel in kernels_of_update(case, book.training)}
+        case: kernel_time(kernel, price_cache.machine, price_cache.training) for owned in counts if owned
+        for case in update_cases(owned, price_cache.training) for kernel in kernels_of_update(case, price_cache.training)}
     spent_s = {case: price.value_s * counts[case.size("parameters")] for case, price in prices.items()}
     whole_s: dict[str, float] = defaultdict(float)
     for case, seconds in spent_s.items():
@@ -124,53 +124,53 @@ def _of_updates(strategy: Strategy, book: PriceBook) -> dict[Case, Kind]:
     return {case: price.kind for case, price in prices.items() if spent_s[case] > NEGLIGIBLE_SHARE * whole_s[case.work]}
 
 
-def _owned(choice: LayerChoice, frame: Frame, book: PriceBook) -> int:
+def _owned(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> int:
     """Of one layer, the parameters that a rank updates."""
-    layer, mesh = book.layer(choice.kind, 1), frame.mesh
-    return owned_parameters(layer, frame.sharding_of(choice), book.shards(mesh) if choice.zero else 1, with_tied=mesh.pp > 1)
+    layer, mesh = price_cache.layer(choice.kind, 1), layout.mesh
+    return owned_parameters(layer, layout.sharding_of(choice), price_cache.shards(mesh) if choice.zero else 1, with_tied=mesh.pp > 1)
 
 
-def _of_traffic(strategy: Strategy, rank: int, book: PriceBook) -> dict[Case, Kind]:
+def _of_traffic(strategy: Strategy, rank: int, price_cache: PriceCache) -> dict[Case, Kind]:
     """What a device of a pipeline rank sends, each collective of each size once, without what is too little to matter.
 
     No curve starts below 1 KiB, where all is latency: less counts as that.
     """
     prices, spent_s = dict[Case, Seconds](), dict[Case, float]()
-    for sent in rank_tally(strategy, rank, book).by_size():
+    for sent in rank_tally(strategy, rank, price_cache).by_size():
         n_bytes = max(SMALLEST_BYTES, sent.num_bytes // sent.calls)
-        for shape, price in _prices(sent, n_bytes, rank, strategy.frame, book):
-            case = timed_case(sent.kind, n_bytes, shape, book.training.precision.value)
+        for shape, price in _prices(sent, n_bytes, rank, strategy.layout, price_cache):
+            case = timed_case(sent.kind, n_bytes, shape, price_cache.training.precision.value)
             prices[case], spent_s[case] = price, sent.calls * price.value_s
     return {case: price.kind for case, price in prices.items() if spent_s[case] > NEGLIGIBLE_SHARE * sum(spent_s.values())}
 
 
-def _prices(sent: Sent, n_bytes: int, rank: int, frame: Frame, book: PriceBook) -> Iterator[tuple[Shape, Seconds]]:
+def _prices(sent: SentBytes, n_bytes: int, rank: int, layout: ParallelLayout, price_cache: PriceCache) -> Iterator[tuple[Shape, Seconds]]:
     """The group shapes of one kind of message, with their prices, as costmodels/layers/layer_price.py and step.py place them."""
-    machine, gpus_per_node = book.machine, book.machine.cluster.gpus_per_node
+    machine, gpus_per_node = price_cache.machine, price_cache.machine.cluster.gpus_per_node
     if sent.kind == POINT_TO_POINT:
-        stride = frame.mesh.stride(Axis.PP)
+        stride = layout.mesh.stride(Axis.PP)
         sharing = min(stride, gpus_per_node)
-        others = (other for other in (rank - 1, rank + 1) if other in range(frame.mesh.pp))
+        others = (other for other in (rank - 1, rank + 1) if other in range(layout.mesh.pp))
         for crosses in sorted({rank * stride // gpus_per_node != other * stride // gpus_per_node for other in others}):
             nodes, ranks = (2, 1) if crosses else (1, 2)
             price = point_to_point_time(n_bytes, crosses_nodes=crosses, sharing=sharing, machine=machine)
             yield Shape(nodes=nodes, ranks_per_node=ranks, groups=sharing), price
         return
-    where = _place(sent, frame, book)
+    where = _place(sent, layout, price_cache)
     if where is not None:
         groups = where.groups_per_node if where.crosses_nodes else gpus_per_node // where.ranks_per_node
         price = collective_time(Collective(sent.kind), n_bytes, where, machine)
         yield Shape(nodes=where.nodes, ranks_per_node=where.ranks_per_node, groups=groups), price
 
 
-def _place(sent: Sent, frame: Frame, book: PriceBook) -> Placement | None:
+def _place(sent: SentBytes, layout: ParallelLayout, price_cache: PriceCache) -> Placement | None:
     """Where the group of a collective sits, None for a tied embedding's two ends."""
-    mesh, gpus_per_node = frame.mesh, book.machine.cluster.gpus_per_node
+    mesh, gpus_per_node = layout.mesh, price_cache.machine.cluster.gpus_per_node
     if sent.axis == Axis.TP:
         return place_axis(mesh.tp, 1, mesh.tp, gpus_per_node)
     if sent.axis != Axis.DP:
         return None
-    shards, stride = book.shards(mesh), mesh.stride(Axis.DP)
+    shards, stride = price_cache.shards(mesh), mesh.stride(Axis.DP)
     copies = mesh.dp // shards
     if sent.kind == Collective.ALL_REDUCE and copies > 1:
         return place_axis(copies, stride * shards, mesh.num_ranks, gpus_per_node)

@@ -14,21 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parplan.planner.calibration.in_step import in_step_of
-from parplan.planner.calibration.profile_cases import Workload, cases_of, default_workloads
+from parplan.planner.calibration.profile_cases import ProfiledWorkload, cases_of, default_workloads
 from parplan.profiles.catalog import cluster_document, load_cluster, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Record
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record
 from parplan.profiles.machines.profile_records import rounded_records
 from parplan.profiles.machines.shipped_profiles import analytic_profile, shipped_profile
 from parplan.profiles.machines.user_profile import (
     PROFILE_VERSION,
-    Environment,
-    OwnProfile,
+    ProfileEnvironment,
+    UserProfile,
     merged,
-    read,
+    read_profile,
     with_memory_facts,
-    write,
+    write_profile,
 )
 from parplan.profiles.models.spec import ModelEntry, Precision, TrainingSpec
 from parplan.profiles.profiler.communication.comm_cases import ALL_REDUCE
@@ -55,7 +55,7 @@ MODULES = ("torch", "torch.distributed")  # what every measurement needs, and ta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class ProfileRequest:
     """What is to be measured, and how.
 
     device       cpu or cuda
@@ -80,13 +80,13 @@ class Wanted:
 class Profiled:
     """The file's profile; the cases that the budget or Ctrl-C did not reach; remarks on what was found on the way."""
 
-    profile: OwnProfile
+    profile: UserProfile
     missed: tuple[Case, ...] = ()
     interrupted: bool = False
     notes: tuple[str, ...] = ()
 
 
-def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profiled:
+def measure_operators(wanted: ProfileRequest, on_progress: OnProgress | None) -> Profiled:
     """Measure what the file and its journals lack of the operators on one device, and write the file. Raises ConfigError.
 
     Every case twice, at two moments, where the budget has room for that, since what disturbs a machine for a second shifts all repeats
@@ -107,7 +107,7 @@ def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profile
         if missing is not None and found.missed:
             raise ConfigError(f"the time was over before {missing} was measured, so nothing says how fast {here.device} is",
                               hint="give it more time with --minutes: the same command goes on")
-        fresh = [record.case for record in found.records if record.case.key not in seen and record.outcome is Outcome.MEASURED]
+        fresh = [record.case for record in found.records if record.case.key not in seen and record.outcome is CaseOutcome.MEASURED]
         roomy = 2 * (time.monotonic() - begins_s) < ends_s - begins_s or bool(second.records)
         if fresh and roomy and not found.missed and not found.interrupted:
             again = _session(wanted, fresh, here, second, math.inf, on_progress)
@@ -119,7 +119,7 @@ def measure_operators(wanted: Wanted, on_progress: OnProgress | None) -> Profile
         return Profiled(profile=profile, missed=found.missed, interrupted=found.interrupted, notes=(*first.notes, *second.notes))
 
 
-def _journal(wanted: Wanted, here: Environment, which: str) -> Journal:
+def _journal(wanted: ProfileRequest, here: ProfileEnvironment, which: str) -> Journal:
     asked = {"fingerprint": fingerprint(here, wanted.precision), "device": here.device}
     return open_journal(beside(wanted.output.with_name(wanted.output.name + which)), asked, restart=wanted.restart)
 
@@ -130,14 +130,14 @@ def faster(records: Sequence[Record], others: Sequence[Record]) -> tuple[Record,
     return tuple(_faster(record, again.get(record.case.key)) for record in records)
 
 
-def _faster(record: Record, again: Measured | None) -> Record:
+def _faster(record: Record, again: CaseFigures | None) -> Record:
     if record.measured is None or again is None:
         return record
     times = {name: min(once, again.times.get(name, once), key=lambda one: one.median_us) for name, once in record.measured.times.items()}
     return replace(record, measured=replace(record.measured, times=times))
 
 
-def measure_links(wanted: Wanted, minutes: float, told: Tell) -> Profiled:
+def measure_links(wanted: ProfileRequest, minutes: float, told: Tell) -> Profiled:
     """Measure the communication of this node's devices, and write the file. Raises PlannerError.
 
     Interrupted, it goes on when it is started again: its own journal has what was measured.
@@ -159,7 +159,7 @@ def has_links(output: Path, num_ranks: int) -> bool:
     """Whether the file has all that can be measured of the communication of one node of `num_ranks`."""
     if not output.exists() or beside(comm_path(output)).exists():
         return False
-    sizes = [dict(record.case.sizes) for record in read(output).records if record.case.work == ALL_REDUCE]
+    sizes = [dict(record.case.sizes) for record in read_profile(output).records if record.case.work == ALL_REDUCE]
     return any(found["nodes"] == 1 and found["ranks_per_node"] == num_ranks for found in sizes)
 
 
@@ -168,7 +168,7 @@ def add_records(output: Path, records: Sequence[Record], device: str | None, whe
     if not output.exists():
         hint = f"measure operators first: plan profile --no-comm -o {output}"
         raise ConfigError(f"{output}: no such profile to add {where} to", hint=hint)
-    known = read(output)
+    known = read_profile(output)
     if known.environment is None or known.precision is None:
         raise ConfigError(f"{output}: it does not say what it was measured on", hint="make one with: plan profile -o FILE")
     if device is not None and device != known.environment.device:
@@ -177,19 +177,19 @@ def add_records(output: Path, records: Sequence[Record], device: str | None, whe
     return Profiled(profile=kept(output, known, records, known.environment, Precision(known.precision)))
 
 
-def known_profile(wanted: Wanted) -> OwnProfile | None:
+def known_profile(wanted: ProfileRequest) -> UserProfile | None:
     """What the file has already, None where it is to be made anew. Raises ConfigError."""
-    return read(wanted.output) if wanted.output.exists() and not wanted.restart else None
+    return read_profile(wanted.output) if wanted.output.exists() and not wanted.restart else None
 
 
-def cases_wanted(wanted: Wanted, here: Environment) -> tuple[Case, ...]:
+def cases_wanted(wanted: ProfileRequest, here: ProfileEnvironment) -> tuple[Case, ...]:
     """Those that were asked for, or of the models, on the node that this is."""
     if wanted.cases is not None:
         return wanted.cases
     cluster, stack = nominal_cluster(here), load_stack(STACK)
     training = training_of(wanted.precision, stack)
     workloads = [
-        Workload(model=entry.spec, training=replace(training, global_batch_size=entry.global_batch_size, seq_length=entry.seq_length))
+        ProfiledWorkload(model=entry.spec, training=replace(training, global_batch_size=entry.global_batch_size, seq_length=entry.seq_length))
         for entry in wanted.models]
     return cases_of(workloads or default_workloads(cluster, training), cluster)
 
@@ -201,7 +201,7 @@ def training_of(precision: Precision, stack: Stack) -> TrainingSpec:
         overlap_grad_reduce=stack.overlap_grad_reduce)
 
 
-def nominal_cluster(here: Environment) -> Cluster:
+def nominal_cluster(here: ProfileEnvironment) -> Cluster:
     """The node that this is before anything was measured: what a datasheet says, or what is assumed, with its number of devices."""
     try:
         return cluster_of(here)
@@ -213,7 +213,7 @@ def nominal_cluster(here: Environment) -> Cluster:
 
 
 def _session(
-    wanted: Wanted, cases: Sequence[Case], here: Environment, journal: Journal, ends_s: float, on_progress: OnProgress | None,
+    wanted: ProfileRequest, cases: Sequence[Case], here: ProfileEnvironment, journal: Journal, ends_s: float, on_progress: OnProgress | None,
 ) -> Measurements:
     """Measure: on CPUs one case at a time, since they share the memory; on GPUs one on each."""
     devices = [CPU] if wanted.device == CPU else [f"cuda:{index}" for index in range(here.num_devices)]
@@ -223,19 +223,19 @@ def _session(
 
 
 def kept(
-    output: Path, known: OwnProfile | None, records: Sequence[Record], here: Environment, precision: Precision,
-) -> OwnProfile:
+    output: Path, known: UserProfile | None, records: Sequence[Record], here: ProfileEnvironment, precision: Precision,
+) -> UserProfile:
     """Write the file with new records beside those it has, and every curve fitted to all. Raises ConfigError."""
-    new = OwnProfile(
+    new = UserProfile(
         profile_version=PROFILE_VERSION, device=nominal_cluster(here).device.name, precision=precision.value, environment=here,
         records=rounded_records(tuple(records)))
     whole = new if known is None else merged(replace(known, calibration=None, fingerprint="", runs=()), new)
     whole = fitted(whole)
-    write(whole, output)
+    write_profile(whole, output)
     return whole
 
 
-def fitted(profile: OwnProfile) -> OwnProfile:
+def fitted(profile: UserProfile) -> UserProfile:
     """The profile with cluster and curves of its records. Raises ConfigError: nothing that says how fast the device is."""
     here, precision = profile.environment, profile.precision
     if here is None or precision is None:

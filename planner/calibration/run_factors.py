@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepCosts, simulated_step, step_costs
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_strategy import strategy_of
-from parplan.planner.runs.run_file import Run, fingerprint
+from parplan.planner.runs.run_file import RunFile, run_fingerprint
 from parplan.planner.runs.timelines import Key, parts_s
 from parplan.profiles.catalog import cluster_document, cluster_names
 from parplan.profiles.documents.schema import document
@@ -38,8 +38,8 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.machines.user_profile import (
     PROFILE_VERSION,
-    OwnProfile,
-    Source,
+    UserProfile,
+    ProfiledRun,
     digest,
     prices_fingerprint,
 )
@@ -56,15 +56,15 @@ Row = tuple[int, Key]  # of which run, which part
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class PricedRun:
     """A run with its plan, without the calibration that the plan may have been made with."""
 
-    run: Run
+    run: RunFile
     plan: Plan
     strategy: Strategy
 
     def costs(self, calibration: Calibration | None) -> StepCosts:
-        return step_costs(self.strategy, _book(self.plan, calibration))
+        return step_costs(self.strategy, _price_cache(self.plan, calibration))
 
     def parts_s(self, calibration: Calibration | None) -> dict[Key, float]:
         return parts_s(self.strategy, self.costs(calibration))
@@ -73,30 +73,30 @@ class Priced:
         return simulated_step(self.strategy, self.costs(calibration)).step_s
 
 
-def calibrate(runs: Sequence[Run], names: Sequence[str]) -> OwnProfile:
+def calibrate(runs: Sequence[RunFile], names: Sequence[str]) -> UserProfile:
     """The profile that `runs`, which `names` say where from, make. Raises ConfigError: not of one device, stack and precision."""
     priced = [_priced(run, name) for run, name in zip(runs, names, strict=True)]
     _require_alike(priced, names)
     calibration = _Equations(priced).solve()
     plan = priced[0].plan
     measured = plan.cluster.profile
-    return OwnProfile(
+    return UserProfile(
         profile_version=PROFILE_VERSION, fingerprint=prices_fingerprint(plan.cluster, plan.training.stack), device=plan.cluster.device.name,
         calibration=calibration, allocator_share=allocator_share(runs), runs=tuple(_source(one, calibration) for one in priced),
         precision=plan.training.precision.value if measured else None, profile=measured,
         cluster=cluster_document(replace(plan.cluster, calibration=None, profile=None)) if measured else None)
 
 
-def _book(plan: Plan, calibration: Calibration | None) -> PriceBook:
-    return PriceBook(plan.model, plan.training, machine_for(replace(plan.cluster, calibration=calibration)))
+def _price_cache(plan: Plan, calibration: Calibration | None) -> PriceCache:
+    return PriceCache(plan.model, plan.training, machine_for(replace(plan.cluster, calibration=calibration)))
 
 
-def _priced(run: Run, name: str) -> Priced:
+def _priced(run: RunFile, name: str) -> PricedRun:
     plan = run.the_plan(name)
-    return Priced(run, plan, strategy_of(plan, _book(plan, None)))
+    return PricedRun(run, plan, strategy_of(plan, _price_cache(plan, None)))
 
 
-def _require_alike(priced: Sequence[Priced], names: Sequence[str]) -> None:
+def _require_alike(priced: Sequence[PricedRun], names: Sequence[str]) -> None:
     first = priced[0].plan
     for one, name in zip(priced, names, strict=True):
         plan = one.plan
@@ -129,16 +129,16 @@ def _ran_on(device: str, found: str) -> bool:
     return found != "cpu"
 
 
-def allocator_share(runs: Sequence[Run]) -> float | None:
+def allocator_share(runs: Sequence[RunFile]) -> float | None:
     """The largest share that the allocator held beyond what was allocated; None where no run saw a CUDA allocator."""
     peaks = [(rank.peak_allocated_bytes.measured, rank.peak_reserved_bytes.measured) for run in runs for rank in run.ranks]
     shares = [reserved / allocated - 1 for allocated, reserved in peaks if allocated and reserved]
     return round(max(shares), 4) if shares else None
 
 
-def _source(one: Priced, calibration: Calibration) -> Source:
-    return Source(
-        fingerprint=fingerprint(one.run), date=one.run.date, model=one.plan.model.name, mesh=str(one.plan.mesh),
+def _source(one: PricedRun, calibration: Calibration) -> ProfiledRun:
+    return ProfiledRun(
+        fingerprint=run_fingerprint(one.run), date=one.run.date, model=one.plan.model.name, mesh=str(one.plan.mesh),
         measured_s=median(one.run.steps.seconds[-one.run.recorded_steps :]), priced_s=one.step_s(None),
         calibrated_s=one.step_s(calibration))
 
@@ -146,7 +146,7 @@ def _source(one: Priced, calibration: Calibration) -> Source:
 class _Equations:
     """The parts of the runs as functions of the logarithms of the factors."""
 
-    def __init__(self, priced: Sequence[Priced]) -> None:
+    def __init__(self, priced: Sequence[PricedRun]) -> None:
         self.priced = priced
         plan = priced[0].plan
         self.none = Calibration(stack=plan.training.stack.name, precision=plan.training.precision.value)
@@ -192,7 +192,7 @@ class _Equations:
         exercised = [cause for cause, column in zip(CAUSES, effect.T, strict=True) if np.abs(column).max() > LEAST_EFFECT]
         own, tied = self._told_apart(exercised)
         x = self._least_squares(own, tied)
-        runs = ", ".join(fingerprint(one.run) for one in self.priced)
+        runs = ", ".join(run_fingerprint(one.run) for one in self.priced)
         sources = dict.fromkeys(own, f"run {runs}") | dict.fromkeys(tied, f"run {runs}: together with compute, not told apart")
         factors: dict[str, Any] = {
             cause: Factor(value=float(f"{math.exp(value):.6g}"), measured=True, source=sources[cause])

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.solver_faults import GaveUp, Unanswered
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import OnProgress, Progress
 from parplan.profiles.errors import OutOfTimeError, SolverError
 
-REPLAYED = 10  # how many of the best frames the simulator replays
+REPLAYED = 10  # how many of the best layouts the simulator replays
 WORTH_REPLAYING = 1.10  # those within 10 % of the best: for unequal stages the closed form is up to that much off
 
 
-class Answer(Protocol):
-    """The best of one frame: its objective value, and a proven lower bound of that frame's objective."""
+class CandidateAnswer(Protocol):
+    """The best of one layout: its objective value, and a proven lower bound of that layout's objective."""
 
     @property
     def value(self) -> float: ...
@@ -31,16 +31,16 @@ class Answer(Protocol):
     def bound(self) -> float: ...
 
 
-S = TypeVar("S", bound=Answer)
-Solve = Callable[[Frame, float, float, float], S | None]  # frame, its bound, what is worth solving, the best value so far
+S = TypeVar("S", bound=CandidateAnswer)
+Solve = Callable[[ParallelLayout, float, float, float], S | None]  # layout, its bound, what is worth solving, the best value so far
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome(Generic[S]):
-    """Solved frames, best first; the proven bound over all frames; whether the search ran to its end or Ctrl-C came; and
-    how many frames were left unsolved.
+class BranchOutcome(Generic[S]):
+    """Solved layouts, best first; the proven bound over all layouts; whether the search ran to its end or Ctrl-C came; and
+    how many layouts were left unsolved.
 
-    failures: the errors of the solver on frames that it left without an answer
+    failures: the errors of the solver on layouts that it left without an answer
     """
 
     solved: tuple[S, ...]
@@ -62,34 +62,34 @@ def best_of(solved: Sequence[S]) -> float:
 
 
 def worth_replaying(solved: Sequence[S]) -> float:
-    """From which value on a frame will not be replayed."""
+    """From which value on a layout will not be replayed."""
     tenth = solved[REPLAYED - 1].value if len(solved) >= REPLAYED else math.inf
     return min(tenth, WORTH_REPLAYING * best_of(solved))
 
 
-def branch(
-    objective: Objective, bounded: Iterable[tuple[float, Frame]], solve: Solve[S], cut: Callable[[Sequence[S]], float], *,
+def branch_and_bound(
+    objective: Objective, bounded: Iterable[tuple[float, ParallelLayout]], solve: Solve[S], cut: Callable[[Sequence[S]], float], *,
     left_s: Callable[[], float], on_progress: OnProgress | None, known: S | None = None, incumbent: S | None = None,
-) -> Outcome[S]:
-    """Solve frames in ascending order of their bound until the next bound reaches `cut` of what is solved.
+) -> BranchOutcome[S]:
+    """Solve layouts in ascending order of their bound until the next bound reaches `cut` of what is solved.
 
-    left_s: seconds until the time limit, negative after it. `known` is the answer when no frame was solved; without it an interrupt,
+    left_s: seconds until the time limit, negative after it. `known` is the answer when no layout was solved; without it an interrupt,
     the end of the time, or the solver's last error is raised again. `incumbent` is one to be beaten, of another search.
     """
     solved: list[S] = [] if incumbent is None else [incumbent]
     open_ = Unanswered()
-    ordered: list[tuple[float, int, Frame]] = []
-    proven, finished, interrupted, reached = 0.0, True, False, 0  # `proven`: the least bound of the frames still to solve
+    ordered: list[tuple[float, int, ParallelLayout]] = []
+    proven, finished, interrupted, reached = 0.0, True, False, 0  # `proven`: the least bound of the layouts still to solve
     try:
-        ordered = sorted(((bound, index, frame) for index, (bound, frame) in enumerate(bounded)))
-        for reached, (bound, _, frame) in enumerate(ordered):
+        ordered = sorted(((bound, index, layout) for index, (bound, layout) in enumerate(bounded)))
+        for reached, (bound, _, layout) in enumerate(ordered):
             limit, proven = cut(solved), bound
             if bound >= limit:
                 break
             if solved and left_s() <= 0:  # a plan late is better than none
                 finished = False
                 break
-            found = open_.attempt(partial(solve, frame, bound, limit, best_of(solved)), bound)
+            found = open_.attempt(partial(solve, layout, bound, limit, best_of(solved)), bound)
             if found:
                 solved = sorted([*solved, found], key=lambda one: one.value)
             if on_progress:
@@ -115,4 +115,4 @@ def branch(
     if not solved and known is not None:
         solved, finished = [known], False
     bounds = (proven, *open_.bounds, *(one.bound for one in solved))
-    return Outcome(tuple(solved), min(bounds), finished and not open_.bounds, interrupted, left, tuple(open_.failures))
+    return BranchOutcome(tuple(solved), min(bounds), finished and not open_.bounds, interrupted, left, tuple(open_.failures))

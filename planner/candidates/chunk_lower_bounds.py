@@ -1,4 +1,4 @@
-"""A lower bound of a frame in chunks before any column is made: what a rank with many blocks must leave to the host, and pay for it.
+"""A lower bound of a layout in chunks before any column is made: what a rank with many blocks must leave to the host, and pay for it.
 
 Every block keeps as little as any can, its chunks are not padded, its workspace is nothing. For each count of HOST blocks the
 optimizer states of at least so many others must be on the host that the rest fits the device; more of them leave room for
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import BlockCost, writes_over_parameters
 from parplan.costmodels.memory.rank_memory import stashes, usable_bytes
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.lower_bounds import TimeBound, ends_bytes, least_kept_bytes
 from parplan.planner.dominance import Array
 from parplan.planner.host_options.location_costs import once_s
@@ -29,49 +29,49 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Least:
-    """What any block of a frame costs at least, by home; `room` bytes of the device are left by `num_blocks` of them."""
+    """What any block of a layout costs at least, by home; `room` bytes of the device are left by `num_blocks` of them."""
 
     num_blocks: int
-    costs: dict[Home, BlockCost]
+    costs: dict[StateLocation, BlockCost]
     compute_s: float
     passes: int
     room: float
     host_room: float
 
-    def _value(self, home: Home, name: str) -> float:
+    def _value(self, home: StateLocation, name: str) -> float:
         return float(getattr(self.costs[home], name).total) if home in self.costs else 0.0
 
     def counts(self) -> tuple[Array, Array, Array]:
         """HOST blocks, and the least and the most OPTIMIZER blocks beside them that fit both sides."""
-        host = np.arange(self.num_blocks * (Home.HOST in self.costs) + 1, dtype=np.float64)
+        host = np.arange(self.num_blocks * (StateLocation.HOST in self.costs) + 1, dtype=np.float64)
         least = np.maximum(0.0, self._optimizer(host, np.zeros(len(host))))
-        most = (self.num_blocks - host) * (Home.OPTIMIZER in self.costs)
-        left = self.host_room - host * self._value(Home.HOST, "host")
-        if Home.OPTIMIZER in self.costs:
-            most = np.minimum(most, left / self._value(Home.OPTIMIZER, "host"))
+        most = (self.num_blocks - host) * (StateLocation.OPTIMIZER in self.costs)
+        left = self.host_room - host * self._value(StateLocation.HOST, "host")
+        if StateLocation.OPTIMIZER in self.costs:
+            most = np.minimum(most, left / self._value(StateLocation.OPTIMIZER, "host"))
         fits = (least <= most + 1e-9) & (left >= 0)
         return host[fits], least[fits], np.maximum(least[fits], most[fits])
 
     def _optimizer(self, host: Array, spare: Array) -> Array:
         """How many OPTIMIZER blocks leave `spare` bytes of the device, beside `host` HOST blocks."""
-        device = self._value(Home.DEVICE, "device")
-        found: Array = (spare - self.room + (self.num_blocks - host) * device) / (device - self._value(Home.OPTIMIZER, "device"))
+        device = self._value(StateLocation.DEVICE, "device")
+        found: Array = (spare - self.room + (self.num_blocks - host) * device) / (device - self._value(StateLocation.OPTIMIZER, "device"))
         return found
 
     def _spare(self, host: Array, optimizer: Array) -> Array:
         device = self.num_blocks - host - optimizer
-        found: Array = self.room - device * self._value(Home.DEVICE, "device") - optimizer * self._value(Home.OPTIMIZER, "device")
+        found: Array = self.room - device * self._value(StateLocation.DEVICE, "device") - optimizer * self._value(StateLocation.OPTIMIZER, "device")
         return found
 
     def ways(self) -> tuple[Array, list[Array]]:
         """HOST blocks, and counts of OPTIMIZER blocks one of which is best beside them."""
         host, least, most = self.counts()
-        if Home.OPTIMIZER not in self.costs:
+        if StateLocation.OPTIMIZER not in self.costs:
             return host, [least]
         ways = [least, *(np.clip(even, least, most) for even in self._even_updates(host))]
-        if Home.HOST not in self.costs:
+        if StateLocation.HOST not in self.costs:
             return host, ways
-        cost = self.costs[Home.HOST]
+        cost = self.costs[StateLocation.HOST]
         hidden_s = np.maximum(self.num_blocks * self.compute_s, host * cost.send_s)
         missed = (hidden_s * self.passes / cost.fetch_s - host) / (2 * self.passes - 1)
         enough = [np.maximum(0.0, host - 1 - missed), np.maximum(0.0, host - 1)]
@@ -81,7 +81,7 @@ class _Least:
         """OPTIMIZER blocks with which two of the host's update, the device's and the way back take equally long."""
         on_host, on_device, back = (
             getattr(self.costs[home], name) for home, name in
-            ((Home.OPTIMIZER, "host_adam_s"), (Home.DEVICE, "device_adam_s"), (Home.OPTIMIZER, "return_s")))
+            ((StateLocation.OPTIMIZER, "host_adam_s"), (StateLocation.DEVICE, "device_adam_s"), (StateLocation.OPTIMIZER, "return_s")))
         yield ((self.num_blocks - host) * on_device - host * on_host) / (on_host + on_device)
         yield (self.num_blocks - host) * on_device / (back + on_device)
         if back > on_host:
@@ -90,44 +90,44 @@ class _Least:
     def seconds(self, host: Array, optimizer: Array, repeats: float) -> Array:
         """`repeats` micro-batches and the tail."""
         micro_batch_s: Array = np.full(len(host), self.num_blocks * self.compute_s)
-        cost = self.costs.get(Home.HOST)
+        cost = self.costs.get(StateLocation.HOST)
         if cost:
             held = np.maximum(0.0, self._spare(host, optimizer)) / cost.fetched_bytes
             swept = host + (2 * self.passes - 1) * np.maximum(0.0, host - 1 - held)
             copied_s = np.maximum(swept / self.passes * cost.fetch_s, host * cost.send_s)
             micro_batch_s = np.maximum(micro_batch_s, copied_s) + (1 - 1 / self.passes) * host * cost.added_s
-        counts = {Home.HOST: host, Home.OPTIMIZER: optimizer, Home.DEVICE: self.num_blocks - host - optimizer}
+        counts = {StateLocation.HOST: host, StateLocation.OPTIMIZER: optimizer, StateLocation.DEVICE: self.num_blocks - host - optimizer}
         found: Array = repeats * micro_batch_s + once_s(counts, self.costs)
         return found
 
 
 class ChunkBound:
-    """The bound of one frame within a memory limit, by the blocks of its fullest rank."""
+    """The bound of one layout within a memory limit, by the blocks of its fullest rank."""
 
-    def __init__(self, frame: Frame, table: MixTable, time: TimeBound, limit_bytes: float, share: float) -> None:
-        book = table.book
-        self.frame, self.time, self.repeats = frame, time, frame.num_micro_batches - share
-        self.costs = table.block_costs(frame, frame.sharding)
-        held = [stashes(LayerKind.BLOCK, rank, frame) for rank in range(frame.mesh.pp)]
-        self.kept_bytes = least_kept_bytes(frame, table) / frame.virtual_stages * (max if frame.equal_ranks else min)(held)
+    def __init__(self, layout: ParallelLayout, table: MixTable, time: TimeBound, limit_bytes: float, share: float) -> None:
+        price_cache = table.price_cache
+        self.layout, self.time, self.repeats = layout, time, layout.num_micro_batches - share
+        self.costs = table.block_costs(layout, layout.sharding)
+        held = [stashes(LayerKind.BLOCK, rank, layout) for rank in range(layout.mesh.pp)]
+        self.kept_bytes = least_kept_bytes(layout, table) / layout.virtual_stages * (max if layout.equal_ranks else min)(held)
         self.host_room = table.host_share_bytes
-        ends = ends_bytes(0, frame, 3 if frame.mesh.dp > 1 else 0, table) if frame.mesh.pp == 1 else 0.0
-        self.usable = usable_bytes(limit_bytes, frame.mesh, book) - max(ends, self._inside_bytes(table))
-        self.num_layers = book.model.num_layers
+        ends = ends_bytes(0, layout, 3 if layout.mesh.dp > 1 else 0, table) if layout.mesh.pp == 1 else 0.0
+        self.usable = usable_bytes(limit_bytes, layout.mesh, price_cache) - max(ends, self._inside_bytes(table))
+        self.num_layers = price_cache.model.num_layers
 
     def _inside_bytes(self, table: MixTable) -> float:
         """What a block that runs backward needs at least besides states and what it keeps: gradients, and gathered groups."""
-        training, mesh = table.book.training, self.frame.mesh
-        in_parameters = writes_over_parameters(training, self.frame.num_micro_batches)
+        training, mesh = table.price_cache.training, self.layout.mesh
+        in_parameters = writes_over_parameters(training, self.layout.num_micro_batches)
         gradient = 0 if in_parameters else training.gradient_precision.num_bytes
         gathered = (training.precision.num_bytes + gradient) * (mesh.dp > 1)
-        return float((training.precision.num_bytes + gathered) * sum(table.tensors(self.frame.sharding)))
+        return float((training.precision.num_bytes + gathered) * sum(table.tensors(self.layout.sharding)))
 
     def step_s(self, num_blocks: int | None = None) -> float:
         """Seconds of a step in which some rank has `num_blocks` blocks, by default as many as the fullest has at least."""
-        count = -(-self.num_layers // self.frame.mesh.pp) if num_blocks is None else num_blocks
+        count = -(-self.num_layers // self.layout.mesh.pp) if num_blocks is None else num_blocks
         least = _Least(
-            num_blocks=count, costs=self.costs, compute_s=self.time.block_s, passes=self.frame.num_micro_batches,
+            num_blocks=count, costs=self.costs, compute_s=self.time.block_s, passes=self.layout.num_micro_batches,
             room=self.usable - count * self.kept_bytes, host_room=self.host_room)
         host, ways = least.ways()
         if not len(host):
@@ -135,7 +135,7 @@ class ChunkBound:
         return self.time.total_s + min(float(least.seconds(host, optimizer, self.repeats).min()) for optimizer in ways)
 
     def longest_rank(self, cut_s: float) -> int | None:
-        """How many blocks a rank may hold before the frame takes `cut_s` or more; None when there is no such limit."""
+        """How many blocks a rank may hold before the layout takes `cut_s` or more; None when there is no such limit."""
         if self.step_s(self.num_layers) < cut_s:
             return None
         return max(1, bisect_left(range(1, self.num_layers + 1), True, key=lambda count: self.step_s(count) >= cut_s))

@@ -10,7 +10,7 @@ from math import gcd
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule, legal
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.host_options.state_locations import has_chunks, illegal_chunks
@@ -39,20 +39,20 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class CandidateSpace:
     """The legal candidates and the pruned ones."""
 
-    frames: tuple[Frame, ...]
+    layouts: tuple[ParallelLayout, ...]
     pruned: tuple[Pruned, ...]
 
 
-def describe(frame: Frame) -> str:
+def layout_text(layout: ParallelLayout) -> str:
     """A candidate in one line: `pp 4 x dp 16 x tp 1, 1f1b, micro-batch 4 x 16`."""
-    schedule = f"{frame.schedule}" + (f" x {frame.virtual_stages} virtual stages" if frame.virtual_stages > 1 else "")
-    sequence = ", sequence parallel" if frame.sequence_parallel else ""
-    overlap = f", sub-pipelined at level {frame.tp_overlap}" if frame.tp_overlap else ""
-    chunks = ", in chunks" if frame.chunked else ""
-    return f"{frame.mesh}, {schedule}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}{sequence}{overlap}{chunks}"
+    schedule = f"{layout.schedule}" + (f" x {layout.virtual_stages} virtual stages" if layout.virtual_stages > 1 else "")
+    sequence = ", sequence parallel" if layout.sequence_parallel else ""
+    overlap = f", sub-pipelined at level {layout.tp_overlap}" if layout.tp_overlap else ""
+    chunks = ", in chunks" if layout.chunked else ""
+    return f"{layout.mesh}, {schedule}, micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}{sequence}{overlap}{chunks}"
 
 
 def illegal_tensor_parallel(tp: int, model: ModelSpec, cluster: Cluster, *, across_nodes: bool) -> str | None:
@@ -73,25 +73,25 @@ def expert_degrees(dp: int, model: ModelSpec) -> tuple[int, ...]:
     return divisors(gcd(dp, model.num_experts)) if model.num_experts else (1,)
 
 
-def illegal_frame(frame: Frame, model: ModelSpec, training: TrainingSpec) -> str | None:
-    """Why a frame on a legal mesh cannot run, or None: batch, schedule and sequence rules."""
-    mesh, batch = frame.mesh, training.global_batch_size
-    if frame.micro_batch_size * mesh.dp * frame.num_micro_batches != batch:
-        return f"the global batch of {batch} is not micro-batch {frame.micro_batch_size} x dp {mesh.dp} x a whole number"
-    reason = legal(frame.schedule, mesh.pp, frame.num_micro_batches, frame.virtual_stages)
+def illegal_layout(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec) -> str | None:
+    """Why a layout on a legal mesh cannot run, or None: batch, schedule and sequence rules."""
+    mesh, batch = layout.mesh, training.global_batch_size
+    if layout.micro_batch_size * mesh.dp * layout.num_micro_batches != batch:
+        return f"the global batch of {batch} is not micro-batch {layout.micro_batch_size} x dp {mesh.dp} x a whole number"
+    reason = legal(layout.schedule, mesh.pp, layout.num_micro_batches, layout.virtual_stages)
     if reason:
         return reason
-    if frame.schedule in (Schedule.ONE_F_ONE_B, *AHEAD) and frame.num_micro_batches < mesh.pp:
-        return f"{frame.schedule} needs at least pp {mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
+    if layout.schedule in (Schedule.ONE_F_ONE_B, *AHEAD) and layout.num_micro_batches < mesh.pp:
+        return f"{layout.schedule} needs at least pp {mesh.pp} micro-batches to fill, there are {layout.num_micro_batches}"
     if mesh.pp > model.num_layers:
         return f"pp {mesh.pp} is more than the {model.num_layers} layers"
-    if not frame.equal_ranks and frame.num_virtual_stages > model.num_layers:
-        return f"pp {mesh.pp} x {frame.virtual_stages} virtual stages are more than the {model.num_layers} layers"
-    if frame.equal_ranks and shorter_ends(frame, model.num_layers) is None:
-        return f"{model.num_layers} layers, or two more, are not a multiple of pp {mesh.pp} x {frame.virtual_stages} virtual stages"
-    if frame.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
+    if not layout.equal_ranks and layout.num_virtual_stages > model.num_layers:
+        return f"pp {mesh.pp} x {layout.virtual_stages} virtual stages are more than the {model.num_layers} layers"
+    if layout.equal_ranks and shorter_ends(layout, model.num_layers) is None:
+        return f"{model.num_layers} layers, or two more, are not a multiple of pp {mesh.pp} x {layout.virtual_stages} virtual stages"
+    if layout.sequence_parallel and (mesh.tp == 1 or training.seq_length % mesh.tp):
         return f"sequence parallelism needs tp > 1 that divides the sequence of {training.seq_length}, tp is {mesh.tp}"
-    return illegal_overlap(frame, model)
+    return illegal_overlap(layout, model)
 
 
 def _allowed(pinned: Collection[object] | None, value: object) -> bool:
@@ -147,7 +147,7 @@ def _schedules(mesh: Mesh, model: ModelSpec, num_micro_batches: int, pins: Const
     yield from ((Schedule.INTERLEAVED, v) for v in sorted({v for share in shares for v in divisors(share) if v > 1}))
 
 
-def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[Frame | Pruned]:
+def _layouts(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[ParallelLayout | Pruned]:
     if training.global_batch_size % mesh.dp:
         yield Pruned(str(mesh), f"dp {mesh.dp} does not divide the global batch of {training.global_batch_size}")
         return
@@ -167,78 +167,78 @@ def _frames(mesh: Mesh, model: ModelSpec, training: TrainingSpec, pins: Constrai
             yield Pruned(f"{mesh}, gpipe, micro-batch {micro_batch_size}", "gpipe takes as long as 1f1b and holds more; --schedule gpipe")
         for schedule, virtual_stages in _schedules(mesh, model, num_micro_batches, pins):
             for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
-                frame = Frame(
+                layout = ParallelLayout(
                     mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
                     num_micro_batches=num_micro_batches, sequence_parallel=sequence_parallel)
-                reason = _excluded(frame, pins, training.stack) or illegal_frame(frame, model, training)
-                yield from (Pruned(describe(frame), reason),) if reason else _levels(frame, model, training, pins)
+                reason = _excluded(layout, pins, training.stack) or illegal_layout(layout, model, training)
+                yield from (Pruned(layout_text(layout), reason),) if reason else _levels(layout, model, training, pins)
 
 
-def _levels(frame: Frame, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[Frame | Pruned]:
-    """The frame at each level of sub-pipelining that is pinned, else at those that the stack runs."""
+def _levels(layout: ParallelLayout, model: ModelSpec, training: TrainingSpec, pins: Constraints) -> Iterator[ParallelLayout | Pruned]:
+    """The layout at each level of sub-pipelining that is pinned, else at those that the stack runs."""
     asked = range(training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
-    for level in asked if frame.mesh.tp > 1 else (0,):
-        found, ban = replace(frame, tp_overlap=level), pins.ban(tp_overlap=level) if frame.mesh.tp > 1 else None
+    for level in asked if layout.mesh.tp > 1 else (0,):
+        found, ban = replace(layout, tp_overlap=level), pins.ban(tp_overlap=level) if layout.mesh.tp > 1 else None
         reason = f"excluded by --forbid {ban}" if ban else illegal_overlap(found, model)
         if pins.recompute == (Recompute.FULL,):
             reason = reason or illegal_full_recompute(level, model)
-        yield Pruned(describe(found), reason) if reason else found
+        yield Pruned(layout_text(found), reason) if reason else found
         if not reason and has_chunks(pins.offload):
             yield _in_chunks(found, pins)
         if reason and not ban:
             return  # what rules out one level rules out those above
 
 
-def _in_chunks(frame: Frame, pins: Constraints) -> Frame | Pruned:
+def _in_chunks(layout: ParallelLayout, pins: Constraints) -> ParallelLayout | Pruned:
     """The same with the states of its blocks in chunks, of which the host may keep some."""
-    found, reason = replace(frame, chunked=True), illegal_chunks(frame, pins.zero, pins.zero_ranks)
-    return Pruned(describe(found), reason) if reason else found
+    found, reason = replace(layout, chunked=True), illegal_chunks(layout, pins.zero, pins.zero_ranks)
+    return Pruned(layout_text(found), reason) if reason else found
 
 
-def _excluded(frame: Frame, pins: Constraints, stack: Stack) -> str | None:
-    reason = lacking_schedule(frame, stack)
+def _excluded(layout: ParallelLayout, pins: Constraints, stack: Stack) -> str | None:
+    reason = lacking_schedule(layout, stack)
     if reason:
         return reason
-    ban = pins.ban(schedule=frame.schedule, virtual_stages=frame.virtual_stages) if frame.mesh.pp > 1 else None
-    ban = ban or (pins.ban(sequence_parallel=frame.sequence_parallel) if frame.mesh.tp > 1 else None)
+    ban = pins.ban(schedule=layout.schedule, virtual_stages=layout.virtual_stages) if layout.mesh.pp > 1 else None
+    ban = ban or (pins.ban(sequence_parallel=layout.sequence_parallel) if layout.mesh.tp > 1 else None)
     if ban:
         return f"excluded by --forbid {ban}"
-    if frame.mesh.pp > 1 and not _allowed(pins.schedule, frame.schedule):
+    if layout.mesh.pp > 1 and not _allowed(pins.schedule, layout.schedule):
         return "excluded by --schedule"
-    if frame.mesh.pp > 1 and not _allowed(pins.virtual_stages, frame.virtual_stages):
+    if layout.mesh.pp > 1 and not _allowed(pins.virtual_stages, layout.virtual_stages):
         return "excluded by --virtual-stages"
-    if frame.splits_backward and not _allowed(pins.recompute, Recompute.NONE):
-        return f"{frame.schedule} runs without recompute, --recompute or --forbid excludes that"
-    reason = illegal_zero(frame, 3) if pins.zero == (3,) else None
+    if layout.splits_backward and not _allowed(pins.recompute, Recompute.NONE):
+        return f"{layout.schedule} runs without recompute, --recompute or --forbid excludes that"
+    reason = illegal_zero(layout, 3) if pins.zero == (3,) else None
     if reason:
         return f"{reason}, --zero or --forbid leaves no other"
-    if frame.mesh.tp > 1 and not _allowed(pins.sequence_parallel, frame.sequence_parallel):
+    if layout.mesh.tp > 1 and not _allowed(pins.sequence_parallel, layout.sequence_parallel):
         return "excluded by --sequence-parallel"
     return None
 
 
-def enumerate_space(
+def enumerate_candidates(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
-) -> Space:
+) -> CandidateSpace:
     """All candidates for `cluster`. What is not tried has a Pruned entry, but for micro-batches that a pin excludes.
 
     Raises OutOfTimeError, and ConfigError for pins that the stack does not run.
     """
     require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
     pins = pins.resolved(training.stack)
-    frames: list[Frame] = []
+    layouts: list[ParallelLayout] = []
     pruned: list[Pruned] = []
     for mesh in _meshes(model, cluster, pins):
-        for found in (mesh,) if isinstance(mesh, Pruned) else _frames(mesh, model, training, pins):
+        for found in (mesh,) if isinstance(mesh, Pruned) else _layouts(mesh, model, training, pins):
             deadline.check()
             if isinstance(found, Pruned):
                 pruned.append(found)
             else:
-                frames.append(found)
-    return Space(tuple(frames), tuple(pruned))
+                layouts.append(found)
+    return CandidateSpace(tuple(layouts), tuple(pruned))
 
 
-def no_frame_error(space: Space, cluster: Cluster) -> ConfigError:
+def no_candidate_error(space: CandidateSpace, cluster: Cluster) -> ConfigError:
     """Of a space without candidates the most common reason."""
     reasons = Counter(pruned.reason for pruned in space.pruned)
     reason, _ = max(reasons.items(), key=lambda found: (found[1], found[0]), default=("the pins leave none", 0))

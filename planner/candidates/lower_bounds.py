@@ -1,4 +1,4 @@
-"""Lower bounds of a frame before any column is made (EQUATIONS I5): no plan of the frame can be below them."""
+"""Lower bounds of a layout before any column is made (EQUATIONS I5): no plan of the layout can be below them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from parplan.costmodels.layers.chunked_layer import writes_over_parameters
 from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import stashes, usable_bytes
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.hidden_recompute import hidden_passes
 from parplan.costmodels.schedules.schedule import LAST_KEEPS_ALL
 from parplan.costmodels.step import bubble_share, rank_edges, rank_receives
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.host_options.activation_options import ALL, named_operators
 from parplan.planner.host_options.host_variants import sends_activations
 from parplan.planner.stage_columns.block_counts import block_counts
@@ -35,80 +35,80 @@ class TimeBound:
     block_s: float
     total_s: float
 
-    def longest_rank(self, frame: Frame, cut_s: float) -> int | None:
-        """How many blocks a rank may hold before the frame takes `cut_s` or more; None when there is no such limit."""
-        repeats_s = (frame.num_micro_batches - 1) * self.block_s
+    def longest_rank(self, layout: ParallelLayout, cut_s: float) -> int | None:
+        """How many blocks a rank may hold before the layout takes `cut_s` or more; None when there is no such limit."""
+        repeats_s = (layout.num_micro_batches - 1) * self.block_s
         if cut_s == float("inf") or not repeats_s:
             return None
         return max(1, int((cut_s - self.total_s) / repeats_s) + 1)
 
 
-def time_bound(frame: Frame, table: MixTable) -> TimeBound:
+def time_bound(layout: ParallelLayout, table: MixTable) -> TimeBound:
     """Every layer on its fastest way to run, memory unlimited.
 
     The pace is at least the fullest rank's blocks and at least the mean over the ranks; the tail at least what the
     blocks of the fullest rank cost once a step. Embedding, head, transfers and the ends of rows of halves are in the sum.
     """
-    book, mesh = table.book, frame.mesh
-    share, (block_s, block_tail_s) = bubble_share(frame, book), _least_block(frame, table)
-    ends_s = sum(min(_end_s(kind, frame, ends, table) for ends in table.books_of_ends(frame, kind)) for kind in ENDS)
-    transfers_s = sum(rank_receives(rank, frame, book).value_s for rank in range(mesh.pp))
-    edges_s = mesh.pp * rank_edges(frame, book).value_s
-    fullest = -(-book.model.num_layers // mesh.pp)
-    total_s = book.model.num_layers * block_s + ends_s + transfers_s + edges_s
+    price_cache, mesh = table.price_cache, layout.mesh
+    share, (block_s, block_tail_s) = bubble_share(layout, price_cache), _least_block(layout, table)
+    ends_s = sum(min(_end_s(kind, layout, ends, table) for ends in table.price_caches_of_ends(layout, kind)) for kind in ENDS)
+    transfers_s = sum(rank_receives(rank, layout, price_cache).value_s for rank in range(mesh.pp))
+    edges_s = mesh.pp * rank_edges(layout, price_cache).value_s
+    fullest = -(-price_cache.model.num_layers // mesh.pp)
+    total_s = price_cache.model.num_layers * block_s + ends_s + transfers_s + edges_s
     pace_s = max(total_s / mesh.pp, fullest * block_s)
-    step_s = (frame.num_micro_batches - share) * pace_s + share * total_s + fullest * block_tail_s
+    step_s = (layout.num_micro_batches - share) * pace_s + share * total_s + fullest * block_tail_s
     return TimeBound(step_s, block_s, share * total_s)
 
 
-def _end_s(kind: LayerKind, frame: Frame, book: PriceBook, table: MixTable) -> float:
+def _end_s(kind: LayerKind, layout: ParallelLayout, price_cache: PriceCache, table: MixTable) -> float:
     """Seconds of embedding or head at least, per micro-batch."""
-    b, mesh, sharding, outside = frame.micro_batch_size, frame.mesh, frame.sharding, prices_of(frame, book)
-    data_s = min(outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in table.zero_stages(frame))
-    return book.layer_time(kind, b, sharding).total_s + data_s
+    b, mesh, sharding, outside = layout.micro_batch_size, layout.mesh, layout.sharding, prices_of(layout, price_cache)
+    data_s = min(outside.data_parallel(kind, b, mesh, sharding, zero).per_micro_batch_s for zero in table.zero_stages(layout))
+    return price_cache.layer_time(kind, b, sharding).total_s + data_s
 
 
-def _least_block(frame: Frame, table: MixTable) -> tuple[float, float]:
+def _least_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]:
     """Seconds of a block at least, per micro-batch and per step, with data parallelism.
 
     Where operators may be divided in several ways, whose windows differ, data parallelism counts as hidden.
     """
-    book, b, mesh, catalogue = table.book, frame.micro_batch_size, frame.mesh, table.catalogue
+    price_cache, b, mesh, catalogue = table.price_cache, layout.micro_batch_size, layout.mesh, table.catalogue
     per_micro_batch_s, per_step_s = [], []
-    if frame.chunked:
-        return _least_chunked_block(frame, table)
-    hidden_s = _always_recomputed_s(frame, table)
-    for layout, fastest_s in catalogue.fastest_s(b, frame.sharding).items():
-        for zero in table.zero_stages(frame):
-            if not catalogue.divides(frame.sharding):
-                data = book.data_parallel(LayerKind.BLOCK, b, mesh, frame.sharding, zero)
+    if layout.chunked:
+        return _least_chunked_block(layout, table)
+    hidden_s = _always_recomputed_s(layout, table)
+    for weight_layout, fastest_s in catalogue.fastest_s(b, layout.sharding).items():
+        for zero in table.zero_stages(layout):
+            if not catalogue.divides(layout.sharding):
+                data = price_cache.data_parallel(LayerKind.BLOCK, b, mesh, layout.sharding, zero)
             else:
-                data = book.hidden_data_parallel(LayerKind.BLOCK, mesh, catalogue.with_layout(layout, frame.sharding), zero)
+                data = price_cache.hidden_data_parallel(LayerKind.BLOCK, mesh, catalogue.with_weight_layout(weight_layout, layout.sharding), zero)
             per_micro_batch_s.append(fastest_s - hidden_s + data.per_micro_batch_s)
             per_step_s.append(data.per_step_s)
     return min(per_micro_batch_s), min(per_step_s)
 
 
-def _least_chunked_block(frame: Frame, table: MixTable) -> tuple[float, float]:
+def _least_chunked_block(layout: ParallelLayout, table: MixTable) -> tuple[float, float]:
     """The same of a block in chunks: its compute, and collectives where they have one window; copies and updates count as hidden."""
     catalogue, per_micro_batch_s = table.catalogue, list[float]()
-    for layout, fastest_s in catalogue.fastest_s(frame.micro_batch_size, frame.sharding).items():
-        costs = table.block_costs(frame, catalogue.with_layout(layout, frame.sharding)).values()
-        gathered_s = 0.0 if catalogue.divides(frame.sharding) else min(cost.forward_s + cost.backward_s for cost in costs)
+    for weight_layout, fastest_s in catalogue.fastest_s(layout.micro_batch_size, layout.sharding).items():
+        costs = table.block_costs(layout, catalogue.with_weight_layout(weight_layout, layout.sharding)).values()
+        gathered_s = 0.0 if catalogue.divides(layout.sharding) else min(cost.forward_s + cost.backward_s for cost in costs)
         per_micro_batch_s.append(fastest_s + gathered_s)
     return min(per_micro_batch_s), 0.0
 
 
-def _always_recomputed_s(frame: Frame, table: MixTable) -> float:
+def _always_recomputed_s(layout: ParallelLayout, table: MixTable) -> float:
     """What pins make every block recompute and a schedule with recompute ahead may hide, or not do on its last stage."""
-    catalogue, b = table.catalogue, frame.micro_batch_size
-    if not frame.recomputes_ahead or catalogue.divides(frame.sharding):  # those bounds are without recompute
+    catalogue, b = table.catalogue, layout.micro_batch_size
+    if not layout.recomputes_ahead or catalogue.divides(layout.sharding):  # those bounds are without recompute
         return 0.0
-    return min(table.book.layer_time(LayerKind.BLOCK, b, frame.sharding, level).recompute_s for level in catalogue.levels)
+    return min(table.price_cache.layer_time(LayerKind.BLOCK, b, layout.sharding, level).recompute_s for level in catalogue.levels)
 
 
-def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
-    """A lower bound of a schedule with recompute ahead from `usual_s`, one of the same frame's 1F1B within the same memory.
+def ahead_bound_s(layout: ParallelLayout, usual_s: float, table: MixTable) -> float:
+    """A lower bound of a schedule with recompute ahead from `usual_s`, one of the same layout's 1F1B within the same memory.
 
     Every plan of it is one of 1F1B, for which it needs no less memory, and costmodels/schedules/hidden_recompute.py takes off at most the recompute
     of e + 1 passes of the slowest rank and of one of the others. With r <= q t in every block, and sum t <= P max t,
@@ -117,12 +117,12 @@ def ahead_bound_s(frame: Frame, usual_s: float, table: MixTable) -> float:
 
     None of this holds where pins exclude plans of 1F1B that the last stage is allowed: then 0.
     """
-    if frame.schedule in LAST_KEEPS_ALL and Recompute.NONE not in table.catalogue.levels:
+    if layout.schedule in LAST_KEEPS_ALL and Recompute.NONE not in table.catalogue.levels:
         return 0.0
-    block = table.per_block(frame, 0)
+    block = table.per_block(layout, 0)
     share = float((block.recompute_s / block.time_s).max())
-    ranks, hidden = frame.mesh.pp, hidden_passes(frame.schedule)
-    return usual_s * (1 - share * (ranks + hidden) / (frame.num_micro_batches - 1 + ranks))
+    ranks, hidden = layout.mesh.pp, hidden_passes(layout.schedule)
+    return usual_s * (1 - share * (ranks + hidden) / (layout.num_micro_batches - 1 + ranks))
 
 
 def in_reach(table: MixTable, limit_bytes: float) -> bool:
@@ -130,44 +130,44 @@ def in_reach(table: MixTable, limit_bytes: float) -> bool:
 
     Where not, nothing fits, whatever the candidate.
     """
-    book = table.book
-    cluster, training = book.machine.cluster, book.training
-    parameters, gradients, optimizer = ideal_states(book.graph(1).num_parameters, 1, training)
+    price_cache = table.price_cache
+    cluster, training = price_cache.machine.cluster, price_cache.training
+    parameters, gradients, optimizer = ideal_states(price_cache.graph(1).num_parameters, 1, training)
     least = parameters + optimizer + (0.0 if training.stack.frees_gradients else gradients)
     return least <= cluster.num_gpus * (limit_bytes + table.host_share_bytes * bool(table.offload))
 
 
-def least_kept_bytes(frame: Frame, table: MixTable) -> float:
+def least_kept_bytes(layout: ParallelLayout, table: MixTable) -> float:
     """What any block keeps at least of a micro-batch on its device."""
-    return _least_kept_bytes(frame, table, sends=sends_activations(frame, table.offload))
+    return _least_kept_bytes(layout, table, sends=sends_activations(layout, table.offload))
 
 
-def _least_kept_bytes(frame: Frame, table: MixTable, *, sends: bool) -> float:
+def _least_kept_bytes(layout: ParallelLayout, table: MixTable, *, sends: bool) -> float:
     """The same, or with `sends` False on device and host together: what is not kept by the one is by the other."""
 
     def make() -> float:
-        book, levels = table.book, (Recompute.NONE,) if frame.splits_backward else table.catalogue.least_levels
+        price_cache, levels = table.price_cache, (Recompute.NONE,) if layout.splits_backward else table.catalogue.least_levels
         return min(
-            book.activations(
-                LayerKind.BLOCK, frame.micro_batch_size, frame.sharding, level, named_operators((ALL,) * sends, level, book)).ideal_saved
+            price_cache.activations(
+                LayerKind.BLOCK, layout.micro_batch_size, layout.sharding, level, named_operators((ALL,) * sends, level, price_cache)).ideal_saved
             for level in levels)
 
-    return table.once(("kept", frame.micro_batch_size, frame.sharding, frame.splits_backward, sends), make)
+    return table.once(("kept", layout.micro_batch_size, layout.sharding, layout.splits_backward, sends), make)
 
 
-def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
+def may_fit(layout: ParallelLayout, table: MixTable, limit_bytes: float) -> bool:
     """Whether the blocks can be within `limit_bytes` when each is divided, recomputed and sharded as much as it can be.
 
     Without the workspace of blocks, and without a catalogue: it rules out most candidates that are far too large.
     """
-    usable, pp = usable_bytes(limit_bytes, frame.mesh, table.book), frame.mesh.pp
-    states = {zero: _block_bytes(frame, zero, table) for zero in table.zero_stages(frame)}
-    kept, anywhere = least_kept_bytes(frame, table), _least_kept_bytes(frame, table, sends=False)
-    share = table.host_share_bytes if frame.chunked or kept < anywhere else 0.0
-    fewest = [next(block_counts(rank, frame, table.book.model.num_layers), 0) for rank in range(pp)]
+    usable, pp = usable_bytes(limit_bytes, layout.mesh, table.price_cache), layout.mesh.pp
+    states = {zero: _block_bytes(layout, zero, table) for zero in table.zero_stages(layout)}
+    kept, anywhere = least_kept_bytes(layout, table), _least_kept_bytes(layout, table, sends=False)
+    share = table.host_share_bytes if layout.chunked or kept < anywhere else 0.0
+    fewest = [next(block_counts(rank, layout, table.price_cache.model.num_layers), 0) for rank in range(pp)]
 
     def most_blocks(rank: int, ends: Callable[[int], float]) -> int:
-        in_flight, most = stashes(LayerKind.BLOCK, rank, frame) / frame.virtual_stages, 0
+        in_flight, most = stashes(LayerKind.BLOCK, rank, layout) / layout.virtual_stages, 0
         for zero, (device, both) in states.items():
             room = usable - ends(zero)
             if room > 0:  # the host may keep all
@@ -176,52 +176,52 @@ def may_fit(frame: Frame, table: MixTable, limit_bytes: float) -> bool:
 
     def enough(ends: Callable[[int, int], float]) -> bool:
         most = [most_blocks(rank, partial(ends, rank)) for rank in range(pp)]
-        return all(map(ge, most, fewest)) and sum(most) >= table.book.model.num_layers
+        return all(map(ge, most, fewest)) and sum(most) >= table.price_cache.model.num_layers
 
     if not enough(lambda *_: 0.0):
         return False
     # where half of the room is enough, embedding and head are not asked: they cost more to price than they rule out
-    return enough(lambda *_: usable / 2) or enough(lambda rank, zero: ends_bytes(rank, frame, zero, table))
+    return enough(lambda *_: usable / 2) or enough(lambda rank, zero: ends_bytes(rank, layout, zero, table))
 
 
-def _block_bytes(frame: Frame, zero: int, table: MixTable) -> tuple[float, float]:
+def _block_bytes(layout: ParallelLayout, zero: int, table: MixTable) -> tuple[float, float]:
     """The least bytes of the states of a block on its device, and on device and host together."""
-    if not frame.chunked:
-        own = float(table.book.states(LayerKind.BLOCK, frame.mesh, frame.sharding, zero).states.total)
+    if not layout.chunked:
+        own = float(table.price_cache.states(LayerKind.BLOCK, layout.mesh, layout.sharding, zero).states.total)
         return own, own
 
     def make() -> tuple[float, float]:
         costs = [
-            cost for layout in table.catalogue.fastest_s(frame.micro_batch_size, frame.sharding)
-            for cost in table.block_costs(frame, table.catalogue.with_layout(layout, frame.sharding)).values()]
+            cost for weight_layout in table.catalogue.fastest_s(layout.micro_batch_size, layout.sharding)
+            for cost in table.block_costs(layout, table.catalogue.with_weight_layout(weight_layout, layout.sharding)).values()]
         return min(float(cost.device.total) for cost in costs), min(float(cost.device.total + cost.host.total) for cost in costs)
 
-    in_parameters = writes_over_parameters(table.book.training, frame.num_micro_batches)
-    return table.once(("states", frame.mesh, frame.micro_batch_size, frame.sharding, in_parameters), make)
+    in_parameters = writes_over_parameters(table.price_cache.training, layout.num_micro_batches)
+    return table.once(("states", layout.mesh, layout.micro_batch_size, layout.sharding, in_parameters), make)
 
 
-def ends_bytes(rank: int, frame: Frame, zero: int, table: MixTable) -> float:
+def ends_bytes(rank: int, layout: ParallelLayout, zero: int, table: MixTable) -> float:
     """What embedding and head of a rank hold at least at the peak."""
-    kinds = end_kinds(rank, frame)
+    kinds = end_kinds(rank, layout)
     if not kinds:
         return 0.0
-    found = (fixed_price(rank, frame, zero, ends) for ends in table.books_of_ends(frame, kinds[0]))
+    found = (fixed_price(rank, layout, zero, ends) for ends in table.price_caches_of_ends(layout, kinds[0]))
     return min(fixed.states + fixed.held + max(0.0, fixed.head_workspace) for fixed in found)
 
 
-def redundancy_bound_bytes(frame: Frame, table: MixTable) -> float:
+def redundancy_bound_bytes(layout: ParallelLayout, table: MixTable) -> float:
     """Redundant bytes of the cluster: every layer at its leanest ZeRO stage, recompute, sharding and home, one stash a layer."""
-    book, b, mesh, sharding = table.book, frame.micro_batch_size, frame.mesh, frame.sharding
-    stages = table.zero_stages(frame)
-    options = {*table.options(frame), *table.options(frame, mesh.pp - 1)}
+    price_cache, b, mesh, sharding = table.price_cache, layout.micro_batch_size, layout.mesh, layout.sharding
+    stages = table.zero_stages(layout)
+    options = {*table.options(layout), *table.options(layout, mesh.pp - 1)}
     stored = 0.0
-    for kind, count in ((LayerKind.BLOCK, book.model.num_layers), (LayerKind.EMBEDDING, 1), (LayerKind.HEAD, 1)):
-        held = [prices_of(frame, ends).states(kind, mesh, sharding, zero) for ends in table.books_of_ends(frame, kind) for zero in stages]
-        there = [_block_bytes(frame, zero, table)[0] for zero in stages] if frame.chunked and kind is LayerKind.BLOCK else [
+    for kind, count in ((LayerKind.BLOCK, price_cache.model.num_layers), (LayerKind.EMBEDDING, 1), (LayerKind.HEAD, 1)):
+        held = [prices_of(layout, ends).states(kind, mesh, sharding, zero) for ends in table.price_caches_of_ends(layout, kind) for zero in stages]
+        there = [_block_bytes(layout, zero, table)[0] for zero in stages] if layout.chunked and kind is LayerKind.BLOCK else [
             states.states.total for states in held]
         stored += count * min(total - sum(states.ideal) for total, states in zip(there, held, strict=True))
-    kept = book.model.num_layers * min(option.saved_bytes - option.ideal_saved_bytes for option in options)
-    buffers = 0 if frame.chunked else min(book.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
-    head, workspace = book.activations(LayerKind.HEAD, b, sharding), min(option.workspace_bytes for option in options)
+    kept = price_cache.model.num_layers * min(option.saved_bytes - option.ideal_saved_bytes for option in options)
+    buffers = 0 if layout.chunked else min(price_cache.states(LayerKind.BLOCK, mesh, sharding, zero).zero_buffer for zero in stages)
+    head, workspace = price_cache.activations(LayerKind.HEAD, b, sharding), min(option.workspace_bytes for option in options)
     temporaries = (mesh.pp - 1) * workspace + max(workspace - head.saved, head.workspace) + mesh.pp * buffers
     return mesh.ranks_per_stage * (stored + kept + temporaries)

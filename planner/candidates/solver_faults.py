@@ -9,7 +9,7 @@ from operator import or_
 from typing import TypeVar
 
 from parplan.planner.solver import Unsolved
-from parplan.planner.stage_columns.columns import Column
+from parplan.planner.stage_columns.columns import StageColumn
 from parplan.profiles.errors import SolverError
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def failure_text(failures: Sequence[SolverError]) -> str | None:
     return f"the solver failed on {candidates}, which nothing is proven about: {failures[-1].message}"
 
 
-def can_place(options: Sequence[Sequence[Column]], num_layers: int, *, tied: bool) -> bool:
+def can_place(options: Sequence[Sequence[StageColumn]], num_layers: int, *, tied: bool) -> bool:
     """Whether one column a rank can hold `num_layers` blocks: what makes the throughput master feasible.
 
     tied: first and last rank must both shard their states, or neither (C7). Bit n of `reachable`: n blocks can be held.

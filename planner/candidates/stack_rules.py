@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.profiles.catalog import load_stack, stack_names
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.stack import Stack
 
 
-def lacking_schedule(frame: Frame, stack: Stack) -> str | None:
-    """Why the stack does not run the pipeline of a frame, or None.
+def lacking_schedule(layout: ParallelLayout, stack: Stack) -> str | None:
+    """Why the stack does not run the pipeline of a layout, or None.
 
     1F1B of too few micro-batches to fill the pipeline is GPipe: every forward pass comes before the first backward pass on rank 0.
     """
-    unfilled = frame.schedule is Schedule.GPIPE and frame.num_micro_batches < frame.mesh.pp
-    runs = Schedule.ONE_F_ONE_B if unfilled and Schedule.GPIPE.value not in stack.schedules else frame.schedule
-    if frame.mesh.pp == 1 or runs.value in stack.schedules:
+    unfilled = layout.schedule is Schedule.GPIPE and layout.num_micro_batches < layout.mesh.pp
+    runs = Schedule.ONE_F_ONE_B if unfilled and Schedule.GPIPE.value not in stack.schedules else layout.schedule
+    if layout.mesh.pp == 1 or runs.value in stack.schedules:
         return None
-    return f"{stack.name} does not run {frame.schedule}"
+    return f"{stack.name} does not run {layout.schedule}"
 
 
 def require_stack_runs(stack: Stack, schedules: Sequence[Schedule], levels: Sequence[Recompute]) -> None:

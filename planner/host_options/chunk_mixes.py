@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints
-from parplan.planner.host_options.location_costs import HomeCosts
+from parplan.planner.host_options.location_costs import LocationCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class OffloadedActivations:
     """Of mixes that send activations to the host: what it holds of them at most, and the copies of a micro-batch."""
 
     host_bytes: Array
@@ -41,13 +41,13 @@ class ChunkMixes:
     allocated    without chunks, in the fullest pass of a block; at_ends: in one of embedding or head; in_update: in the update
     """
 
-    frame: Frame
-    costs: HomeCosts
+    layout: ParallelLayout
+    costs: LocationCosts
     compute_s: Array
     allocated: Array
     at_ends: Array
     in_update: float
-    sent: Sent | None = None
+    sent: OffloadedActivations | None = None
     share: Ints | None = None
 
     def compute(self, row: Ints, home: Ints) -> Array:
@@ -100,7 +100,7 @@ class ChunkMixes:
 
     def seconds(self, row: Ints, home: Ints, usable: float | Array) -> Array:
         """t of the module's head."""
-        added_s = (1 - 1 / self.frame.num_micro_batches) * self.costs.added_s[home]
+        added_s = (1 - 1 / self.layout.num_micro_batches) * self.costs.added_s[home]
         found: Array = self.compute(row, home) + self.costs.gathered_s[home] + np.maximum(0.0, self._waits(row, home, usable)) + added_s
         return found
 
@@ -115,7 +115,7 @@ class ChunkMixes:
 
     def _fetched_s(self, home: Ints, held: Array) -> Array:
         """What comes to the device in a micro-batch, with room for `held` HOST blocks beside the one that runs."""
-        passes, on_host = self.frame.num_micro_batches, self.costs.host[home]
+        passes, on_host = self.layout.num_micro_batches, self.costs.host[home]
         swept = on_host + (2 * passes - 1) * np.maximum(0.0, on_host - 1 - held)
         found: Array = swept / (np.maximum(on_host, 1) * passes) * self.costs.fetch_s[home]
         return found

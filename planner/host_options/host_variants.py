@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.host_options.activation_options import HostOption, least_waiting, sends_all
 from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.mixes import hull
@@ -21,31 +21,31 @@ from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.profiles.models.operator_graph import LayerKind
 
 
-def sends_activations(frame: Frame, offload: Collection[Offload]) -> bool:
-    """Whether blocks of a frame may send activations to the host: their passes are whole, and none runs again ahead of its gradient."""
-    return Offload.ACTIVATIONS in offload and not frame.splits_backward and not frame.recomputes_ahead
+def sends_activations(layout: ParallelLayout, offload: Collection[Offload]) -> bool:
+    """Whether blocks of a layout may send activations to the host: their passes are whole, and none runs again ahead of its gradient."""
+    return Offload.ACTIVATIONS in offload and not layout.splits_backward and not layout.recomputes_ahead
 
 
-def with_host(options: tuple[LayerOption, ...], micro_batch_size: int, book: PriceBook) -> tuple[LayerOption, ...]:
+def with_host(options: tuple[LayerOption, ...], micro_batch_size: int, price_cache: PriceCache) -> tuple[LayerOption, ...]:
     """`options`, and behind them the variants that are worth a choice, fastest first."""
-    whole = frozenset(book.recompute_operators(LayerKind.BLOCK, Recompute.FULL))
+    whole = frozenset(price_cache.recompute_operators(LayerKind.BLOCK, Recompute.FULL))
     found = [
         variant for option in map(options.__getitem__, hull(options))
-        if not (set(option.recompute) == whole and illegal_full_recompute(option.sharding.overlap, book.model, on_host=True))
-        for variant in _variants(option, micro_batch_size, book)]
+        if not (set(option.recompute) == whole and illegal_full_recompute(option.sharding.overlap, price_cache.model, on_host=True))
+        for variant in _variants(option, micro_batch_size, price_cache)]
     both = (*options, *sorted(found, key=lambda option: option.values))
     on_hull = hull(both)
     return (*options, *(both[index] for index in on_hull if both[index].on_host))
 
 
-def _variants(option: LayerOption, micro_batch_size: int, book: PriceBook) -> Iterator[LayerOption]:
-    own = micro_batch_size, option.sharding, option.recompute, book
+def _variants(option: LayerOption, micro_batch_size: int, price_cache: PriceCache) -> Iterator[LayerOption]:
+    own = micro_batch_size, option.sharding, option.recompute, price_cache
     everything = sends_all(*own)
     if not everything.on_host:
         return
     yield _sending(option, everything)
     # experts are one module: the host keeps all that they keep, or nothing
-    if everything.waited_s and not book.model.num_experts:
+    if everything.waited_s and not price_cache.model.num_experts:
         some = least_waiting(*own)
         if some.on_host:
             yield _sending(option, some)

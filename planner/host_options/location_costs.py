@@ -1,7 +1,7 @@
 """What it costs to give the blocks of a rank homes, of every way to do so at once (EQUATIONS O1, O2, O3, O6).
 
 Chunks of one home are packed from a beginning of their own, so that their bytes depend on a count of blocks alone:
-`HomeCosts` has arrays over the homes, exact in what is always there, and never too low in what a block needs while it runs.
+`LocationCosts` has arrays over the homes, exact in what is always there, and never too low in what a block needs while it runs.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from parplan.costmodels.chunks.chunk_layout import block_tensors, groups_after
 from parplan.costmodels.chunks.chunk_schedule import UPDATE_BYTES
 from parplan.costmodels.chunks.group_size import group_size_of, widest_groups
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import (
     STAGED_CHUNKS,
     BlockCost,
     writes_over_parameters,
 )
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array, Ints
-from parplan.planner.host_options.state_locations import Homes, counts_of_homes, homes_allowed
+from parplan.planner.host_options.state_locations import BlockLocations, counts_of_locations, locations_allowed
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -33,7 +33,7 @@ Tensors = tuple[int, ...]  # elements of a block's tensors on one tensor-paralle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HomeCosts:
+class LocationCosts:
     """By way to give the blocks of a rank homes, `host` and `optimizer` blocks; bytes and seconds of one device.
 
     always_bytes, working_bytes   states that stay, and what the block that runs needs beside them
@@ -61,13 +61,13 @@ class HomeCosts:
     added_s: Array
     once_s: Array
 
-    def homes(self, index: int) -> Homes:
-        return Homes(int(self.host[index]), int(self.optimizer[index]))
+    def homes(self, index: int) -> BlockLocations:
+        return BlockLocations(int(self.host[index]), int(self.optimizer[index]))
 
 
-def tensors_of(sharding: Sharding, book: PriceBook) -> Tensors:
+def tensors_of(sharding: Sharding, price_cache: PriceCache) -> Tensors:
     """The sizes of a block's tensors, divided as `sharding` does."""
-    return tuple(tensor.elements for tensor in block_tensors(book.layer(LayerKind.BLOCK, 1), sharding))
+    return tuple(tensor.elements for tensor in block_tensors(price_cache.layer(LayerKind.BLOCK, 1), sharding))
 
 
 def host_share_bytes(cluster: Cluster) -> float:
@@ -75,15 +75,15 @@ def host_share_bytes(cluster: Cluster) -> float:
     return cluster.host_memory_bytes / cluster.gpus_per_node
 
 
-def block_costs(frame: Frame, sharding: Sharding, offload: Collection[Offload], book: PriceBook) -> dict[Home, BlockCost]:
+def block_costs(layout: ParallelLayout, sharding: Sharding, offload: Collection[Offload], price_cache: PriceCache) -> dict[StateLocation, BlockCost]:
     """What one block costs by home that `offload` allows, without padding."""
-    in_parameters = writes_over_parameters(book.training, frame.num_micro_batches)
+    in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)
     return {
-        home: book.chunked(home, frame.micro_batch_size, frame.mesh, sharding, in_parameters=in_parameters)
-        for home in homes_allowed(offload)}
+        home: price_cache.chunked(home, layout.micro_batch_size, layout.mesh, sharding, in_parameters=in_parameters)
+        for home in locations_allowed(offload)}
 
 
-def once_s(counts: Mapping[Home, Array], costs: Mapping[Home, BlockCost], backward_s: float | None = None) -> Array:
+def once_s(counts: Mapping[StateLocation, Array], costs: Mapping[StateLocation, BlockCost], backward_s: float | None = None) -> Array:
     """Seconds after the last backward pass, of `counts` blocks by home: the updates of host and device, which run at once.
 
     Parameters return as the host goes on. Gradients leave under the last backward pass, of `backward_s` a block, and behind it: None
@@ -102,50 +102,50 @@ def once_s(counts: Mapping[Home, Array], costs: Mapping[Home, BlockCost], backwa
     return found
 
 
-def home_costs(tensors: Tensors, num_blocks: int, frame: Frame, costs: dict[Home, BlockCost], book: PriceBook) -> HomeCosts:
+def location_costs(tensors: Tensors, num_blocks: int, layout: ParallelLayout, costs: dict[StateLocation, BlockCost], price_cache: PriceCache) -> LocationCosts:
     """The costs of all ways to give the `num_blocks` blocks of a rank homes that have `costs` for one block."""
-    backward_s = book.layer_time(LayerKind.BLOCK, frame.micro_batch_size, frame.sharding).backward_s
-    ranks = frame.mesh.dp
-    size = group_size_of(tensors, num_blocks, ranks, book.machine.cluster, book.training.precision.num_bytes)
-    width, chunk = book.training.precision.num_bytes, size // ranks
+    backward_s = price_cache.layer_time(LayerKind.BLOCK, layout.micro_batch_size, layout.sharding).backward_s
+    ranks = layout.mesh.dp
+    size = group_size_of(tensors, num_blocks, ranks, price_cache.machine.cluster, price_cache.training.precision.num_bytes)
+    width, chunk = price_cache.training.precision.num_bytes, size // ranks
     padded = np.array(groups_after(tensors, num_blocks, size, ranks), dtype=np.float64) * (size / sum(tensors))  # in blocks
     block_bytes = width * padded[-1] / num_blocks * sum(tensors) / ranks
-    host, optimizer = counts_of_homes(num_blocks, costs)
-    counts = {Home.HOST: host, Home.OPTIMIZER: optimizer, Home.DEVICE: num_blocks - host - optimizer}
+    host, optimizer = counts_of_locations(num_blocks, costs)
+    counts = {StateLocation.HOST: host, StateLocation.OPTIMIZER: optimizer, StateLocation.DEVICE: num_blocks - host - optimizer}
 
     def summed(value: Callable[[BlockCost], float]) -> Array:
         found: Array = np.sum([padded[counts[home]] * value(cost) for home, cost in costs.items()], axis=0)
         return found
 
-    return HomeCosts(
-        host=host, optimizer=optimizer, update_bytes=UPDATE_BYTES * chunk * (counts[Home.DEVICE] > 0).astype(np.float64),
-        working_bytes=_working_bytes(tensors, num_blocks, size, counts, frame, book),
+    return LocationCosts(
+        host=host, optimizer=optimizer, update_bytes=UPDATE_BYTES * chunk * (counts[StateLocation.DEVICE] > 0).astype(np.float64),
+        working_bytes=_working_bytes(tensors, num_blocks, size, counts, layout, price_cache),
         always_bytes=summed(lambda cost: cost.device.total),
-        host_bytes=summed(lambda cost: cost.host.total) + _staging_bytes(chunk, book) * (host > 0),
-        block_bytes=block_bytes, ahead_bytes=block_bytes * (1 + book.training.gradient_precision.num_bytes / width) * (host > 0),
+        host_bytes=summed(lambda cost: cost.host.total) + _staging_bytes(chunk, price_cache) * (host > 0),
+        block_bytes=block_bytes, ahead_bytes=block_bytes * (1 + price_cache.training.gradient_precision.num_bytes / width) * (host > 0),
         gathered_s=summed(lambda cost: cost.forward_s + cost.backward_s), fetch_s=summed(lambda cost: cost.fetch_s),
         send_s=summed(lambda cost: cost.send_s), added_s=summed(lambda cost: cost.added_s),
         once_s=once_s({home: padded[count] for home, count in counts.items()}, costs, backward_s))
 
 
-def _staging_bytes(chunk_elements: int, book: PriceBook) -> int:
+def _staging_bytes(chunk_elements: int, price_cache: PriceCache) -> int:
     """On the host, where gradients land that are added to those before (costmodels/chunks/chunk_memory.py)."""
-    return STAGED_CHUNKS * book.training.gradient_precision.num_bytes * chunk_elements
+    return STAGED_CHUNKS * price_cache.training.gradient_precision.num_bytes * chunk_elements
 
 
 def _working_bytes(
-    tensors: Tensors, num_blocks: int, group_elements: int, counts: dict[Home, Ints], frame: Frame, book: PriceBook,
+    tensors: Tensors, num_blocks: int, group_elements: int, counts: dict[StateLocation, Ints], layout: ParallelLayout, price_cache: PriceCache,
 ) -> Array:
     """What the widest block needs at most beside the states that stay and its activations (costmodels/chunks/slots.py).
 
     Its gradients as autograd makes them. Of several ranks its gathered groups of parameters and of gradients, and of a HOST block the own
     chunks that are gathered; of one rank, of HOST blocks alone, its chunks in place.
     """
-    ranks, width = frame.mesh.dp, book.training.precision.num_bytes
-    in_parameters = writes_over_parameters(book.training, frame.num_micro_batches)
-    gradient = 0 if in_parameters else book.training.gradient_precision.num_bytes
+    ranks, width = layout.mesh.dp, price_cache.training.precision.num_bytes
+    in_parameters = writes_over_parameters(price_cache.training, layout.num_micro_batches)
+    gradient = 0 if in_parameters else price_cache.training.gradient_precision.num_bytes
     gathered = widest_groups(tensors, num_blocks, group_elements, ranks) * group_elements
     own = gathered // ranks
-    away = (counts[Home.HOST] > 0).astype(np.float64)
+    away = (counts[StateLocation.HOST] > 0).astype(np.float64)
     return width * sum(tensors) + (
         gathered * (width + gradient) + own * width * away if ranks > 1 else own * (width + gradient) * away)

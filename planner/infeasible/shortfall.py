@@ -10,9 +10,9 @@ from functools import cache
 from parplan.costmodels.chunks.chunk_memory import device_memory
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import in_reach, may_fit
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.planner.host_options.state_locations import has_chunks
@@ -20,7 +20,7 @@ from parplan.planner.plan.error_band import memory_margin
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.columns import Column
+from parplan.planner.stage_columns.columns import StageColumn
 from parplan.planner.stage_columns.mix_table import MixTable
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 from parplan.profiles.machines.hardware import Cluster
@@ -46,15 +46,15 @@ def limit_bytes(cluster: Cluster, stack: Stack, options: SearchOptions) -> float
 
 
 @dataclass(frozen=True, slots=True)
-class _Leanest:
-    """The frame whose fullest rank needs the fewest bytes, that rank, and the columns of all ranks."""
+class _LeastPeakCandidate:
+    """The layout whose fullest rank needs the fewest bytes, that rank, and the columns of all ranks."""
 
-    frame: Frame
+    layout: ParallelLayout
     rank: int
-    columns: tuple[Column, ...]
+    columns: tuple[StageColumn, ...]
 
     @property
-    def column(self) -> Column:
+    def column(self) -> StageColumn:
         return self.columns[self.rank]
 
     @property
@@ -76,16 +76,16 @@ class Shortfall:
 
 
 class _Ranks:
-    """The ranks of a frame, each asked for the most blocks that it can hold."""
+    """The ranks of a layout, each asked for the most blocks that it can hold."""
 
-    def __init__(self, frame: Frame, table: MixTable) -> None:
-        num_layers = table.book.model.num_layers
-        self.columns = cache(lambda rank: rank_columns(rank, frame, table))
-        self.counts = cache(lambda rank: tuple(block_counts(rank, frame, num_layers)))
+    def __init__(self, layout: ParallelLayout, table: MixTable) -> None:
+        num_layers = table.price_cache.model.num_layers
+        self.columns = cache(lambda rank: rank_columns(rank, layout, table))
+        self.counts = cache(lambda rank: tuple(block_counts(rank, layout, num_layers)))
         self.deadline = table.deadline
         self.smallest = cache(self._smallest)
 
-    def _smallest(self, rank: int, count: int) -> Column:
+    def _smallest(self, rank: int, count: int) -> StageColumn:
         """The column of so many blocks that needs fewest bytes, which grow with the count."""
         self.deadline.check()
         return self.columns(rank).smallest(count)
@@ -97,22 +97,22 @@ class _Ranks:
         return counts[within - 1] if within else 0
 
 
-def _fits(frame: Frame, table: MixTable, limit: float) -> bool:
+def _fits(layout: ParallelLayout, table: MixTable, limit: float) -> bool:
     """Whether the ranks can hold all blocks within `limit` bytes each."""
-    if not may_fit(frame, table, limit):
+    if not may_fit(layout, table, limit):
         return False
-    ranks, held = _Ranks(frame, table), 0
-    for rank in range(frame.mesh.pp):
+    ranks, held = _Ranks(layout, table), 0
+    for rank in range(layout.mesh.pp):
         most = ranks.most_blocks(rank, limit)
         if not most:
             return False
         held += most
-    return held >= table.book.model.num_layers
+    return held >= table.price_cache.model.num_layers
 
 
-def _leanest_of(frame: Frame, table: MixTable) -> _Leanest:
+def _leanest_of(layout: ParallelLayout, table: MixTable) -> _LeastPeakCandidate:
     """The split of the blocks whose fullest rank needs least, by bisection over the memory limit, to 1 MiB."""
-    num_layers, pp, ranks = table.book.model.num_layers, frame.mesh.pp, _Ranks(frame, table)
+    num_layers, pp, ranks = table.price_cache.model.num_layers, layout.mesh.pp, _Ranks(layout, table)
     even = -(-num_layers // pp)
     low, high = 0.0, max(ranks.smallest(rank, min(even, ranks.counts(rank)[-1])).memory_bytes for rank in range(pp))
     while high - low > max(MIB, ROUNDING * high):
@@ -124,33 +124,33 @@ def _leanest_of(frame: Frame, table: MixTable) -> _Leanest:
     fullest = max(range(pp), key=lambda rank: ranks.smallest(rank, held[rank]).memory_bytes)
     for rank in (rank for rank in range(pp) if rank != fullest):  # the others need not hold as many as they could
         held[rank] -= min(held[rank] - 1, sum(held) - num_layers)
-    return _Leanest(frame, fullest, tuple(map(ranks.smallest, range(pp), held)))
+    return _LeastPeakCandidate(layout, fullest, tuple(map(ranks.smallest, range(pp), held)))
 
 
-def _least_memory_frames(
+def _least_memory_layouts(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
-) -> Iterator[Frame]:
-    """The frames that can be leanest: per mesh and level of sub-pipelining the smallest micro-batch, without virtual stages,
+) -> Iterator[ParallelLayout]:
+    """The layouts that can be leanest: per mesh and level of sub-pipelining the smallest micro-batch, without virtual stages,
     sequence parallel."""
-    seen: dict[object, Frame] = {}
-    for frame in enumerate_space(model, cluster, training, pins, deadline).frames:
-        alike = frame.mesh, frame.tp_overlap, frame.chunked
+    seen: dict[object, ParallelLayout] = {}
+    for layout in enumerate_candidates(model, cluster, training, pins, deadline).layouts:
+        alike = layout.mesh, layout.tp_overlap, layout.chunked
         known = seen.get(alike)
-        if known is None or _thirst(frame) < _thirst(known):
-            seen[alike] = frame
+        if known is None or _thirst(layout) < _thirst(known):
+            seen[alike] = layout
     yield from seen.values()
 
 
-def _thirst(frame: Frame) -> tuple[int, bool, int, bool]:
-    """Orders the frames of one mesh by the memory they need: of virtual stages many hold less than few, one least."""
-    return frame.micro_batch_size, frame.virtual_stages > 1, -frame.virtual_stages, not frame.sequence_parallel
+def _thirst(layout: ParallelLayout) -> tuple[int, bool, int, bool]:
+    """Orders the layouts of one mesh by the memory they need: of virtual stages many hold less than few, one least."""
+    return layout.micro_batch_size, layout.virtual_stages > 1, -layout.virtual_stages, not layout.sequence_parallel
 
 
 def _leanest(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, deadline: Deadline = NEVER,
-) -> _Leanest | None:
-    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(training.stack), deadline)
-    found = (_leanest_of(frame, table) for frame in _least_memory_frames(model, cluster, training, pins, deadline))
+) -> _LeastPeakCandidate | None:
+    table = MixTable(PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(training.stack), deadline)
+    found = (_leanest_of(layout, table) for layout in _least_memory_layouts(model, cluster, training, pins, deadline))
     return min(found, key=lambda lean: lean.column.memory_bytes, default=None)
 
 
@@ -175,10 +175,10 @@ def smallest_cluster(
     pins = replace(pins, pp=None, dp=None)
     for nodes in range(cluster.nodes + 1, MOST_TIMES_LARGER * cluster.nodes + 1):
         larger = replace(cluster, nodes=nodes)
-        book = PriceBook(model, training, machine_for(larger), zero_ranks=pins.zero_ranks)
-        table = MixTable(book, pins.resolved(training.stack), deadline)
-        frames = _least_memory_frames(model, larger, training, pins, deadline)
-        if in_reach(table, limit) and any(_fits(frame, table, limit) for frame in frames):
+        price_cache = PriceCache(model, training, machine_for(larger), zero_ranks=pins.zero_ranks)
+        table = MixTable(price_cache, pins.resolved(training.stack), deadline)
+        layouts = _least_memory_layouts(model, larger, training, pins, deadline)
+        if in_reach(table, limit) and any(_fits(layout, table, limit) for layout in layouts):
             return larger.num_gpus
     return None
 
@@ -188,20 +188,20 @@ def shortfall(model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: 
     limit = limit_bytes(cluster, training.stack, options)
     lean = _leanest(model, cluster, training, pins, options.deadline)
     assert lean is not None, "there are legal frames"
-    need, book = lean.column.memory_bytes, PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
+    need, price_cache = lean.column.memory_bytes, PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
     margin = "" if options.memory_limit_bytes is not None else f" with --memory-margin {memory_margin(training.stack, options):g}"
     host = enough_host_bytes(model, cluster, training, pins, limit, options.deadline)
     return Shortfall(need_bytes=need, limit_bytes=limit, host_bytes=host, text=(
-        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.frame.mesh}, "
-        f"zero {lean.column.zero}, {_recompute_of(lean.column, book)} recompute, micro-batch {lean.frame.micro_batch_size}{_homes(lean)}) "
+        f"{model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({lean.layout.mesh}, "
+        f"zero {lean.column.zero}, {_recompute_of(lean.column, price_cache)} recompute, micro-batch {lean.layout.micro_batch_size}{_homes(lean)}) "
         f"needs {gib(need):.1f} GiB on stage {lean.rank}, {gib(limit):.1f} usable{margin}: {gib(need - limit):.1f} GiB short; "
-        f"the largest part is {_largest_part(lean, book)}{_host_text(host, cluster, pins)}"))
+        f"the largest part is {_largest_part(lean, price_cache)}{_host_text(host, cluster, pins)}"))
 
 
-def _homes(lean: _Leanest) -> str:
+def _homes(lean: _LeastPeakCandidate) -> str:
     """Of the fullest stage, how many blocks leave the device; and whether the token table has left its own."""
     homes, count, table = lean.column.homes, lean.column.num_blocks, ", the token table on the host" if lean.looks_up else ""
-    blocks = f", {homes.host} of {count} blocks on the host and the optimizer of {homes.optimizer}" if lean.frame.chunked else ""
+    blocks = f", {homes.host} of {count} blocks on the host and the optimizer of {homes.optimizer}" if lean.layout.chunked else ""
     return blocks + table
 
 
@@ -223,30 +223,30 @@ def enough_host_bytes(
     """
     if not has_chunks(pins.offload):
         return None
-    table = MixTable(PriceBook(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(training.stack), deadline)
-    most = -(-STATE_BYTES * table.book.graph(1).num_parameters // GIB)
-    frames = [frame for frame in _least_memory_frames(model, cluster, training, pins, deadline) if frame.chunked]
+    table = MixTable(PriceCache(model, training, machine_for(cluster), zero_ranks=pins.zero_ranks), pins.resolved(training.stack), deadline)
+    most = -(-STATE_BYTES * table.price_cache.graph(1).num_parameters // GIB)
+    layouts = [layout for layout in _least_memory_layouts(model, cluster, training, pins, deadline) if layout.chunked]
 
-    def fitting(host_gib: int) -> list[Frame]:
+    def fitting(host_gib: int) -> list[ParallelLayout]:
         table.host_share_bytes = host_gib * GIB / cluster.gpus_per_node
-        return [frame for frame in frames if _fits(frame, table, limit)]
+        return [layout for layout in layouts if _fits(layout, table, limit)]
 
-    frames = fitting(most)
-    if not frames:
+    layouts = fitting(most)
+    if not layouts:
         return None
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
         found = fitting(middle)
-        low, high, frames = (low, middle, found) if found else (middle, high, frames)
+        low, high, layouts = (low, middle, found) if found else (middle, high, layouts)
     return high * GIB
 
 
-def _largest_part(lean: _Leanest, book: PriceBook) -> str:
+def _largest_part(lean: _LeastPeakCandidate, price_cache: PriceCache) -> str:
     """What most of the memory of the fullest stage is."""
-    as_large = Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.frame.chunked else Chunking()
-    book = book.with_table(on_host=lean.looks_up).within(as_large)
-    memory = device_memory(to_strategy(_shorter(lean.frame), lean.columns), lean.rank, book)
+    as_large = Chunking(limit_bytes=2 * lean.column.memory_bytes) if lean.layout.chunked else Chunking()
+    price_cache = price_cache.with_table(on_host=lean.looks_up).within(as_large)
+    memory = device_memory(to_strategy(_shorter(lean.layout), lean.columns), lean.rank, price_cache)
     parts = {
         "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
         "temporaries": memory.temporaries, "reserve (context, communicators, allocator)": memory.reserve}
@@ -254,10 +254,10 @@ def _largest_part(lean: _Leanest, book: PriceBook) -> str:
     return f"{name}, {gib(parts[name]):.1f} GiB"
 
 
-def _shorter(frame: Frame) -> Frame:
+def _shorter(layout: ParallelLayout) -> ParallelLayout:
     """The same in chunks with fewer micro-batches, which fill the pipeline as well: but for the ids of the batch it holds as much."""
-    enough = FILLED * frame.num_virtual_stages
-    return replace(frame, num_micro_batches=min(frame.num_micro_batches, enough)) if frame.chunked else frame
+    enough = FILLED * layout.num_virtual_stages
+    return replace(layout, num_micro_batches=min(layout.num_micro_batches, enough)) if layout.chunked else layout
 
 
 def infeasible_error(
@@ -291,8 +291,8 @@ def no_cluster_text(cluster: Cluster) -> str:
     return f"no cluster up to {MOST_TIMES_LARGER * cluster.num_gpus} GPUs fits; use a larger device"
 
 
-def _recompute_of(column: Column, book: PriceBook) -> str:
+def _recompute_of(column: StageColumn, price_cache: PriceCache) -> str:
     """`none`, `full`, or the operators by name, for each option of the column."""
-    levels = {book.recompute_operators(LayerKind.BLOCK, level): level.value for level in reversed(Recompute)}
-    used = (book.recompute_operators(LayerKind.BLOCK, option.recompute) for option, _ in column.mix)
+    levels = {price_cache.recompute_operators(LayerKind.BLOCK, level): level.value for level in reversed(Recompute)}
+    used = (price_cache.recompute_operators(LayerKind.BLOCK, option.recompute) for option, _ in column.mix)
     return " and ".join(levels.get(again, ", ".join(again)) for again in used)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parplan.planner.dominance import Array, Ints, front
+from parplan.planner.dominance import Array, Ints, undominated_rows
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
     LayerProblem,
-    Left,
-    Link,
-    Option,
-    Wanted,
+    LeftTensor,
+    TensorLink,
+    StrategyOption,
+    WantedTensor,
 )
 
 Frontier = tuple[int, ...]  # where the open tensors are: by maker, the number of its output placement
@@ -65,7 +65,7 @@ class _Table:
         return tuple(maker for maker in (*open_makers, i) if maker in needed)
 
 
-def _time_and_saved(link: Link, left: Left, wanted: Wanted | None) -> tuple[float, float]:
+def _time_and_saved(link: TensorLink, left: LeftTensor, wanted: WantedTensor | None) -> tuple[float, float]:
     assert wanted is not None, "a link has a reader"
     cell = link.cells[left, wanted]
     return cell.time_s, cell.saved_bytes
@@ -92,7 +92,7 @@ def least_time_s(problem: LayerProblem) -> float | None:
     return min(times.values(), default=None)
 
 
-def layer_front(problem: LayerProblem) -> list[tuple[Option, ...]]:
+def layer_front(problem: LayerProblem) -> list[tuple[StrategyOption, ...]]:
     """An option for every operator, for each point of the front, fastest first; of equals one. Empty without a solution."""
     table, zero, none = _Table(problem), np.zeros(1), np.zeros(1, np.int64)
     labels: Layers = {(0,): _Labels(zero, zero, none, none, none)}
@@ -132,7 +132,7 @@ def _moved_on(found: _Labels, time_s: float, saved: float, frontier: int, option
 
 def _undominated(parts: list[_Labels]) -> _Labels:
     columns = [np.concatenate([getattr(part, name) for part in parts]) for name in _Labels.__slots__]
-    kept = front(*columns[:2])
+    kept = undominated_rows(*columns[:2])
     return _Labels(*(column[kept] for column in columns))
 
 
@@ -146,9 +146,9 @@ def _ended(table: _Table, labels: Layers, open_makers: tuple[int, ...]) -> _Labe
     return _undominated(parts) if parts else None
 
 
-def _traced(problem: LayerProblem, history: list[Layers], frontier: int, point: int) -> tuple[Option, ...]:
+def _traced(problem: LayerProblem, history: list[Layers], frontier: int, point: int) -> tuple[StrategyOption, ...]:
     """The options of one end, followed back through the labels."""
-    options: list[Option] = []
+    options: list[StrategyOption] = []
     for i in reversed(range(len(history))):
         labels = list(history[i].values())[frontier]
         options.append(problem.options[i][labels.option[point]])

@@ -21,12 +21,12 @@ from typing import Any
 
 from parplan.planner.layer_options.layer_problem import (
     BEFORE,
-    Cost,
+    StrategyCost,
     LayerProblem,
-    Left,
-    Link,
-    Option,
-    Wanted,
+    LeftTensor,
+    TensorLink,
+    StrategyOption,
+    WantedTensor,
 )
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, chosen, weighted
@@ -36,14 +36,14 @@ Terms = list[tuple[Any, float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class PickedStrategies:
     """An option for every operator, what they cost together, and whether that is proven least.
 
     launched_s: its time where no pass is faster than the host launches it (costmodels/layers/layer_price.py), which the program leaves out
     """
 
-    options: tuple[Option, ...]
-    cost: Cost
+    options: tuple[StrategyOption, ...]
+    cost: StrategyCost
     workspace_bytes: float
     launched_s: float
     proven: bool = True
@@ -53,20 +53,20 @@ class Picked:
         return self.cost.state_bytes + stashes * self.cost.saved_bytes + self.workspace_bytes
 
 
-def evaluate(problem: LayerProblem, options: tuple[Option, ...], *, proven: bool = True) -> Picked:
+def evaluate(problem: LayerProblem, options: tuple[StrategyOption, ...], *, proven: bool = True) -> PickedStrategies:
     """The price of one option for every operator, added up."""
     parts = [[option.cost] for option in options]  # by operator: its own, and of the tensors that it reads
     for link in problem.links:
         parts[min(link.reader, len(options) - 1)].append(link.cells[_sides(problem, link, options)])
     whole = [sum(part.whole_bytes for part in own) for own in parts]
-    total = Cost(*(
+    total = StrategyCost(*(
         sum(getattr(part, name) for own in parts for part in own) for name in ("time_s", "state_bytes", "saved_bytes", "whole_bytes")))
     widest = max(option.gradient_bytes - sum(whole[i + 1 :]) for i, option in enumerate(options))
     remade = max(0.0, total.whole_bytes - total.saved_bytes)
-    return Picked(options, total, remade + widest + problem.workspace_bytes, _launched_s(problem, options, parts), proven)
+    return PickedStrategies(options, total, remade + widest + problem.workspace_bytes, _launched_s(problem, options, parts), proven)
 
 
-def _launched_s(problem: LayerProblem, options: tuple[Option, ...], parts: list[list[Cost]]) -> float:
+def _launched_s(problem: LayerProblem, options: tuple[StrategyOption, ...], parts: list[list[StrategyCost]]) -> float:
     """The three passes, none faster than the host launches its operators, collectives and both gradients of a product."""
     forward = [(sum(part.forward_s for part in own), 1 + any(part.sent_forward for part in own)) for own in parts]
     again = [pair for pair, option in zip(forward, options, strict=True) if option.again]
@@ -77,7 +77,7 @@ def _launched_s(problem: LayerProblem, options: tuple[Option, ...], parts: list[
     return ahead_s + max(backward_s, problem.host_backward_s * launches)
 
 
-def _sides(problem: LayerProblem, link: Link, options: tuple[Option, ...]) -> tuple[Left, Wanted]:
+def _sides(problem: LayerProblem, link: TensorLink, options: tuple[StrategyOption, ...]) -> tuple[LeftTensor, WantedTensor]:
     left = problem.enters if link.maker == BEFORE else options[link.maker].output
     if link.reader == len(options):
         assert problem.leaves is not None
@@ -97,7 +97,7 @@ class LayerProgram:
         self.picks = [
             {option: self.program.binary(f"s{label}_{i}_{k}") for k, option in enumerate(options)}
             for i, options in enumerate(problem.options)]
-        self.priced: list[tuple[int, Any, Cost]] = [  # by operator that keeps what is kept
+        self.priced: list[tuple[int, Any, StrategyCost]] = [  # by operator that keeps what is kept
             (i, variable, option.cost) for i, picks in enumerate(self.picks) for option, variable in picks.items()]
         for i, picks in enumerate(self.picks):
             self.program.require(weighted((s, 1.0) for s in picks.values()) == 1, f"C1_one{label}_{i}")
@@ -106,7 +106,7 @@ class LayerProgram:
         self.workspace = self.program.continuous(f"workspace{label}")
         self._bound_workspace()
 
-    def _link(self, index: int, link: Link) -> None:
+    def _link(self, index: int, link: TensorLink) -> None:
         """The edge variables of a link and their marginals on both sides."""
         cells = {pair: self.program.continuous(f"e{self.label}_{index}_{c}") for c, pair in enumerate(link.cells)}
         self.priced += [(link.reader, e, link.cells[pair]) for pair, e in cells.items()]
@@ -116,7 +116,7 @@ class LayerProgram:
                 self.program.require(
                     weighted([*edges, *self._side(link, side, placement)]) == self._fixed(link, side), f"{label}{self.label}_{index}_{n}")
 
-    def _side(self, link: Link, side: int, placement: Left | Wanted) -> Terms:
+    def _side(self, link: TensorLink, side: int, placement: LeftTensor | WantedTensor) -> Terms:
         """The strategies of the maker or reader with that placement, to be taken from the edges."""
         operator = (link.maker, link.reader)[side]
         if operator in (BEFORE, len(self.picks)):
@@ -125,7 +125,7 @@ class LayerProgram:
         found = ((option.inputs[position] if side else option.output, s) for option, s in self.picks[operator].items())
         return [(s, -1.0) for own, s in found if own == placement]
 
-    def _fixed(self, link: Link, side: int) -> float:
+    def _fixed(self, link: TensorLink, side: int) -> float:
         return 1.0 if (link.maker, link.reader)[side] in (BEFORE, len(self.picks)) else 0.0
 
     def _bound_workspace(self) -> None:
@@ -150,15 +150,15 @@ class LayerProgram:
         """States and kept tensors, without the workspace."""
         return [(v, (cost.state_bytes + self.stashes * cost.saved_bytes) / MIB) for _, v, cost in self.priced]
 
-    def fastest(self, budget_bytes: float, solver: SolverName, time_limit_s: float | None = None) -> Picked | None:
+    def fastest(self, budget_bytes: float, solver: SolverName, time_limit_s: float | None = None) -> PickedStrategies | None:
         """The fastest layer within `budget_bytes`, or None."""
         return self._solve(lambda: self.time_us, self.memory_mib <= budget_bytes / MIB, solver, time_limit_s)
 
-    def leanest(self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None) -> Picked | None:
+    def leanest(self, slowest_s: float, solver: SolverName, time_limit_s: float | None = None) -> PickedStrategies | None:
         """The layer with least memory among those that take at most `slowest_s`, or None."""
         return self._solve(lambda: self.memory_mib, self.time_us <= slowest_s * US_PER_S, solver, time_limit_s)
 
-    def _solve(self, objective: Callable[[], Any], bound: Any, solver: SolverName, time_limit_s: float | None) -> Picked | None:
+    def _solve(self, objective: Callable[[], Any], bound: Any, solver: SolverName, time_limit_s: float | None) -> PickedStrategies | None:
         if not all(self.picks):
             return None
         self.program.minimize(objective())
@@ -168,6 +168,6 @@ class LayerProgram:
             return None
         return replace(self.picked(), proven=solution.proven)
 
-    def picked(self) -> Picked:
+    def picked(self) -> PickedStrategies:
         """What the solved program chose."""
         return evaluate(self.problem, tuple(chosen(picks) for picks in self.picks))

@@ -50,7 +50,7 @@ def column_of(options: Sequence[object], name: str) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class OptionPairs:
     """Two options of which a rank runs any share each: `index[side, pair]` into the options.
 
     saved_bytes of one block by side and pair; workspace_bytes the larger of both, or that of the one where they are the same, with
@@ -62,17 +62,17 @@ class Pairs:
     workspace_bytes: Array
 
 
-def option_pairs(options: tuple[LayerOption, ...]) -> Pairs:
+def option_pairs(options: tuple[LayerOption, ...]) -> OptionPairs:
     """Every ordered pair of options, an option with itself included."""
     count = len(options)
     index = np.stack(np.meshgrid(np.arange(count), np.arange(count), indexing="ij")).reshape(2, -1)
     workspace = sum(column_of(options, name)[index].max(axis=0) for name in ("workspace_bytes", "host_bytes"))
-    return Pairs(index, column_of(options, "saved_bytes")[index], workspace)
+    return OptionPairs(index, column_of(options, "saved_bytes")[index], workspace)
 
 
 def make_mixes(options: tuple[LayerOption, ...], num_blocks: int, num_chunks: int) -> Mixes:
     """All mixes of `num_blocks` blocks at one ZeRO stage that no other beats; with several chunks every chunk has the same mix."""
-    pairs = [(i, j) for i, j in combinations(hull(options), 2) if options[i].layout == options[j].layout]
+    pairs = [(i, j) for i, j in combinations(hull(options), 2) if options[i].weight_layout == options[j].weight_layout]
     mixes = _mixes(options, _tuples(options, -(-num_blocks // num_chunks), pairs), num_blocks, num_chunks)
     rows = _worth_it(mixes, mixes.counts @ column_of(options, "time_s") + mixes.last_s)
     return replace(mixes, **{name: getattr(mixes, name)[rows] for name in _BY_ROW})
@@ -137,8 +137,8 @@ def _summed(options: tuple[LayerOption, ...], counts: Ints, chunk: Ints, num_chu
     sends = bool(host.any())
     return Mixes(
         options=options, counts=counts, chunk_counts=chunk, saved_bytes=saved, ideal_saved_bytes=ideal_saved, host_bytes=host,
-        workspace_bytes=widest(chunk, column_of(options, "workspace_bytes")),
-        window_bytes=widest(chunk, column_of(options, "host_bytes")) if sends else np.zeros(len(chunk)),
+        workspace_bytes=widest_mixes(chunk, column_of(options, "workspace_bytes")),
+        window_bytes=widest_mixes(chunk, column_of(options, "host_bytes")) if sends else np.zeros(len(chunk)),
         last_s=num_chunks * _of_the_last(options, chunk) if sends else np.zeros(len(chunk)))
 
 
@@ -150,7 +150,7 @@ def _of_the_last(options: Sequence[LayerOption], counts: Ints) -> Array:
     return found
 
 
-def widest(counts: Ints, values: Array) -> Array:
+def widest_mixes(counts: Ints, values: Array) -> Array:
     """By row the largest value of an option that is used."""
     found: Array = np.where(counts > 0, values, -np.inf).max(axis=1)
     return found
@@ -201,9 +201,9 @@ def chains(options: Sequence[LayerOption], seconds: Array, held: Array) -> list[
     A limit on the ZeRO stage has a hull of its own because the buffers of a higher stage are a maximum over blocks, not a sum.
     """
     found: dict[tuple[int, ...], None] = {}
-    for layout in dict.fromkeys(option.layout for option in options):
+    for weight_layout in dict.fromkeys(option.weight_layout for option in options):
         for most in sorted({option.zero for option in options}):
-            own = [i for i, option in enumerate(options) if option.layout == layout and option.zero <= most]
+            own = [i for i, option in enumerate(options) if option.weight_layout == weight_layout and option.zero <= most]
             for some in (own, [i for i in own if not options[i].on_host]):
                 found[tuple(_chain([(float(seconds[i]), float(held[i]), i) for i in some]))] = None
     return [list(chain) for chain in found if chain]
@@ -230,7 +230,7 @@ def _chain(points: Iterable[tuple[float, float, int]]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Hulls:
+class MixHulls:
     """What mixes of real numbers of blocks reach: lower convex hulls of kept bytes and seconds of a block, as the lines along their sides.
 
     By price of a byte on the host, and by workspace: `kept` is the least, `first_s` and `slope` are of the lines, by side.
@@ -253,7 +253,7 @@ class Hulls:
         return least
 
 
-def hulls(options: Sequence[LayerOption]) -> Hulls:
+def hulls(options: Sequence[LayerOption]) -> MixHulls:
     """Those of options with at most some workspace, for every workspace and some prices.
 
     What an option sends to the host is beside it twice, as workspace and, at the price, as seconds.
@@ -262,7 +262,7 @@ def hulls(options: Sequence[LayerOption]) -> Hulls:
     found = [_hulls(options, price) for price in prices]
     most, sides = max(map(len, found)), max(len(kept) for own in found for _, kept, _ in own)
     shape = len(prices), most
-    made = Hulls(np.array(prices), np.zeros(shape), np.zeros(shape), np.full((*shape, sides), -np.inf), np.zeros((*shape, sides)))
+    made = MixHulls(np.array(prices), np.zeros(shape), np.zeros(shape), np.full((*shape, sides), -np.inf), np.zeros((*shape, sides)))
     for i, own in enumerate(found):
         for j, (workspace, kept, time_s) in enumerate(own + own[-1:] * (most - len(own))):
             made.workspace[i, j], made.kept[i, j] = workspace, kept[0]
@@ -296,9 +296,9 @@ def sent_prices(options: Sequence[LayerOption]) -> tuple[float, ...]:
 
 def _worth_it(mixes: Mixes, time_s: Array) -> Ints:
     """Rows that no other row of the same layout and workspace beats in time and kept, or in time and redundant, bytes."""
-    numbers = {layout: n for n, layout in enumerate(dict.fromkeys(option.layout for option in mixes.options))}
-    layout = (mixes.chunk_counts > 0) @ np.array([2 ** numbers[option.layout] for option in mixes.options])
-    _, group = np.unique(np.stack([layout.astype(float), mixes.workspace_bytes, mixes.window_bytes]), axis=1, return_inverse=True)
+    numbers = {weight_layout: n for n, weight_layout in enumerate(dict.fromkeys(option.weight_layout for option in mixes.options))}
+    weight_layout = (mixes.chunk_counts > 0) @ np.array([2 ** numbers[option.weight_layout] for option in mixes.options])
+    _, group = np.unique(np.stack([weight_layout.astype(float), mixes.workspace_bytes, mixes.window_bytes]), axis=1, return_inverse=True)
     kept = [skyline(group.ravel(), time_s, held) for held in (mixes.saved_bytes, mixes.saved_bytes - mixes.ideal_saved_bytes)]
     return np.unique(np.concatenate(kept))
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parplan.costmodels.host.offload import copy_time
-from parplan.costmodels.layers.layer_price import Inside
+from parplan.costmodels.layers.layer_price import StageAxes
 from parplan.costmodels.layers.operator_price import OperatorPrice, operator_price
 from parplan.costmodels.layers.recompute import host_bytes_by_operator
 from parplan.costmodels.operators.sharding import Rejected, Splits, operator_splits
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.layer_options.layer_problem import may_recompute
 from parplan.profiles.errors import unknown_name_error
 from parplan.profiles.models.operator_graph import LayerKind, Operator
@@ -41,27 +41,27 @@ class OperatorStrategies:
     copy_s: float = 0.0
 
 
-def operator_strategies(frame: Frame, zero: int, book: PriceBook, only: str | None = None) -> Iterator[OperatorStrategies]:
-    """The strategies on the tensor-parallel axis of `frame`, states at ZeRO stage `zero`; of operator `only` if named.
+def operator_strategies(layout: ParallelLayout, zero: int, price_cache: PriceCache, only: str | None = None) -> Iterator[OperatorStrategies]:
+    """The strategies on the tensor-parallel axis of `layout`, states at ZeRO stage `zero`; of operator `only` if named.
 
     Raises ConfigError when the model has no operator of that name.
     """
-    graph = book.graph(frame.micro_batch_size)
+    graph = price_cache.graph(layout.micro_batch_size)
     names = [operator.name for layer in graph for operator in layer.operators]
     if only is not None and only not in names:
         raise unknown_name_error("operator", only, names)
     kept = host_bytes_by_operator(
-        book.kept_layer(LayerKind.BLOCK, frame.micro_batch_size), frame.sharding, (), book.training.stack)
-    inside = Inside(frame.sharding.degrees, book.machine, book.training.stack)
+        price_cache.kept_layer(LayerKind.BLOCK, layout.micro_batch_size), layout.sharding, (), price_cache.training.stack)
+    inside = StageAxes(layout.sharding.degrees, price_cache.machine, price_cache.training.stack)
     for layer in graph:
         for operator in layer.operators:
             if only in (None, operator.name):
                 legal, rejected = operator_splits(operator, inside.degrees)
                 priced = (
-                    PricedStrategy(splits=s, price=operator_price(operator, s, inside, book.training, zero=zero, dp=frame.mesh.dp))
+                    PricedStrategy(splits=s, price=operator_price(operator, s, inside, price_cache.training, zero=zero, dp=layout.mesh.dp))
                     for s in legal)
                 n_bytes = kept[operator.name] if layer.kind is LayerKind.BLOCK else 0
                 yield OperatorStrategies(
                     layer=layer.kind, operator=operator, legal=tuple(priced), rejected=rejected,
                     recomputable=layer.kind is LayerKind.BLOCK and may_recompute(operator), kept_bytes=n_bytes,
-                    copy_s=copy_time(n_bytes, book.machine.cluster, to_host=True).value_s)
+                    copy_s=copy_time(n_bytes, price_cache.machine.cluster, to_host=True).value_s)

@@ -14,8 +14,8 @@ from math import inf, isclose
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.deadline import NEVER, Deadline
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import ModelSpec
@@ -23,33 +23,33 @@ from parplan.profiles.models.spec import ModelSpec
 ROUNDING = 1e-9  # relative: the same sum in another order
 
 
-def illegal_overlap(frame: Frame, model: ModelSpec) -> str | None:
-    """Why a frame cannot run at its level, or None."""
-    if not frame.tp_overlap:
+def illegal_overlap(layout: ParallelLayout, model: ModelSpec) -> str | None:
+    """Why a layout cannot run at its level, or None."""
+    if not layout.tp_overlap:
         return None
     what = "sub-pipelined tensor parallelism"
-    if frame.mesh.tp == 1:
+    if layout.mesh.tp == 1:
         return f"{what} hides all-reduces over tp, tp is 1"
     if model.num_experts:
         return f"{what} is of blocks that end in all-reduces, those of {model.name} exchange tokens of experts too"
-    if frame.sequence_parallel:
+    if layout.sequence_parallel:
         return f"{what} hides an all-reduce under a half; sequence parallelism sends twice between halves, with a norm in between"
-    if frame.splits_backward:
-        return f"{what} runs whole backward passes, {frame.schedule} splits them"
-    if frame.micro_batch_size % 2:
-        return f"{what} runs a micro-batch as two halves, its size is {frame.micro_batch_size}"
-    fewest = 2 * frame.num_virtual_stages if frame.equal_ranks else frame.num_virtual_stages + 1
-    if frame.tp_overlap == 3 and model.num_layers < fewest:
-        return f"level 3 of {what} goes from block to block, {frame.num_virtual_stages} stages of {model.num_layers} blocks hold one"
+    if layout.splits_backward:
+        return f"{what} runs whole backward passes, {layout.schedule} splits them"
+    if layout.micro_batch_size % 2:
+        return f"{what} runs a micro-batch as two halves, its size is {layout.micro_batch_size}"
+    fewest = 2 * layout.num_virtual_stages if layout.equal_ranks else layout.num_virtual_stages + 1
+    if layout.tp_overlap == 3 and model.num_layers < fewest:
+        return f"level 3 of {what} goes from block to block, {layout.num_virtual_stages} stages of {model.num_layers} blocks hold one"
     return None
 
 
-def illegal_zero(frame: Frame, zero: int) -> str | None:
-    """Why the schedule of a frame cannot run at a ZeRO stage, or None: stage 3 frees what a split backward still needs, and would gather
+def illegal_zero(layout: ParallelLayout, zero: int) -> str | None:
+    """Why the schedule of a layout cannot run at a ZeRO stage, or None: stage 3 frees what a split backward still needs, and would gather
     for a recompute ahead of the gradient once more than it is priced for."""
-    if zero < 3 or frame.mesh.dp == 1 or not (frame.splits_backward or frame.recomputes_ahead):
+    if zero < 3 or layout.mesh.dp == 1 or not (layout.splits_backward or layout.recomputes_ahead):
         return None
-    return f"{frame.schedule} {'does not run' if frame.splits_backward else 'has no price'} with ZeRO 3"
+    return f"{layout.schedule} {'does not run' if layout.splits_backward else 'has no price'} with ZeRO 3"
 
 
 def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = False) -> str | None:
@@ -61,48 +61,48 @@ def illegal_full_recompute(level: int, model: ModelSpec, *, on_host: bool = Fals
 
 
 def paying(
-    frames: Sequence[Frame], book: PriceBook, deadline: Deadline = NEVER,
-) -> tuple[tuple[Frame, ...], tuple[tuple[Frame, str], ...]]:
-    """The frames that are worth a search, and the others with their reason: the same frame is better at another level."""
-    levels: dict[Frame, list[Frame]] = {}
-    for frame in frames:
-        levels.setdefault(replace(frame, tp_overlap=0), []).append(frame)
+    layouts: Sequence[ParallelLayout], price_cache: PriceCache, deadline: Deadline = NEVER,
+) -> tuple[tuple[ParallelLayout, ...], tuple[tuple[ParallelLayout, str], ...]]:
+    """The layouts that are worth a search, and the others with their reason: the same layout is better at another level."""
+    levels: dict[ParallelLayout, list[ParallelLayout]] = {}
+    for layout in layouts:
+        levels.setdefault(replace(layout, tp_overlap=0), []).append(layout)
     kept, dropped, known = [], [], dict[tuple[int, Sharding, Sharding], bool]()
 
-    def beats(one: Frame, other: Frame) -> bool:
+    def beats(one: ParallelLayout, other: ParallelLayout) -> bool:
         key = one.micro_batch_size, one.sharding, other.sharding
         if key not in known:
-            known[key] = one != other and _beats(one, other, book)
+            known[key] = one != other and _beats(one, other, price_cache)
         return known[key]
 
-    for frame in frames:
+    for layout in layouts:
         deadline.check()
-        others = levels[replace(frame, tp_overlap=0)] if frame.tp_overlap else ()
-        better = next((other for other in others if beats(other, frame)), None)
+        others = levels[replace(layout, tp_overlap=0)] if layout.tp_overlap else ()
+        better = next((other for other in others if beats(other, layout)), None)
         if better is None:
-            kept.append(frame)
+            kept.append(layout)
             continue
-        reason = f"level {frame.tp_overlap} of sub-pipelined tensor parallelism is no faster and no leaner than level {better.tp_overlap}"
-        dropped.append((frame, reason))
+        reason = f"level {layout.tp_overlap} of sub-pipelined tensor parallelism is no faster and no leaner than level {better.tp_overlap}"
+        dropped.append((layout, reason))
     return tuple(kept), tuple(dropped)
 
 
-def _beats(one: Frame, other: Frame, book: PriceBook) -> bool:
+def _beats(one: ParallelLayout, other: ParallelLayout, price_cache: PriceCache) -> bool:
     """Whether blocks take and hold no more at the level of `one`, whatever runs again and however few a stage has.
 
     Of equals, the lower level.
     """
-    alone_s = sum(edge.value_s for edge in book.row_edges(one.micro_batch_size, one.sharding))
-    pairs = list(zip(_values(one, book), _values(other, book), strict=True))
+    alone_s = sum(edge.value_s for edge in price_cache.row_edges(one.micro_batch_size, one.sharding))
+    pairs = list(zip(_values(one, price_cache), _values(other, price_cache), strict=True))
     if all(isclose(a, b, rel_tol=ROUNDING) for pair in pairs for a, b in zip(*pair, strict=True)):
         return one.tp_overlap < other.tp_overlap
     return all(a_s + alone_s <= b_s * (1 + ROUNDING) and a <= b for (a_s, a), (b_s, b) in pairs)
 
 
-def _values(frame: Frame, book: PriceBook) -> Iterator[tuple[float, int]]:
+def _values(layout: ParallelLayout, price_cache: PriceCache) -> Iterator[tuple[float, int]]:
     """Seconds and temporary bytes of a block by recompute level, where it can run; what is kept is the same at all levels."""
-    b, sharding = frame.micro_batch_size, frame.sharding
+    b, sharding = layout.micro_batch_size, layout.sharding
     for level in Recompute:
-        runs = level is not Recompute.FULL or not illegal_full_recompute(frame.tp_overlap, book.model)
-        time_s = book.layer_time(LayerKind.BLOCK, b, sharding, level).total_s if runs else inf
-        yield time_s, book.activations(LayerKind.BLOCK, b, sharding, level).workspace
+        runs = level is not Recompute.FULL or not illegal_full_recompute(layout.tp_overlap, price_cache.model)
+        time_s = price_cache.layer_time(LayerKind.BLOCK, b, sharding, level).total_s if runs else inf
+        yield time_s, price_cache.activations(LayerKind.BLOCK, b, sharding, level).workspace

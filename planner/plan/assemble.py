@@ -9,12 +9,12 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.host.state_location import OFFLOAD_OF
 from parplan.costmodels.memory.rank_memory import RankMemory
 from parplan.costmodels.operators.sharding import placements
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, model_flops_utilization
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
 from parplan.costmodels.usage.redundancy import RedundantBytes, added, operator_redundancy
 from parplan.planner.plan.error_band import error_band
-from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import (
     PLAN_VERSION,
     LayerPlan,
@@ -44,7 +44,7 @@ _CLASSES = ("parameters", "gradients", "optimizer", "activations", "temporaries"
 SIGNIFICANT = 6
 
 
-def rounded(value: float) -> float:
+def rounded_figures(value: float) -> float:
     """Six significant digits: what a reader can use, and the same bytes for the same plan."""
     return float(f"{value:.{SIGNIFICANT}g}")
 
@@ -53,24 +53,24 @@ def _gib(n_bytes: float) -> float:
     return round(gib(n_bytes), GIB_DIGITS)
 
 
-def _layer_plan(choice: LayerChoice, frame: Frame, book: PriceBook) -> LayerPlan:
-    layer = book.graph(1).layer_class(choice.kind)
-    placed = {op.name: placements(op, frame.sharding_of(choice)) for op in layer.operators} if frame.mesh.tp > 1 else {}
-    shards = book.shards(frame.mesh)
-    zero = choice.zero if frame.mesh.dp > 1 or book.offloads_states else 0
+def _layer_plan(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> LayerPlan:
+    layer = price_cache.graph(1).layer_class(choice.kind)
+    placed = {op.name: placements(op, layout.sharding_of(choice)) for op in layer.operators} if layout.mesh.tp > 1 else {}
+    shards = price_cache.shards(layout.mesh)
+    zero = choice.zero if layout.mesh.dp > 1 or price_cache.offloads_states else 0
     return LayerPlan(
-        layer=choice.kind, sequence_parallel=frame.sequence_parallel, zero=zero,
-        zero_ranks=shards if zero and shards < frame.mesh.dp else None,
-        offload=_offload(choice, frame, book),
-        recompute=book.recompute_operators(choice.kind, choice.recompute), keep_on_host=choice.on_host,
+        layer=choice.kind, sequence_parallel=layout.sequence_parallel, zero=zero,
+        zero_ranks=shards if zero and shards < layout.mesh.dp else None,
+        offload=_offload(choice, layout, price_cache),
+        recompute=price_cache.recompute_operators(choice.kind, choice.recompute), keep_on_host=choice.on_host,
         operators={name: OperatorPlacement(parameters=p.parameters, input=p.input, output=p.output) for name, p in placed.items()})
 
 
-def _offload(choice: LayerChoice, frame: Frame, book: PriceBook) -> tuple[Offload, ...]:
-    """What the host keeps of a layer: by its home where it is in chunks, and of what the book offloads."""
-    chunked = frame.chunked and choice.kind is LayerKind.BLOCK
+def _offload(choice: LayerChoice, layout: ParallelLayout, price_cache: PriceCache) -> tuple[Offload, ...]:
+    """What the host keeps of a layer: by its home where it is in chunks, and of what the price cache offloads."""
+    chunked = layout.chunked and choice.kind is LayerKind.BLOCK
     kept = {Offload.STATES: not chunked, Offload.LOOKUP: choice.kind is LayerKind.EMBEDDING}
-    return (*(OFFLOAD_OF[choice.home] if chunked else ()), *(what for what in book.offload if kept[what]))
+    return (*(OFFLOAD_OF[choice.home] if chunked else ()), *(what for what in price_cache.offload if kept[what]))
 
 
 def _name_choices(strategy: Strategy) -> dict[LayerChoice, str]:
@@ -108,15 +108,15 @@ def _stages(strategy: Strategy, names: dict[LayerChoice, str]) -> tuple[StagePla
             else:
                 runs.append(LayerRun(plan=name, blocks=(block, block)))
             block += 1
-        stages.append(StagePlan(rank=strategy.frame.rank_of(index), layers=tuple(runs)))
+        stages.append(StagePlan(rank=strategy.layout.rank_of(index), layers=tuple(runs)))
     return tuple(stages)
 
 
-def pipeline_of(frame: Frame) -> Pipeline:
+def pipeline_of(layout: ParallelLayout) -> PipelinePlan:
     """The pipeline fields of the plan file."""
-    return Pipeline(
-        schedule=frame.schedule, virtual_stages=frame.virtual_stages, micro_batch_size=frame.micro_batch_size,
-        num_micro_batches=frame.num_micro_batches, actions=frame.actions, tp_overlap=frame.tp_overlap)
+    return PipelinePlan(
+        schedule=layout.schedule, virtual_stages=layout.virtual_stages, micro_batch_size=layout.micro_batch_size,
+        num_micro_batches=layout.num_micro_batches, actions=layout.actions, tp_overlap=layout.tp_overlap)
 
 
 def step_kind(price: StepPrice) -> Kind:
@@ -134,10 +134,10 @@ def breakdown(price: StepPrice) -> Breakdown:
     time = price.ranks[rank]
 
     def quantity(seconds: Seconds) -> Quantity:
-        return Quantity(value=rounded(seconds.value_s), kind=seconds.kind)
+        return Quantity(value=rounded_figures(seconds.value_s), kind=seconds.kind)
 
     idle_s = max(0.0, round(simulated.step_s - time.total.value_s, 9))  # no bubble but for the order of the additions: zero
-    bubble = Quantity(value=rounded(idle_s), kind=step_kind(price))
+    bubble = Quantity(value=rounded_figures(idle_s), kind=step_kind(price))
     return Breakdown(
         compute_s=quantity(time.compute), recompute_s=quantity(time.recompute), tp_comm_s=quantity(time.tp_comm),
         dp_comm_s=quantity(time.dp_comm), pp_comm_s=quantity(time.pp_comm), pp_bubble_s=bubble, optimizer_s=quantity(time.optimizer),
@@ -167,15 +167,15 @@ def _without(apart: float, *classes: float) -> Iterator[float]:
         apart -= taken
 
 
-def _redundancy(strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], book: PriceBook) -> Redundancy:
+def _redundancy(strategy: Strategy, price: StepPrice, names: Mapping[LayerChoice, str], price_cache: PriceCache) -> Redundancy:
     return replace(
-        redundancy_of(strategy.frame, price),
-        layers={name: _layer_redundancy(choice, strategy, book) for choice, name in names.items()})
+        redundancy_of(strategy.layout, price),
+        layers={name: _layer_redundancy(choice, strategy, price_cache) for choice, name in names.items()})
 
 
-def redundancy_of(frame: Frame, price: StepPrice) -> Redundancy:
+def redundancy_of(layout: ParallelLayout, price: StepPrice) -> Redundancy:
     """Over the cluster and by pipeline rank, without that of single layers."""
-    devices = frame.mesh.ranks_per_stage
+    devices = layout.mesh.ranks_per_stage
     sums = {name: _gib(devices * sum(getattr(rank, name) for rank in price.redundant)) for name in _CLASSES}
     stages = tuple(map(_redundant_gib, price.redundant))
     return Redundancy(
@@ -184,12 +184,12 @@ def redundancy_of(frame: Frame, price: StepPrice) -> Redundancy:
         stages=stages)
 
 
-def _layer_redundancy(choice: LayerChoice, strategy: Strategy, book: PriceBook) -> LayerRedundancy:
-    frame = strategy.frame
-    stage = frame.rank_of(next(index for index, layers in enumerate(strategy.stages) if choice in layers))
-    operators = operator_redundancy(choice, stage, frame, book)
-    workspace = book.activations(
-        choice.kind, frame.micro_batch_size, frame.sharding_of(choice), choice.recompute, choice.on_host).workspace
+def _layer_redundancy(choice: LayerChoice, strategy: Strategy, price_cache: PriceCache) -> LayerRedundancy:
+    layout = strategy.layout
+    stage = layout.rank_of(next(index for index, layers in enumerate(strategy.stages) if choice in layers))
+    operators = operator_redundancy(choice, stage, layout, price_cache)
+    workspace = price_cache.activations(
+        choice.kind, layout.micro_batch_size, layout.sharding_of(choice), choice.recompute, choice.on_host).workspace
     layer = replace(added(operators.values()), temporaries=float(workspace))
     return LayerRedundancy(
         stage=stage, layer=_redundant_gib(layer), operators={name: _redundant_gib(found) for name, found in operators.items()})
@@ -199,26 +199,26 @@ def _redundant_gib(found: RedundantBytes) -> RedundantGib:
     return RedundantGib(**{name: _gib(getattr(found, name)) for name in _CLASSES}, total=_gib(found.total))
 
 
-def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, book: PriceBook) -> Plan:
+def assemble(strategy: Strategy, price: StepPrice, record: SearchRecord, price_cache: PriceCache) -> Plan:
     """The Plan of a priced strategy."""
-    frame, cluster, training = strategy.frame, book.machine.cluster, book.training
-    step_s, num_ranks = price.step_s, frame.mesh.num_ranks
+    layout, cluster, training = strategy.layout, price_cache.machine.cluster, price_cache.training
+    step_s, num_ranks = price.step_s, layout.mesh.num_ranks
     kind = step_kind(price)
     names = _name_choices(strategy)
-    unmeasured = book.model.num_experts or book.offload or frame.chunked or any(choice.on_host for choice in names)
+    unmeasured = price_cache.model.num_experts or price_cache.offload or layout.chunked or any(choice.on_host for choice in names)
     predicted = Prediction(
-        step_time_s=Quantity(value=rounded(step_s), kind=kind),
-        tokens_per_s_per_gpu=Quantity(value=rounded(training.tokens_per_step / step_s / num_ranks), kind=kind),
-        mfu=Quantity(value=rounded(model_flops_utilization(step_s, num_ranks, book)), kind=kind),
+        step_time_s=Quantity(value=rounded_figures(step_s), kind=kind),
+        tokens_per_s_per_gpu=Quantity(value=rounded_figures(training.tokens_per_step / step_s / num_ranks), kind=kind),
+        mfu=Quantity(value=rounded_figures(model_flops_utilization(step_s, num_ranks, price_cache)), kind=kind),
         # no measured step has experts, or keeps anything on the host
-        error_band=None if unmeasured else error_band(book.machine, training.stack),
+        error_band=None if unmeasured else error_band(price_cache.machine, training.stack),
         breakdown=breakdown(price),
         memory_gib=memory_of_stages(price, cluster.device.memory_bytes),
-        redundancy_gib=_redundancy(strategy, price, names, book))
+        redundancy_gib=_redundancy(strategy, price, names, price_cache))
     return Plan(
-        plan_version=PLAN_VERSION, model=book.model, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
-        layer_plans={name: _layer_plan(choice, frame, book) for choice, name in names.items()},
-        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted), chunks=chunks_of(strategy, book))
+        plan_version=PLAN_VERSION, model=price_cache.model, cluster=cluster, training=training, mesh=layout.mesh, pipeline=pipeline_of(layout),
+        layer_plans={name: _layer_plan(choice, layout, price_cache) for choice, name in names.items()},
+        stages=_stages(strategy, names), predicted=predicted, search=_with_ties(record, predicted), chunks=chunks_of(strategy, price_cache))
 
 
 def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
@@ -234,13 +234,13 @@ def _with_ties(record: SearchRecord, predicted: Prediction) -> SearchRecord:
 
 def runner_up(strategy: Strategy, price: StepPrice) -> RunnerUp:
     """The line of another candidate in the plan file; `assemble` says whether it is inside the error band."""
-    return runner_up_of(strategy.frame, price)
+    return runner_up_of(strategy.layout, price)
 
 
-def runner_up_of(frame: Frame, price: StepPrice) -> RunnerUp:
-    """The same of any priced candidate of `frame`."""
+def runner_up_of(layout: ParallelLayout, price: StepPrice) -> RunnerUp:
+    """The same of any priced candidate of `layout`."""
     return RunnerUp(
-        mesh=frame.mesh, pipeline=pipeline_of(frame), sequence_parallel=frame.sequence_parallel,
-        step_time_s=Quantity(value=rounded(price.step_s), kind=step_kind(price)),
+        mesh=layout.mesh, pipeline=pipeline_of(layout), sequence_parallel=layout.sequence_parallel,
+        step_time_s=Quantity(value=rounded_figures(price.step_s), kind=step_kind(price)),
         peak_memory_gib=_gib(max(memory.total for memory in price.memory)),
-        redundancy_gib=_gib(frame.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)))
+        redundancy_gib=_gib(layout.mesh.ranks_per_stage * sum(rank.total for rank in price.redundant)))

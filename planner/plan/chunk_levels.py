@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from parplan.costmodels.chunks.chunk_memory import chunk_states
-from parplan.costmodels.chunks.chunk_operations import Does, Moment, Op, RankChunks
-from parplan.costmodels.host.state_location import Home
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.chunks.chunk_operations import ChunkAction, BlockPass, ChunkOp, RankChunks
+from parplan.costmodels.host.state_location import StateLocation
+from parplan.costmodels.price_cache import PriceCache
 from parplan.profiles.models.spec import Precision
 
 CLASSES = ("always", "pool", "gathered", "other")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class ChunkLevel:
     """Bytes on the device during a moment, and moved or sent around it.
 
     always      states of blocks at home on the device, whole or without their optimizer
@@ -43,39 +43,39 @@ class Level:
         return self.always + self.pool + self.gathered + self.other
 
 
-def levels(found: RankChunks, book: PriceBook) -> tuple[Level, ...]:
+def levels(found: RankChunks, price_cache: PriceCache) -> tuple[ChunkLevel, ...]:
     """Every moment of a schedule. Transfers of the update, after the last moment, are in none of them."""
-    always, chunk_bytes = chunk_states(found, book)[0].total, _parameter_bytes(found, book.training.precision)
+    always, chunk_bytes = chunk_states(found, price_cache)[0].total, _parameter_bytes(found, price_cache.training.precision)
     pool, gathered, made = set[tuple[int, int]](), dict[tuple[int, int], int](), []
     for number, moment in enumerate(found.moments):
         _apply(moment.before, pool, gathered)
         here = len(pool) * chunk_bytes
         whole = sum(gathered.values())
-        made.append(Level(
+        made.append(ChunkLevel(
             moment=number, work=str(moment.work), stage=moment.stage, micro_batch=moment.micro_batch, block=moment.block, always=always,
-            pool=here, gathered=whole, other=moment.device_bytes - always - here - whole, in_bytes=_sum(moment, Does.FETCH),
-            out_bytes=_sum(moment, Does.SEND), gathered_bytes=_sum(moment, Does.GATHER), reduced_bytes=_sum(moment, Does.REDUCE)))
+            pool=here, gathered=whole, other=moment.device_bytes - always - here - whole, in_bytes=_sum(moment, ChunkAction.FETCH),
+            out_bytes=_sum(moment, ChunkAction.SEND), gathered_bytes=_sum(moment, ChunkAction.GATHER), reduced_bytes=_sum(moment, ChunkAction.REDUCE)))
         _apply(moment.after, pool, gathered)
     return tuple(made)
 
 
 def _parameter_bytes(found: RankChunks, precision: Precision) -> int:
-    on_host = (group for group in found.groups if group.home is Home.HOST)
-    return next((precision.num_bytes * group.layout.chunk_elements for group in on_host), 0)
+    on_host = (group for group in found.groups if group.home is StateLocation.HOST)
+    return next((precision.num_bytes * group.chunk_layout.chunk_elements for group in on_host), 0)
 
 
-def _apply(ops: Iterable[Op], pool: set[tuple[int, int]], gathered: dict[tuple[int, int], int]) -> None:
+def _apply(ops: Iterable[ChunkOp], pool: set[tuple[int, int]], gathered: dict[tuple[int, int], int]) -> None:
     for op in ops:
         which = op.group, op.number
-        if op.does is Does.FETCH:
+        if op.does is ChunkAction.FETCH:
             pool.add(which)
-        elif op.does is Does.DROP:
+        elif op.does is ChunkAction.DROP:
             pool.discard(which)
-        elif op.does is Does.GATHER:
+        elif op.does is ChunkAction.GATHER:
             gathered[which] = op.num_bytes
-        elif op.does is Does.RELEASE:
+        elif op.does is ChunkAction.RELEASE:
             gathered.pop(which, None)
 
 
-def _sum(moment: Moment, does: Does) -> int:
+def _sum(moment: BlockPass, does: ChunkAction) -> int:
     return sum(op.num_bytes for op in (*moment.before, *moment.after) if op.does is does)

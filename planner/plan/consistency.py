@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
-from parplan.costmodels.host.state_location import OFFLOAD_OF, Home
+from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.schedules.actions import check
 from parplan.costmodels.schedules.schedule import Schedule, legal, rank_of
 from parplan.profiles.errors import ConfigError, unknown_name_error
@@ -20,19 +20,19 @@ from parplan.profiles.models.spec import Positions, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 
 if TYPE_CHECKING:
-    from parplan.planner.plan.pipeline_plan import Pipeline
+    from parplan.planner.plan.pipeline_plan import PipelinePlan
     from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan
     from parplan.planner.plan.prediction import Prediction
-    from parplan.planner.plan.traced_plan import ModulePlan
+    from parplan.planner.plan.traced_plan import TracedPlan
 
 _AGAIN = "make the plan again"
-IN_CHUNKS = OFFLOAD_OF[Home.HOST]  # what only blocks in chunks offload
+IN_CHUNKS = OFFLOAD_OF[StateLocation.HOST]  # what only blocks in chunks offload
 
 
-def require_whole(plan: Plan, where: str) -> None:
+def require_consistent(plan: Plan, where: str) -> None:
     """Raises ConfigError with `where` and the key for the first part of a plan of a described model that does not fit the others."""
     stages = [stage.rank for stage in plan.stages]
-    _require_frame(plan.cluster, plan.training, plan.mesh, plan.pipeline, stages, where)
+    _require_layout(plan.cluster, plan.training, plan.mesh, plan.pipeline, stages, where)
     reason = illegal_expert_parallel(plan.mesh, plan.model)
     if reason:
         raise _unfit(where, "mesh", reason)
@@ -57,13 +57,13 @@ def require_whole(plan: Plan, where: str) -> None:
             _require_rank(group.stage, plan.mesh.pp, f"{where}: chunks.groups.{index}: stage")
 
 
-def require_whole_module(plan: ModulePlan, where: str) -> None:
+def require_consistent_traced(plan: TracedPlan, where: str) -> None:
     """The same of a plan for a traced module, whose stages are runs of shards."""
     _require_gapless("shards", [(found.first, found.end) for found in plan.shards], plan.traced.num_operators, "operators", where)
     _require_gapless("stages", [(found.first, found.end) for found in plan.stages], len(plan.shards), "shards", where)
     if plan.mesh.tp > 1 or plan.mesh.ep > 1:
         raise _unfit(where, "mesh", f"it is {plan.mesh}, nothing says how the operators of a traced module are divided")
-    _require_frame(plan.cluster, plan.training, plan.mesh, plan.pipeline, [stage.rank for stage in plan.stages], where)
+    _require_layout(plan.cluster, plan.training, plan.mesh, plan.pipeline, [stage.rank for stage in plan.stages], where)
     for index, stage in enumerate(plan.stages):
         if stage.zero not in range(4):
             raise ConfigError(f"{where}: stages.{index}: zero is {stage.zero}, it must be 0, 1, 2 or 3", hint=_AGAIN)
@@ -77,8 +77,8 @@ def _unfit(where: str, key: str, problem: str) -> ConfigError:
     return ConfigError(f"{where}: {key}: {problem}", hint=_AGAIN)
 
 
-def _require_frame(
-    cluster: Cluster, training: TrainingSpec, mesh: Mesh, pipeline: Pipeline, ranks: list[int], where: str,
+def _require_layout(
+    cluster: Cluster, training: TrainingSpec, mesh: Mesh, pipeline: PipelinePlan, ranks: list[int], where: str,
 ) -> None:
     """Raises ConfigError unless devices, batch and stages are those of mesh and pipeline. `ranks`: of the stages in order."""
     if mesh.num_ranks != cluster.num_gpus:
@@ -105,7 +105,7 @@ def _require_frame(
             raise _unfit(where, f"stages.{index}", f"rank is {rank}, schedule {pipeline.schedule} runs it on {needed}")
 
 
-def _require_actions(pipeline: Pipeline, pp: int, ranks: list[int], where: str) -> None:
+def _require_actions(pipeline: PipelinePlan, pp: int, ranks: list[int], where: str) -> None:
     """The same of a custom schedule, whose lines name the stages of each rank."""
     try:
         homes = check(pipeline.actions, pp, pipeline.virtual_stages, pipeline.num_micro_batches)

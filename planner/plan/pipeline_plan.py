@@ -12,7 +12,7 @@ _FORBID = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class PipelinePlan:
     """How micro-batches flow; `virtual_stages` model chunks per pipeline rank (1 unless interleaved or zbv).
 
     actions: of a custom schedule, and only of that, what each pipeline rank runs, as a line of torch's compute-only CSV

@@ -11,10 +11,10 @@ import yaml
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import Eviction, Home
-from parplan.costmodels.strategy import Frame
-from parplan.planner.plan.consistency import require_whole
-from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.costmodels.host.state_location import Eviction, StateLocation
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.plan.consistency import require_consistent
+from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.catalog import cluster_document, cluster_from_document
 from parplan.profiles.documents.files import write_text
@@ -107,7 +107,7 @@ class ChunkGroup:
     __pydantic_config__ = _FORBID
 
     stage: int
-    home: Home
+    home: StateLocation
     chunk_elements: int
     num_chunks: int
     utilisation: float
@@ -132,7 +132,7 @@ class ChunkRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunks:
+class ChunkPlan:
     """How the states of the blocks are held in chunks (EQUATIONS O1, O3, O4), and what that moves between host and device."""
 
     __pydantic_config__ = _FORBID
@@ -157,13 +157,13 @@ class Plan:
     cluster: Cluster
     training: TrainingSpec
     mesh: Mesh
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     layer_plans: Mapping[str, LayerPlan]
     stages: tuple[StagePlan, ...]
     predicted: Prediction
     search: SearchRecord
     module: ModuleSource | None = None
-    chunks: Chunks | None = None
+    chunks: ChunkPlan | None = None
 
 
 def host_gib(plan: Plan) -> float:
@@ -173,56 +173,56 @@ def host_gib(plan: Plan) -> float:
     return max(sum(held[first:first + a_node]) for first in range(0, len(held), a_node))
 
 
-def frame_of(plan: Plan) -> Frame:
+def layout_of(plan: Plan) -> ParallelLayout:
     """The outer choices of a plan."""
     pipeline = plan.pipeline
-    return Frame(
+    return ParallelLayout(
         mesh=plan.mesh, schedule=pipeline.schedule, virtual_stages=pipeline.virtual_stages, micro_batch_size=pipeline.micro_batch_size,
         num_micro_batches=pipeline.num_micro_batches, sequence_parallel=any(p.sequence_parallel for p in plan.layer_plans.values()),
         actions=pipeline.actions, tp_overlap=pipeline.tp_overlap, chunked=plan.chunks is not None)
 
 
-class Written(Protocol):
+class WrittenPlan(Protocol):
     """What every kind of plan file has."""
 
     @property
     def cluster(self) -> Cluster: ...
 
 
-def to_document(plan: Written) -> dict[str, Any]:
+def plan_to_document(plan: WrittenPlan) -> dict[str, Any]:
     """The plan as plain dicts, lists, strings and numbers: what the file holds."""
     body: dict[str, Any] = document(plan)
     body["cluster"] = cluster_document(plan.cluster)
     return body
 
 
-def to_yaml(plan: Written) -> str:
+def plan_to_yaml(plan: WrittenPlan) -> str:
     """The plan as YAML; the same plan always gives the same text."""
-    return yaml.safe_dump(to_document(plan), sort_keys=False, default_flow_style=None, width=120)
+    return yaml.safe_dump(plan_to_document(plan), sort_keys=False, default_flow_style=None, width=120)
 
 
-def write(plan: Written, path: Path) -> None:
+def write_plan(plan: WrittenPlan, path: Path) -> None:
     """Write the plan atomically: a reader sees the old file or the new one, never a part. Raises ConfigError."""
-    write_text(to_yaml(plan), path, hint="choose another file with --output")
+    write_text(plan_to_yaml(plan), path, hint="choose another file with --output")
 
 
-def read(path: Path) -> Plan:
+def read_plan(path: Path) -> Plan:
     """The plan in a file. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys, parts that differ."""
-    return from_document(load(path), str(path))
+    return plan_from_document(load_plan(path), str(path))
 
 
-def load(path: Path) -> Any:
+def load_plan(path: Path) -> Any:
     """What a file holds. Raises ConfigError: not readable, not YAML."""
     return read_yaml(path, hints=Hints("make a plan with: plan --model NAME --gpus N", "make the plan again"))
 
 
-def from_document(body: Any, where: str) -> Plan:
-    """The plan of what `to_document` gives. Raises ConfigError with `where`, as `read` does."""
+def plan_from_document(body: Any, where: str) -> Plan:
+    """The plan of what `plan_to_document` gives. Raises ConfigError with `where`, as `read_plan` does."""
     if isinstance(body, dict) and "shards" in body:
         raise ConfigError(f"{where}: it is the plan of a traced module, this needs one of a described model",
                           hint="plan show and plan check --execute take plans of traced modules")
     plan = parse(Plan, checked_document(body, where), where)
-    require_whole(plan, where)
+    require_consistent(plan, where)
     return plan
 
 

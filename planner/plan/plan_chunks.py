@@ -11,10 +11,10 @@ from dataclasses import replace
 from parplan.costmodels.chunks.chunk_memory import chunks_of_rank
 from parplan.costmodels.chunks.chunk_operations import RankChunks
 from parplan.costmodels.layers.chunked_layer import Chunking
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.plan.plan import ChunkGroup, ChunkRank, Chunks, Plan
-from parplan.planner.plan.plan_strategy import book_of, layers_of, strategy_of
+from parplan.planner.plan.plan import ChunkGroup, ChunkRank, ChunkPlan, Plan
+from parplan.planner.plan.plan_strategy import prices_of_plan, layers_of, strategy_of
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.provenance import Kind
 
@@ -22,23 +22,23 @@ DIGITS = 6  # of a utilisation
 _AMPLE = 2**62
 
 
-def chunks_of(strategy: Strategy, book: PriceBook) -> Chunks | None:
+def chunks_of(strategy: Strategy, price_cache: PriceCache) -> ChunkPlan | None:
     """The section of the plan file, None where no blocks are in chunks. Raises InfeasibleError with the smallest budget."""
-    if not strategy.frame.chunked:
+    if not strategy.layout.chunked:
         return None
-    found = [chunks_of_rank(strategy, rank, book) for rank in range(strategy.frame.mesh.pp)]
-    return Chunks(
-        eviction=book.chunking.eviction, groups=tuple(_groups(found)),
+    found = [chunks_of_rank(strategy, rank, price_cache) for rank in range(strategy.layout.mesh.pp)]
+    return ChunkPlan(
+        eviction=price_cache.chunking.eviction, groups=tuple(_groups(found)),
         ranks=tuple(_rank(stage, own) for stage, own in enumerate(found)))
 
 
 def _groups(ranks: Sequence[RankChunks]) -> Iterator[ChunkGroup]:
     for stage, own in enumerate(ranks):
         for group in own.groups:
-            layout = group.layout
+            chunk_layout = group.chunk_layout
             yield ChunkGroup(
-                stage=stage, home=group.home, chunk_elements=layout.chunk_elements, num_chunks=layout.num_chunks,
-                utilisation=round(layout.utilisation, DIGITS))
+                stage=stage, home=group.home, chunk_elements=chunk_layout.chunk_elements, num_chunks=chunk_layout.num_chunks,
+                utilisation=round(chunk_layout.utilisation, DIGITS))
 
 
 def _rank(stage: int, own: RankChunks) -> ChunkRank:
@@ -55,15 +55,15 @@ def busiest_rank(plan: Plan) -> int:
 def rechunked(plan: Plan) -> Plan:
     """A plan with chunks whose layers or sizes were changed, with the chunks of those, in the smallest budget. Raises ConfigError."""
     assert plan.chunks is not None, "it has chunks"
-    book = book_of(plan)
-    strategy, ample = layers_of(plan, book), book.within(Chunking(eviction=plan.chunks.eviction, device_bytes=_AMPLE))
+    price_cache = prices_of_plan(plan)
+    strategy, ample = layers_of(plan, price_cache), price_cache.within(Chunking(eviction=plan.chunks.eviction, device_bytes=_AMPLE))
     smallest = max(chunks_of_rank(strategy, rank, ample).smallest_bytes for rank in range(plan.mesh.pp))
     return replace(plan, chunks=chunks_of(strategy, ample.within(replace(ample.chunking, device_bytes=smallest))))
 
 
 def require_own_chunks(plan: Plan) -> None:
     """Raises ConfigError where the groups of chunks in a plan are not those that its blocks fill."""
-    strategy_of(plan, book_of(plan))
+    strategy_of(plan, prices_of_plan(plan))
 
 
 def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
@@ -75,5 +75,5 @@ def rank_chunks_of(plan: Plan, pipeline_rank: int) -> RankChunks:
         raise ConfigError("the plan has no chunks", hint="make one with: plan estimate --offload optimizer,parameters")
     if not 0 <= pipeline_rank < plan.mesh.pp:
         raise ConfigError(f"pipeline rank {pipeline_rank}: the plan has 0 to {plan.mesh.pp - 1}", hint="choose one of them")
-    book = book_of(plan)
-    return chunks_of_rank(strategy_of(plan, book), pipeline_rank, book)
+    price_cache = prices_of_plan(plan)
+    return chunks_of_rank(strategy_of(plan, price_cache), pipeline_rank, price_cache)

@@ -6,21 +6,21 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from parplan.costmodels.chunks.chunk_schedule import rank_groups
-from parplan.costmodels.host.host_embedding import illegal_lookup
+from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import OFFLOAD_OF, Home
+from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.operators.sharding import Placements, Splits, placed_splits
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.plan.consistency import IN_CHUNKS
-from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan, frame_of
+from parplan.planner.plan.plan import LayerPlan, Plan, StagePlan, layout_of
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind, Operator
 
 
-def book_of(plan: Plan) -> PriceBook:
+def prices_of_plan(plan: Plan) -> PriceCache:
     """The prices for a plan. Raises ConfigError where its layers differ in what the prices know only of all of them."""
     sharded = {layer_plan.zero_ranks for layer_plan in plan.layer_plans.values() if layer_plan.zero}
     blocks = [layer_plan for layer_plan in plan.layer_plans.values() if layer_plan.layer is LayerKind.BLOCK]
@@ -31,10 +31,10 @@ def book_of(plan: Plan) -> PriceBook:
             f"layer_plans: zero_ranks {sorted(map(str, sharded))} and offload {sorted(map(list, offload))} differ between layers, "
             "they can be run so but are priced alike for all", hint="give all layers one zero_ranks and one offload")
     kept = (*next(iter(offload), ()), *(_kept_of_ends(ends) if plan.chunks else _lookup(ends)))
-    reason = illegal_lookup(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings) if Offload.LOOKUP in kept else None
+    reason = illegal_host_embedding(plan.mesh, plan.model.hidden_size, plan.model.tied_embeddings) if Offload.LOOKUP in kept else None
     if reason:
         raise ConfigError(f"layer_plans: offload has lookup: {reason}", hint="leave lookup out")
-    return PriceBook(
+    return PriceCache(
         plan.model, plan.training, machine_for(plan.cluster), zero_ranks=next(iter(sharded), None), offload=kept, chunking=_chunking(plan))
 
 
@@ -57,7 +57,7 @@ def _chunking(plan: Plan) -> Chunking | None:
     return Chunking(eviction=plan.chunks.eviction, device_bytes=tuple(rank.device_bytes for rank in plan.chunks.ranks) or None)
 
 
-def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> Home:
+def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> StateLocation:
     """Where the states of a layer's blocks lie. Raises ConfigError for what no home is, and for chunks where there are none."""
     kept = tuple(kept for kept in layer_plan.offload if kept in IN_CHUNKS)
     where = f"layer_plans.{name}: offload"
@@ -71,10 +71,10 @@ def _home(name: str, layer_plan: LayerPlan, plan: Plan) -> Home:
     return home
 
 
-def _choice(name: str, layer_plan: LayerPlan, plan: Plan, book: PriceBook) -> LayerChoice:
-    """The choice that a layer plan was made of; its sharding where that is not the frame's."""
-    frame = frame_of(plan)
-    operators = book.graph(plan.pipeline.micro_batch_size).layer_class(layer_plan.layer).operators
+def _choice(name: str, layer_plan: LayerPlan, plan: Plan, price_cache: PriceCache) -> LayerChoice:
+    """The choice that a layer plan was made of; its sharding where that is not the layout's."""
+    layout = layout_of(plan)
+    operators = price_cache.graph(plan.pipeline.micro_batch_size).layer_class(layer_plan.layer).operators
     known = [operator.name for operator in operators]
     for field, names in (("recompute", layer_plan.recompute), ("keep_on_host", layer_plan.keep_on_host)):
         unknown = next((each for each in names if each not in known), None)
@@ -82,12 +82,12 @@ def _choice(name: str, layer_plan: LayerPlan, plan: Plan, book: PriceBook) -> La
             raise ConfigError(f"layer_plans.{name}: {field} names {unknown}, the layer has {', '.join(known)}", hint="make the plan again")
     own = tuple(
         (operator.name, split) for operator in operators
-        if (split := _splits(operator, name, layer_plan, plan.mesh.tp)) not in (None, frame.sharding.splits(operator)))
-    if own and frame.tp_overlap:
+        if (split := _splits(operator, name, layer_plan, plan.mesh.tp)) not in (None, layout.sharding.splits(operator)))
+    if own and layout.tp_overlap:
         raise ConfigError(
             f"layer_plans.{name}: {own[0][0]} is not divided as Megatron does, sub-pipelined tensor parallelism is priced for nothing else",
             hint="set pipeline.tp_overlap to 0")
-    sharding = replace(frame.sharding, own=own) if own else None
+    sharding = replace(layout.sharding, own=own) if own else None
     return LayerChoice(
         layer_plan.layer, tuple(layer_plan.recompute), layer_plan.zero, sharding, _home(name, layer_plan, plan),
         tuple(layer_plan.keep_on_host))
@@ -110,27 +110,27 @@ def _layers(stage: StagePlan, choices: dict[str, LayerChoice]) -> tuple[LayerCho
         choices[run.plan] for run in stage.layers for _ in range(1 if run.blocks is None else run.blocks[1] - run.blocks[0] + 1))
 
 
-def strategy_of(plan: Plan, book: PriceBook) -> Strategy:
+def strategy_of(plan: Plan, price_cache: PriceCache) -> Strategy:
     """The strategy that `planner/plan/assemble.py` made a plan of. Raises ConfigError: layers missing, placements that are not legal, or other
     chunks than the layers have."""
-    strategy = layers_of(plan, book)
-    _require_groups(plan, strategy, book)
+    strategy = layers_of(plan, price_cache)
+    _require_groups(plan, strategy, price_cache)
     return strategy
 
 
-def layers_of(plan: Plan, book: PriceBook) -> Strategy:
+def layers_of(plan: Plan, price_cache: PriceCache) -> Strategy:
     """The strategy of the layers of a plan, whatever its chunks are. Raises ConfigError."""
-    choices = {name: _choice(name, p, plan, book) for name, p in plan.layer_plans.items()}
-    strategy = Strategy(frame=frame_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages))
+    choices = {name: _choice(name, p, plan, price_cache) for name, p in plan.layer_plans.items()}
+    strategy = Strategy(layout=layout_of(plan), stages=tuple(_layers(stage, choices) for stage in plan.stages))
     num_blocks = sum(choice.kind is LayerKind.BLOCK for stage in strategy.stages for choice in stage)
-    if num_blocks != plan.model.num_layers or len(strategy.stages) != strategy.frame.num_virtual_stages:
+    if num_blocks != plan.model.num_layers or len(strategy.stages) != strategy.layout.num_virtual_stages:
         raise ConfigError(
             f"the plan has {num_blocks} blocks on {len(strategy.stages)} stages, not {plan.model.num_layers} on "
-            f"{strategy.frame.num_virtual_stages}", hint="make the plan again")
+            f"{strategy.layout.num_virtual_stages}", hint="make the plan again")
     return strategy
 
 
-def _require_groups(plan: Plan, strategy: Strategy, book: PriceBook) -> None:
+def _require_groups(plan: Plan, strategy: Strategy, price_cache: PriceCache) -> None:
     """Raises ConfigError where the groups of chunks are not those that the blocks' homes give, and where a chunked block is not sharded."""
     if plan.chunks is None:
         return
@@ -140,8 +140,8 @@ def _require_groups(plan: Plan, strategy: Strategy, book: PriceBook) -> None:
             raise ConfigError(f"layer_plans.{name}: a block in chunks has zero {layer_plan.zero}, not {zero}", hint="make the plan again")
     stated = {(group.stage, group.home): (group.num_chunks, group.chunk_elements) for group in plan.chunks.groups}
     filled = {
-        (stage, group.home): (group.layout.num_chunks, group.layout.chunk_elements)
-        for stage in range(plan.mesh.pp) for group in rank_groups(strategy, stage, book)}
+        (stage, group.home): (group.chunk_layout.num_chunks, group.chunk_layout.chunk_elements)
+        for stage in range(plan.mesh.pp) for group in rank_groups(strategy, stage, price_cache)}
     for stage, home in sorted(stated.keys() | filled.keys()):
         if stated.get((stage, home)) != filled.get((stage, home)):
             found, needed = (_chunks_text(groups.get((stage, home))) for groups in (stated, filled))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.profiles.provenance import Kind
 
 _FORBID = {"extra": "forbid"}
@@ -174,7 +174,7 @@ class RunnerUp:
     __pydantic_config__ = _FORBID
 
     mesh: Mesh
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     sequence_parallel: bool
     step_time_s: Quantity
     peak_memory_gib: float

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.plan.assemble import assemble
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.plan_strategy import book_of, strategy_of
+from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,12 @@ class Repriced:
     plan: Plan
     strategy: Strategy
     price: StepPrice
-    book: PriceBook
+    price_cache: PriceCache
 
 
 def reprice(plan: Plan) -> Repriced:
     """The plan with every prediction made again; its record of the search stays. Raises ConfigError, as `strategy_of` does."""
-    book = book_of(plan)
-    strategy = strategy_of(plan, book)
-    price = price_step(strategy, book)
-    return Repriced(assemble(strategy, price, plan.search, book), strategy, price, book)
+    price_cache = prices_of_plan(plan)
+    strategy = strategy_of(plan, price_cache)
+    price = price_step(strategy, price_cache)
+    return Repriced(assemble(strategy, price, plan.search, price_cache), strategy, price, price_cache)

@@ -12,8 +12,8 @@ from typing import Any
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan import plan as described
-from parplan.planner.plan.consistency import require_whole_module
-from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.planner.plan.consistency import require_consistent_traced
+from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Prediction, SearchRecord
 from parplan.profiles.documents.schema import parse
@@ -67,7 +67,7 @@ class ShardStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModulePlan:
+class TracedPlan:
     """A strategy for a traced module on one cluster, with its predicted cost and the record of the search that found it."""
 
     __pydantic_config__ = _FORBID
@@ -78,25 +78,25 @@ class ModulePlan:
     cluster: Cluster
     training: TrainingSpec
     mesh: Mesh
-    pipeline: Pipeline
+    pipeline: PipelinePlan
     shards: tuple[ShardPlan, ...]
     stages: tuple[ShardStage, ...]
     predicted: Prediction
     search: SearchRecord
 
 
-def read(path: Path) -> Plan | ModulePlan:
-    """The plan in a file, of either kind. Raises ConfigError as `parplan.planner.plan.plan.read`."""
-    return from_any(described.load(path), str(path))
+def read_any_plan(path: Path) -> Plan | TracedPlan:
+    """The plan in a file, of either kind. Raises ConfigError as `parplan.planner.plan.plan.read_plan`."""
+    return any_plan_from_document(described.load_plan(path), str(path))
 
 
-def from_any(body: Any, where: str) -> Plan | ModulePlan:
+def any_plan_from_document(body: Any, where: str) -> Plan | TracedPlan:
     """The plan of either kind in a document. Raises ConfigError with `where`."""
-    return from_document(body, where) if isinstance(body, dict) and "traced" in body else described.from_document(body, where)
+    return traced_plan_from_document(body, where) if isinstance(body, dict) and "traced" in body else described.plan_from_document(body, where)
 
 
-def from_document(body: Any, where: str) -> ModulePlan:
+def traced_plan_from_document(body: Any, where: str) -> TracedPlan:
     """The plan of what `to_document` gives. Raises ConfigError with `where`."""
-    plan = parse(ModulePlan, described.checked_document(body, where), where)
-    require_whole_module(plan, where)
+    plan = parse(TracedPlan, described.checked_document(body, where), where)
+    require_consistent_traced(plan, where)
     return plan

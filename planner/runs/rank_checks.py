@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parplan.costmodels.memory.rank_memory import occupied_bytes
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.strategy import Strategy
-from parplan.costmodels.usage.rank_traffic import Sent
+from parplan.costmodels.usage.rank_traffic import SentBytes
 from parplan.costmodels.usage.rank_usage import RankUse, predicted_use
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.plan_strategy import book_of, strategy_of
+from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
 from parplan.planner.plan.prediction import StageMemory
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.units import GIB, MIB
@@ -56,12 +56,12 @@ class RankCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class RepricedPlan:
     """A plan, the strategy that it holds, and today's prices."""
 
     plan: Plan
     strategy: Strategy
-    book: PriceBook
+    price_cache: PriceCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ class SentCheck:
 
     axis: str
     kind: str
-    predicted: Sent
-    found: Sent
+    predicted: SentBytes
+    found: SentBytes
 
 
 def class_bytes(use: RankUse, name: str) -> int:
@@ -80,7 +80,7 @@ def class_bytes(use: RankUse, name: str) -> int:
     return n_bytes
 
 
-def priced(plan: Plan) -> Priced:
+def priced(plan: Plan) -> RepricedPlan:
     """What a plan is priced as today. Raises ConfigError where the prices do not know its placements, or a dry run cannot count it."""
     if plan.model.num_experts:
         raise ConfigError(
@@ -90,17 +90,17 @@ def priced(plan: Plan) -> Priced:
     if any(layer_plan.offload or layer_plan.keep_on_host for layer_plan in plan.layer_plans.values()):
         raise ConfigError(
             "a dry run has one memory, it cannot tell what the host keeps", hint="check the plan without offload, or use --execute")
-    book = book_of(plan)
-    return Priced(plan, strategy_of(plan, book), book)
+    price_cache = prices_of_plan(plan)
+    return RepricedPlan(plan, strategy_of(plan, price_cache), price_cache)
 
 
-def check_ranks(today: Priced, found: Mapping[int, tuple[RankUse, tuple[int, ...]]]) -> tuple[RankCheck, ...]:
+def check_ranks(today: RepricedPlan, found: Mapping[int, tuple[RankUse, tuple[int, ...]]]) -> tuple[RankCheck, ...]:
     """Each pipeline rank of `found` (its use, and the steps that were run) beside its prediction."""
-    plan, book = today.plan, today.book
+    plan, price_cache = today.plan, today.price_cache
     return tuple(
         RankCheck(
-            rank=rank, predicted=predicted_use(today.strategy, rank, book), found=use,
-            planned=_planned_bytes(plan.predicted.memory_gib[rank]), occupied=occupied_bytes(use.held, plan.mesh, book),
+            rank=rank, predicted=predicted_use(today.strategy, rank, price_cache), found=use,
+            planned=_planned_bytes(plan.predicted.memory_gib[rank]), occupied=occupied_bytes(use.held, plan.mesh, price_cache),
             capacity=plan.cluster.device.memory_bytes, micro_batches=steps, of=plan.pipeline.num_micro_batches)
         for rank, (use, steps) in sorted(found.items()))
 
@@ -114,7 +114,7 @@ def sent_checks(check: RankCheck) -> tuple[SentCheck, ...]:
     sides = [{(str(sent.axis), str(sent.kind)): sent for sent in use.sent} for use in (check.predicted, check.found)]
     return tuple(
         SentCheck(
-            axis=key[0], kind=key[1], predicted=sides[0].get(key, Sent(*key, 0, 0)), found=sides[1].get(key, Sent(*key, 0, 0)))
+            axis=key[0], kind=key[1], predicted=sides[0].get(key, SentBytes(*key, 0, 0)), found=sides[1].get(key, SentBytes(*key, 0, 0)))
         for key in sorted(sides[0].keys() | sides[1].keys()))
 
 

@@ -9,18 +9,18 @@ from statistics import fmean, median
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.step import model_flops_utilization, price_step
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.plan_strategy import book_of, strategy_of
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.plan_strategy import prices_of_plan, strategy_of
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_file import (
     RUN_VERSION,
     Beside,
     ChunkMoved,
-    Environment,
+    RunEnvironment,
     Figures,
-    Part,
+    MeasuredPart,
     RankRecord,
-    Run,
-    Span,
+    RunFile,
+    WorkSpan,
     Steps,
     plan_parts,
 )
@@ -35,7 +35,7 @@ class RecordedStep:
 
     started_s: float
     seconds: float
-    spans: tuple[Span, ...]
+    spans: tuple[WorkSpan, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,25 +71,25 @@ class Predicted:
     memory: tuple[tuple[int | float, int | float], ...]
 
 
-def predict(plan: Plan | ModulePlan) -> Predicted:
+def predict(plan: Plan | TracedPlan) -> Predicted:
     """The plan priced again, with its calibration if it was made with one; of a traced module what its file says."""
-    if isinstance(plan, ModulePlan):
+    if isinstance(plan, TracedPlan):
         return _as_written(plan)
-    book = book_of(plan)
+    price_cache = prices_of_plan(plan)
 
     def mfu(seconds: float) -> float:
-        return model_flops_utilization(seconds, plan.mesh.num_ranks, book)
+        return model_flops_utilization(seconds, plan.mesh.num_ranks, price_cache)
 
     try:
-        strategy = strategy_of(plan, book)
-        timeline, memory = predicted_timeline(strategy, book), price_step(strategy, book).memory
+        strategy = strategy_of(plan, price_cache)
+        timeline, memory = predicted_timeline(strategy, price_cache), price_step(strategy, price_cache).memory
     except ConfigError:
         return Predicted(mfu=mfu, step_s=None, timeline=None, memory=())
     return Predicted(
         mfu=mfu, step_s=timeline.step_s, timeline=timeline, memory=tuple((rank.allocated, rank.reserved) for rank in memory))
 
 
-def _as_written(plan: ModulePlan) -> Predicted:
+def _as_written(plan: TracedPlan) -> Predicted:
     flops = plan.traced.flops_per_sequence * plan.training.global_batch_size
     peak = plan.cluster.device.peak(plan.training.precision) * plan.mesh.num_ranks
     memory = tuple((round((rank.total - rank.reserve) * GIB), round(rank.total * GIB)) for rank in plan.predicted.memory_gib)
@@ -98,15 +98,15 @@ def _as_written(plan: ModulePlan) -> Predicted:
 
 
 def make_run(
-    plan: Plan | ModulePlan, environment: Environment, ranks: Sequence[RankMeasured], *, seconds: Sequence[float], losses: Sequence[float],
+    plan: Plan | TracedPlan, environment: RunEnvironment, ranks: Sequence[RankMeasured], *, seconds: Sequence[float], losses: Sequence[float],
     warm_up: int, clock_error_s: float, date: str, skipped: Sequence[int] = (),
-) -> Run:
+) -> RunFile:
     """The run of `plan` whose steps took `seconds`, on all ranks in their order."""
     predicted = predict(plan)
     steps = [_records(ranks, index, predicted) for index in range(len(ranks[0].steps))]
     counted = seconds[warm_up:] or seconds
     body, mark = plan_parts(plan)
-    return Run(
+    return RunFile(
         run_version=RUN_VERSION, date=date, plan_fingerprint=mark, environment=environment, recorded_steps=len(steps),
         clock_error_s=clock_error_s, plan=body,
         steps=Steps(
@@ -140,7 +140,7 @@ def _idle_share(ranks: Sequence[RankMeasured]) -> float:
     return fmean(1 - sum(span.seconds for span in step.spans) / step.seconds for rank in ranks for step in rank.steps)
 
 
-def _figures(plan: Plan | ModulePlan, predicted: Predicted, step_s: float, idle_share: float) -> Figures:
+def _figures(plan: Plan | TracedPlan, predicted: Predicted, step_s: float, idle_share: float) -> Figures:
     tokens, num_ranks = plan.training.tokens_per_step, plan.mesh.num_ranks
 
     def both(of: Callable[[float], float]) -> Beside:
@@ -153,14 +153,14 @@ def _figures(plan: Plan | ModulePlan, predicted: Predicted, step_s: float, idle_
         idle_share=Beside(predicted=predicted.timeline.idle_share if predicted.timeline else None, measured=idle_share))
 
 
-def _parts(timeline: Timeline | None, measured: Mapping[tuple[str, int], float]) -> tuple[Part, ...]:
+def _parts(timeline: Timeline | None, measured: Mapping[tuple[str, int], float]) -> tuple[MeasuredPart, ...]:
     prices = timeline.parts_s if timeline else {}
     return tuple(
-        Part(work=work, stage=stage, predicted_s=prices.get((work, stage)), measured_s=measured.get((work, stage)))
+        MeasuredPart(work=work, stage=stage, predicted_s=prices.get((work, stage)), measured_s=measured.get((work, stage)))
         for work, stage in sorted({*prices, *measured}) if prices.get((work, stage)) or (work, stage) in measured)
 
 
-def trace_ranks(run: Run) -> dict[str, dict[str, Sequence[Span]]]:
+def trace_ranks(run: RunFile) -> dict[str, dict[str, Sequence[WorkSpan]]]:
     """What a trace shows of a run: by rank, the predicted and the measured spans of the last step."""
     timeline = predict(run.any_plan()).timeline
     return {
@@ -169,8 +169,8 @@ def trace_ranks(run: Run) -> dict[str, dict[str, Sequence[Span]]]:
         for rank in run.ranks}
 
 
-def plan_trace_ranks(plan: Plan) -> dict[str, dict[str, Sequence[Span]]]:
+def plan_trace_ranks(plan: Plan) -> dict[str, dict[str, Sequence[WorkSpan]]]:
     """The same of a plan that was not run: one process for each pipeline rank. Raises ConfigError: not a plan that can be priced."""
-    book = book_of(plan)
-    spans = predicted_timeline(strategy_of(plan, book), book).spans
+    price_cache = prices_of_plan(plan)
+    spans = predicted_timeline(strategy_of(plan, price_cache), price_cache).spans
     return {f"pipeline rank {rank}": {"predicted": own} for rank, own in enumerate(spans)}

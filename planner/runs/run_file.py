@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from parplan.planner.plan import traced_plan as module_plan
-from parplan.planner.plan.plan import Plan, to_document
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.plan import Plan, plan_to_document
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import Hints, read_json
 from parplan.profiles.documents.schema import document, parse
@@ -27,7 +27,7 @@ _FORBID = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class WorkSpan:
     """One piece of work of a rank: F, R, B, I, W of a micro-batch (forward, recompute ahead of the backward, backward, its input's and
     its weights' part), or data, reduce, tied, optimizer of the step (stage and micro-batch -1). A forward that ends in the loss may
     have two spans."""
@@ -60,7 +60,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+class RunEnvironment:
     """What the run ran on, without names of hosts or paths."""
 
     __pydantic_config__ = _FORBID
@@ -103,7 +103,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class MeasuredPart:
     """Seconds of one kind of work: F, B (with R), receive_F or receive_B of a stage and one micro-batch (the mean over a step's, of which
     the median over replicas and recorded steps); data, reduce or optimizer of a pipeline rank, `stage`, and one step; tied: the
     reduction of a tied embedding's two gradients, the least over the ranks, since the others wait in it."""
@@ -160,12 +160,12 @@ class RankRecord:
     peak_allocated_bytes: Beside
     peak_reserved_bytes: Beside
     host_rss_bytes: int
-    spans: tuple[Span, ...]
+    spans: tuple[WorkSpan, ...]
     chunks: ChunkMoved | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunFile:
     """One run. `plan` is the plan's document, `plan_fingerprint` of its file's text; `date` as YYYY-MM-DD."""
 
     __pydantic_config__ = _FORBID
@@ -173,40 +173,40 @@ class Run:
     run_version: int
     date: str
     plan_fingerprint: str
-    environment: Environment
+    environment: RunEnvironment
     recorded_steps: int
     clock_error_s: float
     steps: Steps
     figures: Figures
-    parts: tuple[Part, ...]
+    parts: tuple[MeasuredPart, ...]
     ranks: tuple[RankRecord, ...]
     plan: Mapping[str, Any]
 
     def the_plan(self, where: str = "run.json") -> Plan:
         """The plan that was run. Raises ConfigError, also for that of a traced module."""
         plan = self.any_plan(where)
-        if isinstance(plan, ModulePlan):
+        if isinstance(plan, TracedPlan):
             raise ConfigError(f"{where}: it is a run of the traced module {plan.traced.name}, whose prices are not of layers",
                               hint="calibrate with the run of a named model")
         return plan
 
-    def any_plan(self, where: str = "run.json") -> Plan | ModulePlan:
+    def any_plan(self, where: str = "run.json") -> Plan | TracedPlan:
         """The plan that was run, of either kind. Raises ConfigError."""
         body = dict(self.plan)
-        return module_plan.from_any(body, f"{where}: plan")
+        return module_plan.any_plan_from_document(body, f"{where}: plan")
 
 
-def to_json(run: Run) -> str:
+def run_to_json(run: RunFile) -> str:
     """The file's text."""
     return json.dumps(document(run), indent=1) + "\n"
 
 
-def write(run: Run, path: Path) -> None:
+def write_run(run: RunFile, path: Path) -> None:
     """Write the run atomically. Raises ConfigError."""
-    write_text(to_json(run), path, hint="choose another file with --run-json")
+    write_text(run_to_json(run), path, hint="choose another file with --run-json")
 
 
-def read(path: Path) -> Run:
+def read_run(path: Path) -> RunFile:
     """The run in a file. Raises ConfigError: not readable, not JSON, another version, keys unknown or missing, no steps."""
     body = _json(path)
     version = body.get("run_version") if isinstance(body, dict) else None
@@ -214,7 +214,7 @@ def read(path: Path) -> Run:
         raise ConfigError(
             f"{path}: run_version is {'missing' if version is None else repr(version)}, this parplan reads {RUN_VERSION}",
             hint="give the run.json that python -m parplan.executor wrote")
-    run = parse(Run, body, str(path))
+    run = parse(RunFile, body, str(path))
     if not run.recorded_steps or not run.steps.seconds or not run.ranks:
         raise ConfigError(f"{path}: no step was recorded", hint="run the plan with --steps 5 or more")
     return run
@@ -233,12 +233,12 @@ def _json(path: Path) -> Any:
     return read_json(path, hints=Hints("make one with: torchrun ... -m parplan.executor plan.yaml", "give the run.json of a run"))
 
 
-def fingerprint(run: Run) -> str:
+def run_fingerprint(run: RunFile) -> str:
     """Of what was measured and of what plan."""
-    return digest(to_json(run))
+    return digest(run_to_json(run))
 
 
-def plan_parts(plan: Plan | ModulePlan) -> tuple[dict[str, Any], str]:
+def plan_parts(plan: Plan | TracedPlan) -> tuple[dict[str, Any], str]:
     """The plan's document for a run, and its fingerprint."""
-    body = to_document(plan)
+    body = plan_to_document(plan)
     return body, digest(json.dumps(body, sort_keys=True))

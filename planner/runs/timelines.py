@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from parplan.costmodels.price_cache import PriceBook
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.price_cache import PriceCache
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.simulator import RankTimeline, SimulatedStep, StageCost
 from parplan.costmodels.step import StepCosts, simulated_step, step_costs
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.runs.run_file import NO_PLACE, RankRecord, Span
+from parplan.planner.runs.run_file import NO_PLACE, RankRecord, WorkSpan
 
 Key = tuple[str, int]  # the work, and the stage, or the pipeline rank of what is of a whole rank
 RECEIVE = "receive_"
@@ -26,13 +26,13 @@ class Timeline:
 
     step_s: float
     idle_share: float
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[WorkSpan, ...], ...]
     parts_s: Mapping[Key, float]
 
 
-def predicted_timeline(strategy: Strategy, book: PriceBook) -> Timeline:
-    """The step of `strategy` under the prices of `book`, replayed; a transfer is the gap before what waits for it."""
-    costs = step_costs(strategy, book)
+def predicted_timeline(strategy: Strategy, price_cache: PriceCache) -> Timeline:
+    """The step of `strategy` under the prices of `price_cache`, replayed; a transfer is the gap before what waits for it."""
+    costs = step_costs(strategy, price_cache)
     step = simulated_step(strategy, costs, keep_events=True)
     spans = tuple(tuple(_rank_spans(strategy, rank, timeline, costs)) for rank, timeline in enumerate(step.ranks))
     return Timeline(step.step_s, _idle_share(step), spans, parts_s(strategy, costs))
@@ -42,30 +42,30 @@ def _idle_share(step: SimulatedStep) -> float:
     return sum(rank.bubble_s + rank.transfer_s for rank in step.ranks) / (step.step_s * len(step.ranks))
 
 
-def _rank_spans(strategy: Strategy, rank: int, timeline: RankTimeline, costs: StepCosts) -> Iterator[Span]:
-    ahead = {(event.action.chunk, event.action.micro_batch) for event in timeline.events if event.action.work is Work.RECOMPUTE}
+def _rank_spans(strategy: Strategy, rank: int, timeline: RankTimeline, costs: StepCosts) -> Iterator[WorkSpan]:
+    ahead = {(event.action.chunk, event.action.micro_batch) for event in timeline.events if event.action.work is ActionKind.RECOMPUTE}
     for event in timeline.events:
         action, cost = event.action, costs.stages[rank][event.action.chunk]
         start_s = event.start_s + _received_s(action.work, cost, after_recompute=(action.chunk, action.micro_batch) in ahead)
-        yield Span(
+        yield WorkSpan(
             work=action.work.value, stage=_stage(strategy, rank, action.chunk), micro_batch=action.micro_batch, start_s=start_s,
             end_s=event.end_s)
     end_s, tail = timeline.finish_s, (costs.reduced_s, costs.tied_s, costs.optimizer_s)
     for work, seconds in zip(("reduce", "tied", "optimizer"), (by_rank[rank] for by_rank in tail), strict=True):
         start_s, end_s = end_s, end_s + seconds
         if seconds > 0:
-            yield Span(work=work, stage=NO_PLACE, micro_batch=NO_PLACE, start_s=start_s, end_s=end_s)
+            yield WorkSpan(work=work, stage=NO_PLACE, micro_batch=NO_PLACE, start_s=start_s, end_s=end_s)
 
 
 def _stage(strategy: Strategy, rank: int, chunk: int) -> int:
     """The virtual stage that a rank's model chunk is."""
-    return strategy.frame.stages_of(rank)[chunk]
+    return strategy.layout.stages_of(rank)[chunk]
 
 
-def _received_s(work: Work, cost: StageCost, *, after_recompute: bool) -> float:
+def _received_s(work: ActionKind, cost: StageCost, *, after_recompute: bool) -> float:
     """What of an action is its receive; a recompute ahead of a backward pass hides some of that."""
     backward_s = cost.receive_backward_s - (cost.hidden_s if after_recompute else 0.0)
-    return {Work.FORWARD: cost.receive_forward_s, Work.BACKWARD: backward_s, Work.INPUT_GRADIENT: backward_s}.get(work, 0.0)
+    return {ActionKind.FORWARD: cost.receive_forward_s, ActionKind.BACKWARD: backward_s, ActionKind.INPUT_GRADIENT: backward_s}.get(work, 0.0)
 
 
 def parts_s(strategy: Strategy, costs: StepCosts) -> dict[Key, float]:
@@ -140,7 +140,7 @@ def _receives(ranks: Sequence[RankRecord]) -> dict[int, list[tuple[Key, float]]]
     return waits
 
 
-def _waits_for(span: Span) -> tuple[tuple[str, int], ...]:
+def _waits_for(span: WorkSpan) -> tuple[tuple[str, int], ...]:
     """The actions that may have made the input of one: the next stage's backward pass, whole or of its input alone."""
     if span.work == "F":
         return (("F", span.stage - 1),)

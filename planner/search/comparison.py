@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from parplan.costmodels.memory.rank_memory import RankMemory
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice
-from parplan.costmodels.step_breakdown import Parts, parts_of
+from parplan.costmodels.step_breakdown import StepParts, parts_of
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.baselines.optimum import Optimum
 from parplan.planner.baselines.systems import Baseline, price_baseline
@@ -25,13 +25,13 @@ MEMORY_NAMES = ("parameters", "gradients", "optimizer", "activations", "temporar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class ComparedPlan:
     """One plan of the comparison, the parts of its step, and the memory of its fullest device."""
 
     name: str
     plan: Plan
     step_s: float
-    parts: Parts
+    parts: StepParts
     fullest: RankMemory
 
     @property
@@ -42,11 +42,11 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ComparisonRow:
     """A baseline and its side; None where nothing fits."""
 
     baseline: Baseline
-    side: Side | None
+    side: ComparedPlan | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,29 +58,29 @@ class Comparison:
     unpriced        the names of baselines for which there was no time
     """
 
-    ours: Side
-    rows: tuple[Row, ...]
+    ours: ComparedPlan
+    rows: tuple[ComparisonRow, ...]
     limit_bytes: float
     filed_step_s: float | None = None
     unpriced: tuple[str, ...] = ()
 
-    def is_tie(self, other: Side) -> bool:
+    def is_tie(self, other: ComparedPlan) -> bool:
         """Whether the prices cannot say whose step is shorter: the other's is inside the error band of ours."""
         band = self.ours.plan.predicted.error_band
         return band is not None and abs(other.step_s / self.ours.step_s - 1) <= band.time.share
 
 
-def _side(name: str, plan: Plan, strategy: Strategy, price: StepPrice) -> Side:
+def _side(name: str, plan: Plan, strategy: Strategy, price: StepPrice) -> ComparedPlan:
     fullest = max(price.memory, key=lambda memory: memory.total)
-    return Side(name=name, plan=plan, step_s=price.step_s, parts=parts_of(strategy.frame, price), fullest=fullest)
+    return ComparedPlan(name=name, plan=plan, step_s=price.step_s, parts=parts_of(strategy.layout, price), fullest=fullest)
 
 
-def _row(baseline: Baseline, book: PriceBook) -> Row:
+def _row(baseline: Baseline, price_cache: PriceCache) -> ComparisonRow:
     found = baseline.optimum
     if found is None:
-        return Row(baseline=baseline, side=None)
-    plan = assemble(found.strategy, found.price, _record(baseline, found), book)
-    return Row(baseline=baseline, side=_side(baseline.name, plan, found.strategy, found.price))
+        return ComparisonRow(baseline=baseline, side=None)
+    plan = assemble(found.strategy, found.price, _record(baseline, found), price_cache)
+    return ComparisonRow(baseline=baseline, side=_side(baseline.name, plan, found.strategy, found.price))
 
 
 def _record(baseline: Baseline, found: Optimum) -> SearchRecord:
@@ -96,14 +96,14 @@ def compare(plan: Plan, names: Iterable[str], options: SearchOptions) -> Compari
 
     Raises ConfigError for a plan without a price (planner/plan/reprice.py). `names`: of `baselines.systems.baseline_names`.
     """
-    names, rows = tuple(names), list[Row]()
+    names, rows = tuple(names), list[ComparisonRow]()
     ours = reprice(plan)
-    book = ours.book.with_table(on_host=False)  # no baseline has it on the host, and not every mesh of theirs could
+    price_cache = ours.price_cache.with_table(on_host=False)  # no baseline has it on the host, and not every mesh of theirs could
     limit = limit_bytes(plan.cluster, plan.training.stack, options)
     filed_s, now_s = plan.predicted.step_time_s.value, ours.plan.predicted.step_time_s.value
     with suppress(OutOfTimeError):
         for name in names:
-            rows.append(_row(price_baseline(name, book, limit, options.deadline), book))
+            rows.append(_row(price_baseline(name, price_cache, limit, options.deadline), price_cache))
     return Comparison(
         ours=_side("ours", ours.plan, ours.strategy, ours.price),
         rows=tuple(rows), unpriced=names[len(rows):], limit_bytes=limit, filed_step_s=None if filed_s == now_s else filed_s)

@@ -6,24 +6,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
-from parplan.costmodels.host.host_embedding import illegal_lookup
+from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import OFFLOAD_OF, Eviction, Home
+from parplan.costmodels.host.state_location import OFFLOAD_OF, Eviction, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.actions import check
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import Frame, Strategy
-from parplan.planner.candidates.enumeration import illegal_frame, illegal_tensor_parallel
+from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.candidates.enumeration import illegal_layout, illegal_tensor_parallel
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.host_options.activation_options import (
     ALL,
     named_operators,
     with_kept_on_host,
 )
-from parplan.planner.host_options.state_locations import Homes, illegal_chunks
+from parplan.planner.host_options.state_locations import BlockLocations, illegal_chunks
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute, illegal_zero
 from parplan.planner.plan.assemble import assemble
@@ -61,10 +61,10 @@ class ChunkRequest:
         if self.host_blocks < 0 or self.optimizer_blocks < 0:
             raise ConfigError(f"{self.host_blocks} and {self.optimizer_blocks} blocks on the host: a number must not be negative")
 
-    def homes(self, num_blocks: int) -> tuple[Home, ...]:
+    def homes(self, num_blocks: int) -> tuple[StateLocation, ...]:
         """Of the blocks of a pipeline rank, in the order of the model."""
         host = min(self.host_blocks, num_blocks)
-        return Homes(host, min(self.optimizer_blocks, num_blocks - host)).of(num_blocks)
+        return BlockLocations(host, min(self.optimizer_blocks, num_blocks - host)).of(num_blocks)
 
     def chunking(self, cluster: Cluster, stack: Stack) -> Chunking:
         """What of it prices need."""
@@ -77,48 +77,48 @@ def even_split(num_layers: int, pp: int) -> tuple[int, ...]:
     return tuple(num_layers // pp + (rank < num_layers % pp) for rank in range(pp))
 
 
-def default_blocks(frame: Frame, num_layers: int) -> tuple[int, ...]:
+def default_blocks(layout: ParallelLayout, num_layers: int) -> tuple[int, ...]:
     """Blocks for each pipeline rank: an even split, or what the virtual stages give."""
-    if not frame.equal_ranks:
-        return even_split(num_layers, frame.mesh.pp)
-    return tuple(next(block_counts(rank, frame, num_layers)) for rank in range(frame.mesh.pp))
+    if not layout.equal_ranks:
+        return even_split(num_layers, layout.mesh.pp)
+    return tuple(next(block_counts(rank, layout, num_layers)) for rank in range(layout.mesh.pp))
 
 
 def _check(
-    frame: Frame, blocks: Sequence[int], model: ModelSpec, cluster: Cluster, training: TrainingSpec, recompute: Recompute,
+    layout: ParallelLayout, blocks: Sequence[int], model: ModelSpec, cluster: Cluster, training: TrainingSpec, recompute: Recompute,
 ) -> None:
     stack = training.stack
-    require_stack_runs(stack, (frame.schedule,) if lacking_schedule(frame, stack) else (), (recompute,))
-    mesh = frame.mesh
+    require_stack_runs(stack, (layout.schedule,) if lacking_schedule(layout, stack) else (), (recompute,))
+    mesh = layout.mesh
     if mesh.num_ranks != cluster.num_gpus:
         raise ConfigError(
             f"{mesh} is {mesh.num_ranks} GPUs, the cluster has {cluster.num_gpus}",
             hint="change a degree or --gpus")
-    if frame.schedule is Schedule.CUSTOM:
-        check(frame.actions, mesh.pp, frame.virtual_stages, frame.num_micro_batches)
+    if layout.schedule is Schedule.CUSTOM:
+        check(layout.actions, mesh.pp, layout.virtual_stages, layout.num_micro_batches)
     reason = (
         illegal_tensor_parallel(mesh.tp, model, cluster, across_nodes=True) or illegal_expert_parallel(mesh, model)
-        or illegal_frame(frame, model, training))
+        or illegal_layout(layout, model, training))
     if reason:
         raise ConfigError(reason, hint="change that option")
     if len(blocks) != mesh.pp or sum(blocks) != model.num_layers or min(blocks) < 1:
         raise ConfigError(
             f"the stages hold {', '.join(map(str, blocks))} blocks, not {model.num_layers} over {mesh.pp} stages with at least one each",
             hint="change the number of blocks of a stage")
-    if min(blocks) < frame.virtual_stages:
+    if min(blocks) < layout.virtual_stages:
         raise ConfigError(
-            f"the ranks hold {', '.join(map(str, blocks))} blocks, not one for each of the {frame.virtual_stages} virtual stages",
+            f"the ranks hold {', '.join(map(str, blocks))} blocks, not one for each of the {layout.virtual_stages} virtual stages",
             hint="change the number of blocks of a rank")
-    whole_chunks = not frame.equal_ranks or all(count % frame.virtual_stages == 0 for count in blocks)
-    if not whole_chunks and tuple(blocks) != default_blocks(frame, model.num_layers):
+    whole_chunks = not layout.equal_ranks or all(count % layout.virtual_stages == 0 for count in blocks)
+    if not whole_chunks and tuple(blocks) != default_blocks(layout, model.num_layers):
         raise ConfigError(
-            f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {frame.virtual_stages} virtual stages",
+            f"the ranks hold {', '.join(map(str, blocks))} blocks, not multiples of the {layout.virtual_stages} virtual stages",
             hint="change the number of blocks of a rank")
 
 
-def _check_holders(frame: Frame, zero: int, zero_ranks: int | None) -> None:
-    if zero_ranks and (zero == 0 or frame.mesh.dp % zero_ranks):
-        reason = "nothing is sharded at --zero 0" if zero == 0 else f"it does not divide dp {frame.mesh.dp}"
+def _check_holders(layout: ParallelLayout, zero: int, zero_ranks: int | None) -> None:
+    if zero_ranks and (zero == 0 or layout.mesh.dp % zero_ranks):
+        reason = "nothing is sharded at --zero 0" if zero == 0 else f"it does not divide dp {layout.mesh.dp}"
         raise ConfigError(f"--zero-ranks is {zero_ranks}: {reason}", hint="leave it out, or use a divisor of dp with --zero 1 or more")
 
 
@@ -132,54 +132,54 @@ def _require_host(price: StepPrice, cluster: Cluster, *, chunked: bool) -> None:
             "offload less, or shard more: --zero 1 or higher")
 
 
-def _check_split(frame: Frame, zero: int, recompute: Recompute) -> None:
-    reason = illegal_zero(frame, zero)
+def _check_split(layout: ParallelLayout, zero: int, recompute: Recompute) -> None:
+    reason = illegal_zero(layout, zero)
     if reason:
         raise ConfigError(reason, hint="choose --zero 2 or less")
-    if frame.splits_backward and recompute is not Recompute.NONE:
-        raise ConfigError(f"{frame.schedule} splits the backward pass, which runs without recompute", hint="drop --recompute")
+    if layout.splits_backward and recompute is not Recompute.NONE:
+        raise ConfigError(f"{layout.schedule} splits the backward pass, which runs without recompute", hint="drop --recompute")
 
 
-def _check_halves(frame: Frame, model: ModelSpec, recompute: Recompute, *, on_host: bool) -> None:
-    reason = illegal_full_recompute(frame.tp_overlap, model, on_host=on_host) if recompute is Recompute.FULL else None
+def _check_halves(layout: ParallelLayout, model: ModelSpec, recompute: Recompute, *, on_host: bool) -> None:
+    reason = illegal_full_recompute(layout.tp_overlap, model, on_host=on_host) if recompute is Recompute.FULL else None
     if reason:
         raise ConfigError(reason, hint="use --tp-overlap 2")
 
 
 def _check_offload(offload: tuple[Offload, ...], chunks: ChunkRequest | None, mesh: Mesh, model: ModelSpec) -> None:
-    homes = next((what for what in offload if what in OFFLOAD_OF[Home.HOST]), None)
+    homes = next((what for what in offload if what in OFFLOAD_OF[StateLocation.HOST]), None)
     if homes:
         raise ConfigError(f"offload has {homes}, which is by block", hint="ask for chunks")
     if chunks is not None and Offload.STATES in offload:
         raise ConfigError(
             "--offload states is of whole layers, optimizer and parameters are of blocks in chunks: one or the other",
             hint="drop states, chunks move less")
-    reason = illegal_lookup(mesh, model.hidden_size, model.tied_embeddings) if Offload.LOOKUP in offload else None
+    reason = illegal_host_embedding(mesh, model.hidden_size, model.tied_embeddings) if Offload.LOOKUP in offload else None
     if reason:
         raise ConfigError(f"--offload lookup: {reason}", hint="leave lookup out")
 
 
 def with_homes(strategy: Strategy, request: ChunkRequest) -> Strategy:
     """The strategy with the states of its blocks in chunks, at home where `request` says, by pipeline rank."""
-    frame, stages = strategy.frame, [list(stage) for stage in strategy.stages]
-    zero = 3 if frame.mesh.dp > 1 else 0
-    for rank in range(frame.mesh.pp):
+    layout, stages = strategy.layout, [list(stage) for stage in strategy.stages]
+    zero = 3 if layout.mesh.dp > 1 else 0
+    for rank in range(layout.mesh.pp):
         own = [
-            (stage, index) for stage in sorted(frame.stages_of(rank)) for index, choice in enumerate(stages[stage])
+            (stage, index) for stage in sorted(layout.stages_of(rank)) for index, choice in enumerate(stages[stage])
             if choice.kind is LayerKind.BLOCK]
         for (stage, index), home in zip(own, request.homes(len(own)), strict=True):
             stages[stage][index] = replace(stages[stage][index], zero=zero, home=home)
-    return Strategy(frame=replace(frame, chunked=True), stages=tuple(map(tuple, stages)))
+    return Strategy(layout=replace(layout, chunked=True), stages=tuple(map(tuple, stages)))
 
 
-def uniform_strategy(frame: Frame, blocks: Sequence[int], *, zero: int, recompute: Recompute, book: PriceBook) -> Strategy:
+def uniform_strategy(layout: ParallelLayout, blocks: Sequence[int], *, zero: int, recompute: Recompute, price_cache: PriceCache) -> Strategy:
     """`blocks[s]` blocks on rank s, all at the same recompute level and ZeRO stage."""
-    table = MixTable(book, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True))
-    return to_strategy(frame, tuple(RankColumns(rank, frame, table).smallest(count) for rank, count in enumerate(blocks)))
+    table = MixTable(price_cache, Constraints(recompute=(recompute,), zero=(zero,), megatron_sharding=True))
+    return to_strategy(layout, tuple(RankColumns(rank, layout, table).smallest(count) for rank, count in enumerate(blocks)))
 
 
 def estimate_plan(
-    model: ModelSpec, cluster: Cluster, training: TrainingSpec, frame: Frame, *, zero: int = 0, recompute: Recompute = Recompute.NONE,
+    model: ModelSpec, cluster: Cluster, training: TrainingSpec, layout: ParallelLayout, *, zero: int = 0, recompute: Recompute = Recompute.NONE,
     blocks: Sequence[int] | None = None, zero_ranks: int | None = None, offload: tuple[Offload, ...] = (),
     chunks: ChunkRequest | None = None, keep_on_host: Collection[str] = (),
 ) -> Plan:
@@ -193,34 +193,34 @@ def estimate_plan(
     hosts, or whose chunks have no room on a device, is an InfeasibleError.
     Raises ConfigError when the configuration cannot run.
     """
-    blocks = tuple(blocks) if blocks is not None else default_blocks(frame, model.num_layers)
-    _check(frame, blocks, model, cluster, training, recompute)
-    _check_holders(frame, zero, zero_ranks)
-    _check_offload(offload, chunks, frame.mesh, model)
+    blocks = tuple(blocks) if blocks is not None else default_blocks(layout, model.num_layers)
+    _check(layout, blocks, model, cluster, training, recompute)
+    _check_holders(layout, zero, zero_ranks)
+    _check_offload(offload, chunks, layout.mesh, model)
     if chunks is not None:
-        reason = illegal_chunks(frame, (zero,) if zero else None, zero_ranks)
+        reason = illegal_chunks(layout, (zero,) if zero else None, zero_ranks)
         if reason:
             raise ConfigError(reason, hint="change that option, or drop optimizer and parameters of --offload")
-        zero = 3 if frame.mesh.dp > 1 else 0
-    _check_split(frame, zero, recompute)
+        zero = 3 if layout.mesh.dp > 1 else 0
+    _check_split(layout, zero, recompute)
     names = (ALL,) if Offload.ACTIVATIONS in offload else keep_on_host
-    _check_halves(frame, model, recompute, on_host=bool(names))
-    book = PriceBook(
+    _check_halves(layout, model, recompute, on_host=bool(names))
+    price_cache = PriceCache(
         model, training, machine_for(cluster), zero_ranks=zero_ranks,
         offload=tuple(each for each in offload if each is not Offload.ACTIVATIONS),
         chunking=None if chunks is None else chunks.chunking(cluster, training.stack))
-    strategy = uniform_strategy(frame, blocks, zero=zero, recompute=recompute, book=book)
-    strategy = with_kept_on_host(strategy, named_operators(names, recompute, book))
+    strategy = uniform_strategy(layout, blocks, zero=zero, recompute=recompute, price_cache=price_cache)
+    strategy = with_kept_on_host(strategy, named_operators(names, recompute, price_cache))
     if chunks is not None:
         strategy = with_homes(strategy, chunks)
-    return _assembled(strategy, book)
+    return _assembled(strategy, price_cache)
 
 
-def _assembled(strategy: Strategy, book: PriceBook) -> Plan:
-    price = price_step(strategy, book)
-    _require_host(price, book.machine.cluster, chunked=strategy.frame.chunked)
+def _assembled(strategy: Strategy, price_cache: PriceCache) -> Plan:
+    price = price_step(strategy, price_cache)
+    _require_host(price, price_cache.machine.cluster, chunked=strategy.layout.chunked)
     record = SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.ESTIMATE, value=round(price.step_s, 6), bound=0.0, gap=1.0,
         fastest_step_time_s=round(price.closed_form_s, 6),
         candidates=Candidates(considered=1, pruned=0, solved=1, left=0))
-    return assemble(strategy, price, record, book)
+    return assemble(strategy, price, record, price_cache)

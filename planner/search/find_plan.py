@@ -1,8 +1,8 @@
 """The search: space -> bound -> columns -> integer program -> simulation -> Plan.
 
-Frames are taken in the order of a valid lower bound. The search ends when the next bound is above the worst of the
+Layouts are taken in the order of a valid lower bound. The search ends when the next bound is above the worst of the
 candidates worth replaying, so the best closed form is proven; the time limit or Ctrl-C ends it earlier with the best so
-far and the bound reached. The best frames are replayed in the event simulator, and the fastest of them becomes the plan.
+far and the bound reached. The best layouts are replayed in the event simulator, and the fastest of them becomes the plan.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import Frame, Strategy
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.branch_and_bound import (
     REPLAYED,
-    Answer,
-    Outcome,
+    CandidateAnswer,
+    BranchOutcome,
     best_of,
-    branch,
+    branch_and_bound,
     worth_replaying,
 )
-from parplan.planner.candidates.enumeration import Space
+from parplan.planner.candidates.enumeration import CandidateSpace
 from parplan.planner.candidates.lower_bounds import ahead_bound_s, in_reach
 from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.infeasible.shortfall import infeasible_error
@@ -34,10 +34,10 @@ from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord,
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
 from parplan.planner.search.least_peak import LeastPeak, least_peak
 from parplan.planner.search.least_redundancy import then_leanest
-from parplan.planner.search.least_redundancy_on_host import Lean, search_leanest_on_host
+from parplan.planner.search.least_redundancy_on_host import LeanChoice, search_leanest_on_host
 from parplan.planner.search.one_candidate import certify, fastest_choice, relaxed_bound_s
-from parplan.planner.search.replay import replay
-from parplan.planner.search.search_session import INFINITY, ROUNDING, Prices, Session, Solved
+from parplan.planner.search.replay import replay_best
+from parplan.planner.search.search_session import INFINITY, ROUNDING, SearchPrices, SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError, SolverError
 from parplan.profiles.machines.hardware import Cluster
@@ -50,111 +50,111 @@ Explain = Callable[[ModelSpec, Cluster, TrainingSpec, Constraints, SearchOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The plan of one search, the fastest choice that it is measured by, and whether Ctrl-C ended the search.
 
     best: the choice that the plan was made of, by its strategy and price
     """
 
     plan: Plan
-    fastest: Solved
+    fastest: SolvedCandidate
     interrupted: bool
-    best: Solved
+    best: SolvedCandidate
     strategy: Strategy
     price: StepPrice
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """The frames of a search that cheap bounds do not rule out within its memory limit, and those whose relaxation was solved."""
+class BoundedCandidates:
+    """The layouts of a search that cheap bounds do not rule out within its memory limit, and those whose relaxation was solved."""
 
-    possible: tuple[Frame, ...]
-    relaxed: tuple[Frame, ...]
+    possible: tuple[ParallelLayout, ...]
+    relaxed: tuple[ParallelLayout, ...]
 
 
-def _search_fastest(frames: Sequence[Frame], session: Session) -> tuple[Outcome[Solved], Looked]:
-    """The best choices of the frames, and what was looked at.
+def _search_fastest(layouts: Sequence[ParallelLayout], session: SearchSession) -> tuple[BranchOutcome[SolvedCandidate], BoundedCandidates]:
+    """The best choices of the layouts, and what was looked at.
 
-    Frames that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved.
+    Layouts that even mixes of real numbers of blocks cannot bring below the cut are left; the others are solved.
 
     A schedule that only moves recompute has no plan below what 1F1B takes with the same layers and none of it: where 1F1B
     already does, it need not be solved, and where it is not faster it need not be replayed.
     """
     limit, prices = session.limit_bytes, session.prices
-    values_s: dict[Frame, float] = {}
-    relaxed_values_s: dict[Frame, float] = {}
-    open_: list[Frame] = []  # whose relaxation is below the cut
+    values_s: dict[ParallelLayout, float] = {}
+    relaxed_values_s: dict[ParallelLayout, float] = {}
+    open_: list[ParallelLayout] = []  # whose relaxation is below the cut
 
-    def solve(frame: Frame, bound_s: float, cut_s: float, _: float) -> Solved | None:
-        usual = replace(frame, schedule=Schedule.ONE_F_ONE_B)
-        if frame.recomputes_ahead:
+    def solve(layout: ParallelLayout, bound_s: float, cut_s: float, _: float) -> SolvedCandidate | None:
+        usual = replace(layout, schedule=Schedule.ONE_F_ONE_B)
+        if layout.recomputes_ahead:
             cut_s = min(cut_s, values_s.get(usual, INFINITY))
-            prices.raise_bound(frame, limit, ahead_bound_s(frame, relaxed_values_s.get(usual, 0.0), session.table))
-            if prices.least_s(frame, limit) >= cut_s:
+            prices.raise_bound(layout, limit, ahead_bound_s(layout, relaxed_values_s.get(usual, 0.0), session.table))
+            if prices.least_s(layout, limit) >= cut_s:
                 return None
-        relaxed = session.relaxed(frame, cut_s)
-        relaxed_s = relaxed_bound_s(frame, relaxed, session)
+        relaxed = session.relaxed(layout, cut_s)
+        relaxed_s = relaxed_bound_s(layout, relaxed, session)
         # What takes longer than the cut is not among the columns.
-        relaxed_values_s[frame] = 0.0 if relaxed_s == INFINITY else min(relaxed_s, cut_s)
-        prices.raise_bound(frame, limit, min(relaxed_s, cut_s))
+        relaxed_values_s[layout] = 0.0 if relaxed_s == INFINITY else min(relaxed_s, cut_s)
+        prices.raise_bound(layout, limit, min(relaxed_s, cut_s))
         if relaxed is None or relaxed_s >= cut_s:
             return None
-        open_.append(frame)
-        choice = fastest_choice(frame, relaxed, cut_s, session)
+        open_.append(layout)
+        choice = fastest_choice(layout, relaxed, cut_s, session)
         if choice is None:
             return None
-        found = Solved(frame, choice, choice.step_s, prices.least_s(frame, limit))
-        if frame.recomputes_ahead and found.value >= values_s.get(usual, INFINITY):
+        found = SolvedCandidate(layout, choice, choice.step_s, prices.least_s(layout, limit))
+        if layout.recomputes_ahead and found.value >= values_s.get(usual, INFINITY):
             return None
-        values_s[frame] = found.value
+        values_s[layout] = found.value
         return found
 
-    possible = [frame for frame in frames if prices.may_fit(frame, limit)]
-    bounded = ((prices.least_s(frame, limit), frame) for frame in possible)
-    outcome = branch(
+    possible = [layout for layout in layouts if prices.may_fit(layout, limit)]
+    bounded = ((prices.least_s(layout, limit), layout) for layout in possible)
+    outcome = branch_and_bound(
         Objective.THROUGHPUT, bounded, solve, worth_replaying, left_s=session.left_s, on_progress=session.on_progress)
-    bound = min((best_of(outcome.solved), *(prices.least_s(frame, limit) for frame in possible)))
-    return replace(outcome, bound=bound), Looked(tuple(possible), tuple(open_))
+    bound = min((best_of(outcome.solved), *(prices.least_s(layout, limit) for layout in possible)))
+    return replace(outcome, bound=bound), BoundedCandidates(tuple(possible), tuple(open_))
 
 
-def _proven_s(looked: Looked, best_s: float, share: float, session: Session) -> float:
-    """Seconds that no plan of the search is below; bounds of frames whose relaxation was solved are raised as far as that helps.
+def _proven_s(looked: BoundedCandidates, best_s: float, share: float, session: SearchSession) -> float:
+    """Seconds that no plan of the search is below; bounds of layouts whose relaxation was solved are raised as far as that helps.
 
     share: of the closed form of a pipeline that a simulated step may be, by what was replayed; without a pipeline the two are equal
     """
 
-    def share_of(frame: Frame) -> float:
-        return share if frame.mesh.pp > 1 else 1.0
+    def share_of(layout: ParallelLayout) -> float:
+        return share if layout.mesh.pp > 1 else 1.0
 
-    def simulated_s(frame: Frame) -> float:
-        return session.prices.least_s(frame, session.limit_bytes) * share_of(frame)
+    def simulated_s(layout: ParallelLayout) -> float:
+        return session.prices.least_s(layout, session.limit_bytes) * share_of(layout)
 
-    others_s = min((simulated_s(frame) for frame in set(looked.possible).difference(looked.relaxed)), default=INFINITY)
+    others_s = min((simulated_s(layout) for layout in set(looked.possible).difference(looked.relaxed)), default=INFINITY)
     with suppress(OutOfTimeError):  # what is not certified keeps its bound
-        for frame in looked.relaxed:
-            if simulated_s(frame) < min(others_s, best_s * (1 - WORTH_PROVING)):
-                certify(frame, best_s / share_of(frame), session)
-    return min(best_s, others_s, *(simulated_s(frame) for frame in looked.possible))
+        for layout in looked.relaxed:
+            if simulated_s(layout) < min(others_s, best_s * (1 - WORTH_PROVING)):
+                certify(layout, best_s / share_of(layout), session)
+    return min(best_s, others_s, *(simulated_s(layout) for layout in looked.possible))
 
 
 def search(
-    prices: Prices, objective: Objective, options: SearchOptions, on_progress: OnProgress | None = None, fastest: Solved | None = None,
+    prices: SearchPrices, objective: Objective, options: SearchOptions, on_progress: OnProgress | None = None, fastest: SolvedCandidate | None = None,
     slack: float = 0.0,
-) -> Found | None:
+) -> SearchResult | None:
     """One search over `prices`, or None when nothing fits its memory limit.
 
     fastest: what an earlier search found under the same memory limit; the memory objective need not look for it again
     slack: share of the memory limit that columns leave free
     Raises SolverError, and before the first plan KeyboardInterrupt and OutOfTimeError.
     """
-    space, session = prices.space, Session(prices, options, on_progress, slack)
+    space, session = prices.space, SearchSession(prices, options, on_progress, slack)
     if not in_reach(prices.table, session.limit_bytes):
         return None
-    looked = Looked((), ())
+    looked = BoundedCandidates((), ())
     if fastest is None:
-        outcome, looked = _search_fastest(space.frames, session)
+        outcome, looked = _search_fastest(space.layouts, session)
     else:
-        outcome = Outcome((fastest,), fastest.bound, finished=True)
+        outcome = BranchOutcome((fastest,), fastest.bound, finished=True)
     if not outcome.solved and not outcome.finished:
         raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
     if not outcome.solved:
@@ -163,8 +163,8 @@ def search(
     if objective is Objective.PEAK:
         return _search_least_peak(outcome, session)
     if objective is Objective.MEMORY:
-        outcome = then_leanest(outcome, space.frames, session)
-    replayed = replay(outcome, objective, session)
+        outcome = then_leanest(outcome, space.layouts, session)
+    replayed = replay_best(outcome, objective, session)
     if not replayed:  # the exact schedules of the chunks need more than their closed form says
         return search(prices, objective, options, on_progress, slack=slack + SLACK)
     (best, strategy, price), *others = replayed
@@ -173,18 +173,18 @@ def search(
         record = _of_simulated_steps(record, looked, [price for _, _, price in replayed], session, finished=outcome.finished)
     runners_up = tuple(runner_up(strategy, price) for _, strategy, price in others)
     plan = assemble(strategy, price, replace(record, runners_up=runners_up), session.book_of(best.choice))
-    return Found(plan, fastest, outcome.interrupted, best, strategy, price)
+    return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
 
 
-def _search_least_peak(first: Outcome[Solved], session: Session) -> Found:
+def _search_least_peak(first: BranchOutcome[SolvedCandidate], session: SearchSession) -> SearchResult:
     """The plan whose fullest device holds least within the slowdown of the fastest, and then the fastest that holds no more."""
-    frames, fastest = session.prices.space.frames, first.solved[0]
-    least = least_peak(frames, first, session)
-    inner, outcome = session.within(least.peak_bytes), Outcome((least.best,), 0.0, finished=least.finished, interrupted=least.interrupted)
+    layouts, fastest = session.prices.space.layouts, first.solved[0]
+    least = least_peak(layouts, first, session)
+    inner, outcome = session.within(least.peak_bytes), BranchOutcome((least.best,), 0.0, finished=least.finished, interrupted=least.interrupted)
     if not (least.interrupted or session.deadline.is_over):
         with suppress(OutOfTimeError, SolverError):  # what was found stands
-            outcome = _fastest_within(least, frames, fastest.value * session.slowdown, inner)
-    while not (replayed := replay(outcome, Objective.THROUGHPUT, inner)):  # the exact schedules of the chunks need more
+            outcome = _fastest_within(least, layouts, fastest.value * session.slowdown, inner)
+    while not (replayed := replay_best(outcome, Objective.THROUGHPUT, inner)):  # the exact schedules of the chunks need more
         inner = session.within(inner.limit_bytes * (1 + SLACK))
     (best, strategy, price), *others = replayed
     peak_bytes = max(memory.total for memory in price.memory)
@@ -195,19 +195,19 @@ def _search_least_peak(first: Outcome[Solved], session: Session) -> Found:
         bound=round(bound_bytes / GIB, 6), gap=round(1 - bound_bytes / peak_bytes, 6),
         runners_up=tuple(runner_up(strategy, price) for _, strategy, price in others))
     plan = assemble(strategy, price, record, inner.book_of(best.choice))
-    return Found(plan, fastest, outcome.interrupted, best, strategy, price)
+    return SearchResult(plan, fastest, outcome.interrupted, best, strategy, price)
 
 
-def _fastest_within(least: LeastPeak, frames: Sequence[Frame], slowest_s: float, inner: Session) -> Outcome[Solved]:
+def _fastest_within(least: LeastPeak, layouts: Sequence[ParallelLayout], slowest_s: float, inner: SearchSession) -> BranchOutcome[SolvedCandidate]:
     """The fastest choices within the least peak, as far as the slowdown allows them: the one that was found among them."""
-    outcome, _ = _search_fastest(frames, inner)
+    outcome, _ = _search_fastest(layouts, inner)
     solved = [one for one in outcome.solved if one.value <= slowest_s]
-    if all(one.frame != least.best.frame for one in solved):
+    if all(one.layout != least.best.layout for one in solved):
         solved = sorted([*solved, least.best], key=lambda one: one.value)
     return replace(outcome, solved=tuple(solved), finished=outcome.finished and least.finished)
 
 
-def search_leaner(prices: Prices, found: Found, options: SearchOptions, on_progress: OnProgress | None = None) -> Found:
+def search_leaner(prices: SearchPrices, found: SearchResult, options: SearchOptions, on_progress: OnProgress | None = None) -> SearchResult:
     """The least redundant plan where the host may keep what `prices` allow, `found` where none is below it.
 
     found: the least redundant plan without the host, or where nothing fits without it the fastest with it. The slowdown is measured by
@@ -215,21 +215,21 @@ def search_leaner(prices: Prices, found: Found, options: SearchOptions, on_progr
     """
     lean = found.plan.search.objective is Objective.MEMORY
     fullest = int(max(memory.total for memory in found.price.memory))
-    session = Session(prices, replace(options, memory_limit_bytes=fullest), on_progress)
-    held = found.strategy.frame.mesh.ranks_per_stage * sum(rank.total for rank in found.price.redundant)
+    session = SearchSession(prices, replace(options, memory_limit_bytes=fullest), on_progress)
+    held = found.strategy.layout.mesh.ranks_per_stage * sum(rank.total for rank in found.price.redundant)
     value, bound = (found.best.value, found.best.bound) if lean else (held, held)
-    incumbent = Lean(
-        frame=found.strategy.frame, choice=found.best.choice, value=value, bound=bound, strategy=found.strategy, price=found.price,
-        book=session.book_of(found.best.choice))
-    one_copy = float(sum(ideal_states(prices.book.graph(1).num_parameters, 1, prices.book.training)))
+    incumbent = LeanChoice(
+        layout=found.strategy.layout, choice=found.best.choice, value=value, bound=bound, strategy=found.strategy, price=found.price,
+        price_cache=session.book_of(found.best.choice))
+    one_copy = float(sum(ideal_states(prices.price_cache.graph(1).num_parameters, 1, prices.price_cache.training)))
     if found.interrupted:
-        outcome = Outcome((incumbent,), -one_copy, finished=False, interrupted=True)
+        outcome = BranchOutcome((incumbent,), -one_copy, finished=False, interrupted=True)
     else:
         closed_s = found.fastest.choice.step_s
-        fastest = price_step(to_strategy(found.fastest.frame, found.fastest.choice.columns), prices.book) if lean else found.price
+        fastest = price_step(to_strategy(found.fastest.layout, found.fastest.choice.columns), prices.price_cache) if lean else found.price
         slowdown = (1 + options.max_slowdown) * (1 + ROUNDING)
         outcome = search_leanest_on_host(
-            prices.space.frames, session, incumbent, closed_s=closed_s * slowdown, step_s=max(closed_s, fastest.step_s) * slowdown)
+            prices.space.layouts, session, incumbent, closed_s=closed_s * slowdown, step_s=max(closed_s, fastest.step_s) * slowdown)
     best, *others = outcome.solved
     on_host = any(memory.host for memory in best.price.memory)
     record = replace(
@@ -237,7 +237,7 @@ def search_leaner(prices: Prices, found: Found, options: SearchOptions, on_progr
         runners_up=tuple(runner_up(other.strategy, other.price) for other in others[:REPLAYED - 1]))
     if found.plan.search.status is not Status.OPTIMAL:
         record = replace(record, status=Status.FEASIBLE)
-    plan = replace(found.plan, search=record) if best is incumbent else assemble(best.strategy, best.price, record, best.book)
+    plan = replace(found.plan, search=record) if best is incumbent else assemble(best.strategy, best.price, record, best.price_cache)
     return replace(found, plan=plan, interrupted=outcome.interrupted, strategy=best.strategy, price=best.price)
 
 
@@ -261,7 +261,7 @@ def find_plan(
         raise explain(model, cluster, training, pins, options)
     for allowed in ((), SEARCHED_OFFLOAD) if pins.offload is None else (pins.offload,):
         pins = replace(pins, offload=allowed)
-        found = search(Prices(model, cluster, training, pins, options.deadline), objective, options, on_progress)
+        found = search(SearchPrices(model, cluster, training, pins, options.deadline), objective, options, on_progress)
         if found is not None:
             return found.plan
     raise explain(model, cluster, training, pins, options)
@@ -269,15 +269,15 @@ def find_plan(
 
 def _find_leanest(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, pins: Constraints, options: SearchOptions, on_progress: OnProgress | None,
-) -> Found | None:
+) -> SearchResult | None:
     """The least redundant plan without the host, and then with what it may keep: all of it where nothing is said and nothing fits."""
     deadline = options.deadline
-    alone = search(Prices(model, cluster, training, replace(pins, offload=()), deadline), Objective.MEMORY, options, on_progress)
+    alone = search(SearchPrices(model, cluster, training, replace(pins, offload=()), deadline), Objective.MEMORY, options, on_progress)
     offload = pins.offload if pins.offload is not None else () if alone else SEARCHED_OFFLOAD
     if not offload or (alone and alone.interrupted):
         return alone
     try:
-        prices = Prices(model, cluster, training, replace(pins, offload=offload), deadline)
+        prices = SearchPrices(model, cluster, training, replace(pins, offload=offload), deadline)
     except OutOfTimeError:
         if alone is None:
             raise
@@ -287,7 +287,7 @@ def _find_leanest(
 
 
 def _of_simulated_steps(
-    record: SearchRecord, looked: Looked, prices: Sequence[StepPrice], session: Session, *, finished: bool,
+    record: SearchRecord, looked: BoundedCandidates, prices: Sequence[StepPrice], session: SearchSession, *, finished: bool,
 ) -> SearchRecord:
     """The record with the simulated step that the plan reports as its value, and the gap to what is proven.
 
@@ -302,14 +302,14 @@ def _of_simulated_steps(
 
 
 def _record(
-    objective: Objective, best: Answer, fastest: Solved, outcome: Outcome[Any], space: Space, one_copy_bytes: float = 0.0,
+    objective: Objective, best: CandidateAnswer, fastest: SolvedCandidate, outcome: BranchOutcome[Any], space: CandidateSpace, one_copy_bytes: float = 0.0,
 ) -> SearchRecord:
     """What the search proved about `best`, in the units of the plan file.
 
     one_copy_bytes: of the states on all devices, of which the gap is a share too where the host may keep them
     """
     unit, whole = GIB if objective is Objective.MEMORY else 1.0, best.value + one_copy_bytes
-    considered, solved = len(space.frames) + len(space.pruned), len(outcome.solved)
+    considered, solved = len(space.layouts) + len(space.pruned), len(outcome.solved)
     return SearchRecord(
         objective=objective, status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE,
         value=round(best.value / unit, 6), bound=round(outcome.bound / unit, 6),

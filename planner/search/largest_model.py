@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.host.offload import Offload
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.infeasible.shortfall import infeasible_error, limit_bytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[Offload, ...], ...] = ((), (Offload.OPTIMIZER,), SEARCHED_OF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
+class LargestModel:
     """Of one choice of what the host may keep: the fastest plan of the largest model that fits, None where none does.
 
     next_name, next_error: the smallest model above it that was tried, and why it does not fit; None where there is none
@@ -51,7 +51,7 @@ class Largest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """Models in ascending order, made when they are asked for."""
 
     count: int
@@ -70,16 +70,16 @@ class Asking:
     on_search: OnSearch | None = None
 
 
-def members(entries: Sequence[ModelEntry]) -> Sizes:
+def members(entries: Sequence[ModelEntry]) -> ModelSizes:
     """The members of a family as sizes."""
-    return Sizes(count=len(entries), of=lambda index: entries[index])
+    return ModelSizes(count=len(entries), of=lambda index: entries[index])
 
 
-def widths(of_width: Callable[[int], ModelEntry], asking: Asking) -> Sizes:
+def widths(of_width: Callable[[int], ModelEntry], asking: Asking) -> ModelSizes:
     """Numbers of blocks of one width, from 1 to what all memory of the cluster could hold at most."""
     one, two = (_num_parameters(of_width(blocks).spec) for blocks in (1, 2))
     most = int((_memory_bytes(asking, with_hosts=True) / LEAST_STATE_BYTES - one) // (two - one)) + 1
-    return Sizes(count=max(1, most), of=lambda index: of_width(index + 1))
+    return ModelSizes(count=max(1, most), of=lambda index: of_width(index + 1))
 
 
 def _num_parameters(model: ModelSpec) -> int:
@@ -106,7 +106,7 @@ def _require_room(model: ModelSpec, asking: Asking, offload: tuple[Offload, ...]
 class _Probes:
     """The searches of one choice of what the host may keep: whether a size fits is asked once, and ends with the first plan."""
 
-    def __init__(self, sizes: Sizes, asking: Asking, offload: tuple[Offload, ...], interrupted: Callable[[], bool]) -> None:
+    def __init__(self, sizes: ModelSizes, asking: Asking, offload: tuple[Offload, ...], interrupted: Callable[[], bool]) -> None:
         self._sizes, self._asking, self._interrupted = sizes, asking, interrupted
         self._pins = replace(asking.pins, offload=offload)
         self.plans: dict[int, Plan] = {}
@@ -146,7 +146,7 @@ class _Probes:
 
     def _legal(self, model: ModelSpec) -> bool:
         deadline = self._asking.options.deadline
-        return bool(enumerate_space(model, self._asking.cluster, self._asking.training, self._pins, deadline).frames)
+        return bool(enumerate_candidates(model, self._asking.cluster, self._asking.training, self._pins, deadline).layouts)
 
     def next_above(self, best: int | None) -> tuple[str | None, PlannerError | None]:
         """The smallest size above `best` that does not fit, and what it lacks."""
@@ -192,14 +192,14 @@ def last_that_fits(fits: Callable[[int], bool], legal_at_most: Callable[[int, in
 
 
 def find_largest(
-    sizes: Sizes, asking: Asking, levels: Sequence[tuple[Offload, ...]] = LEVELS, *, interrupted: Callable[[], bool] = lambda: False,
-) -> tuple[Largest, ...]:
+    sizes: ModelSizes, asking: Asking, levels: Sequence[tuple[Offload, ...]] = LEVELS, *, interrupted: Callable[[], bool] = lambda: False,
+) -> tuple[LargestModel, ...]:
     """The largest model for each of `levels`, of which each allows what the one before does and more.
 
     interrupted: whether Ctrl-C came, which ends it with what is known, as the deadline does; a search that it ends may still have a plan
     Raises OutOfTimeError where the deadline came before any plan.
     """
-    rows: list[Largest] = []
+    rows: list[LargestModel] = []
     known = 0
     for number, offload in enumerate(levels):
         probes = _Probes(sizes, asking, offload, interrupted)
@@ -214,7 +214,7 @@ def find_largest(
     return tuple(rows)
 
 
-def _largest(probes: _Probes, offload: tuple[Offload, ...], known: int, count: int, rows: int) -> tuple[Largest, int]:
+def _largest(probes: _Probes, offload: tuple[Offload, ...], known: int, count: int, rows: int) -> tuple[LargestModel, int]:
     """The row of one level, and the index to begin the next with: what fits with less on the host fits with more.
 
     rows: how many are still to be made, this one included
@@ -228,6 +228,6 @@ def _largest(probes: _Probes, offload: tuple[Offload, ...], known: int, count: i
         next_name, next_error = probes.next_above(best)
     except (KeyboardInterrupt, OutOfTimeError) as error:
         best, stopped = max(probes.plans, default=None), TIME_LIMIT if isinstance(error, OutOfTimeError) else "Ctrl-C"
-    return Largest(
+    return LargestModel(
         offload=offload, plan=None if best is None else probes.plans[best], next_name=next_name, next_error=next_error,
         num_searches=probes.num_searches, stopped=stopped), best or 0

@@ -3,7 +3,7 @@
 What the host takes off the devices is paid for in time, which the slowdown limits, and in memory of the host, which is one more limit.
 A device fills only the budget that its column was priced with, one a pipeline rank: with more it would keep parameters that it can fetch
 again. Every answer is priced with the exact schedules of its chunks, on those budgets, and takes no longer than the slowdown allows
-in the simulated step either; where it would, the frame is asked again for a faster one.
+in the simulated step either; where it would, the layout is asked again for a faster one.
 """
 
 from __future__ import annotations
@@ -12,75 +12,75 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.memory.rank_memory import usable_bytes
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, bubble_share, price_step
-from parplan.costmodels.strategy import Frame, Strategy
-from parplan.planner.candidates.branch_and_bound import Outcome, best_of, branch
+from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.candidates.branch_and_bound import BranchOutcome, best_of, branch_and_bound
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes
 from parplan.planner.host_options.location_costs import host_share_bytes
-from parplan.planner.master import Choice, Master, lower_bound_s
+from parplan.planner.master import MasterChoice, Master, lower_bound_s
 from parplan.planner.master import redundancy_bound_bytes as columns_redundancy_bound_bytes
 from parplan.planner.plan.prediction import Objective
-from parplan.planner.search.search_session import ROUNDING, Session
+from parplan.planner.search.search_session import ROUNDING, SearchSession
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import ChunkColumns, Columns, lean_step_bytes
-from parplan.planner.stage_columns.columns import Column, Pace
-from parplan.planner.stage_columns.embedding_columns import EitherTable, Ways
+from parplan.planner.stage_columns.columns import StageColumn, RankTimeLimit
+from parplan.planner.stage_columns.embedding_columns import EitherTable, ColumnMaker
 from parplan.profiles.errors import InfeasibleError
 
-TRIES = 6  # how often a frame whose exact step is too long is asked for a faster plan
+TRIES = 6  # how often a layout whose exact step is too long is asked for a faster plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lean:
-    """The least redundant choice of one frame, priced exactly; `value` and `bound` in redundant bytes of the cluster.
+class LeanChoice:
+    """The least redundant choice of one layout, priced exactly; `value` and `bound` in redundant bytes of the cluster.
 
-    book: its prices, with the budgets of its devices
+    price_cache: its prices, with the budgets of its devices
     """
 
-    frame: Frame
-    choice: Choice
+    layout: ParallelLayout
+    choice: MasterChoice
     value: float
     bound: float
     strategy: Strategy
     price: StepPrice
-    book: PriceBook
+    price_cache: PriceCache
 
 
 def search_leanest_on_host(
-    frames: Sequence[Frame], session: Session, incumbent: Lean, *, closed_s: float, step_s: float,
-) -> Outcome[Lean]:
-    """Frames one after the other by their bound of redundant bytes, until none can be below the best.
+    layouts: Sequence[ParallelLayout], session: SearchSession, incumbent: LeanChoice, *, closed_s: float, step_s: float,
+) -> BranchOutcome[LeanChoice]:
+    """Layouts one after the other by their bound of redundant bytes, until none can be below the best.
 
     incumbent: the plan to be beaten; closed_s, step_s: what a step may take, in the closed form and simulated
     """
     dropped: list[float] = []
     bounded = (
-        (redundancy_bound_bytes(frame, session.table) + _least_home_bytes(frame, session, closed_s), frame)
-        for frame in frames
-        if session.prices.may_fit(frame, session.limit_bytes) and session.prices.least_s(frame, session.limit_bytes) <= closed_s)
-    outcome = branch(
+        (redundancy_bound_bytes(layout, session.table) + _least_home_bytes(layout, session, closed_s), layout)
+        for layout in layouts
+        if session.prices.may_fit(layout, session.limit_bytes) and session.prices.least_s(layout, session.limit_bytes) <= closed_s)
+    outcome = branch_and_bound(
         Objective.MEMORY, bounded,
-        lambda frame, bound, cut, _: _solve(frame, bound, cut, session, closed_s, step_s, dropped), best_of, left_s=session.left_s,
+        lambda layout, bound, cut, _: _solve(layout, bound, cut, session, closed_s, step_s, dropped), best_of, left_s=session.left_s,
         on_progress=session.on_progress, incumbent=incumbent)
     return replace(outcome, bound=min((outcome.bound, *dropped)))
 
 
 def _solve(
-    frame: Frame, bound: float, cut: float, session: Session, slowest_s: float, step_s: float, dropped: list[float],
-) -> Lean | None:
-    """The answer of one frame; where its closed form has a leaner one that takes too long, the bound of that is `dropped`.
+    layout: ParallelLayout, bound: float, cut: float, session: SearchSession, slowest_s: float, step_s: float, dropped: list[float],
+) -> LeanChoice | None:
+    """The answer of one layout; where its closed form has a leaner one that takes too long, the bound of that is `dropped`.
 
     Then what the closed form may take is halved in on: less where the exact step is too long, more where it is not.
     """
-    choice = _choose(frame, cut, session, slowest_s)
+    choice = _choose(layout, cut, session, slowest_s)
     if choice is None:
         return None
     least = choice.redundant_bytes if choice.proven else bound
-    least -= 2 * frame.chunked * frame.mesh.num_ranks * lean_step_bytes(frame, session.book)  # a step of mixes, and one of columns
-    found = _priced(frame, choice, least, session)
+    least -= 2 * layout.chunked * layout.mesh.num_ranks * lean_step_bytes(layout, session.price_cache)  # a step of mixes, and one of columns
+    found = _priced(layout, choice, least, session)
     if found is None or found.price.step_s <= step_s:
         dropped += [least] if found is None else []
         return found
@@ -88,8 +88,8 @@ def _solve(
     low_s = high_s * (step_s / found.price.step_s) ** 2
     for _ in range(TRIES):
         middle_s = (low_s + high_s) / 2
-        choice = _choose(frame, cut, session, middle_s)
-        found = None if choice is None else _priced(frame, choice, least, session)
+        choice = _choose(layout, cut, session, middle_s)
+        found = None if choice is None else _priced(layout, choice, least, session)
         if choice and not (found and found.price.step_s <= step_s):
             high_s = min(middle_s, choice.step_s)
             continue
@@ -99,51 +99,51 @@ def _solve(
     return best
 
 
-def _choose(frame: Frame, cut: float, session: Session, slowest_s: float) -> Choice | None:
-    """The least redundant choice of a frame in `slowest_s` of the closed form, None where it is not below `cut`."""
-    num_layers, share = session.book.model.num_layers, bubble_share(frame, session.book)
-    pace = Pace(frame.num_micro_batches - share, slowest_s - session.time_bound(frame).total_s)
-    options = session.columns(frame, partial(_columns, session, pace), slowest_s)
+def _choose(layout: ParallelLayout, cut: float, session: SearchSession, slowest_s: float) -> MasterChoice | None:
+    """The least redundant choice of a layout in `slowest_s` of the closed form, None where it is not below `cut`."""
+    num_layers, share = session.price_cache.model.num_layers, bubble_share(layout, session.price_cache)
+    pace = RankTimeLimit(layout.num_micro_batches - share, slowest_s - session.time_bound(layout).total_s)
+    options = session.columns(layout, partial(_columns, session, pace), slowest_s)
     if options is None:
         return None
-    least_s, least = lower_bound_s(frame, options, num_layers, share), columns_redundancy_bound_bytes(frame, options, num_layers)
+    least_s, least = lower_bound_s(layout, options, num_layers, share), columns_redundancy_bound_bytes(layout, options, num_layers)
     if least_s is None or least is None or least_s > slowest_s or least >= cut:
         return None
-    master = Master(frame, options, num_layers, tied=session.book.tied, share=share)
+    master = Master(layout, options, num_layers, tied=session.price_cache.tied, share=share)
     choice = master.leanest(slowest_s, session.options.solver, session.solver_limit_s())
     return choice if choice and choice.redundant_bytes < cut else None
 
 
-def _least_home_bytes(frame: Frame, session: Session, slowest_s: float) -> float:
-    """By how much the states on the devices of a frame in chunks are more than with all blocks at their leanest home, at least.
+def _least_home_bytes(layout: ParallelLayout, session: SearchSession, slowest_s: float) -> float:
+    """By how much the states on the devices of a layout in chunks are more than with all blocks at their leanest home, at least.
 
     In the time that `slowest_s` leaves besides compute, the host updates but so many blocks, and fetches but so many. Of a rank this is
     convex in its blocks, so that the ranks together hold no less than with equal shares. Infinite where compute takes all of the time.
     """
-    if not frame.chunked:
+    if not layout.chunked:
         return 0.0
-    table, catalogue, time = session.table, session.table.catalogue, session.time_bound(frame)
-    passes, blocks = frame.num_micro_batches, session.book.model.num_layers / frame.mesh.pp
-    repeats, room_s = passes - bubble_share(frame, session.book), slowest_s - time.total_s
+    table, catalogue, time = session.table, session.table.catalogue, session.time_bound(layout)
+    passes, blocks = layout.num_micro_batches, session.price_cache.model.num_layers / layout.mesh.pp
+    repeats, room_s = passes - bubble_share(layout, session.price_cache), slowest_s - time.total_s
     spare_s = room_s - repeats * blocks * time.block_s
     if spare_s < 0:
         return float("inf")
     least = []
-    for layout in catalogue.fastest_s(frame.micro_batch_size, frame.sharding):
-        costs = table.block_costs(frame, catalogue.with_layout(layout, frame.sharding))
+    for weight_layout in catalogue.fastest_s(layout.micro_batch_size, layout.sharding):
+        costs = table.block_costs(layout, catalogue.with_weight_layout(weight_layout, layout.sharding))
         held = {home: float(cost.device.total) for home, cost in costs.items()}
         updated = min(blocks, *(spare_s / cost.host_adam_s for cost in costs.values() if cost.host_adam_s))
         on_host = 0.0
-        if Home.HOST in costs:
-            swept_s = repeats * costs[Home.HOST].fetch_s / passes  # all but the first pass of a step find none of the last block's
+        if StateLocation.HOST in costs:
+            swept_s = repeats * costs[StateLocation.HOST].fetch_s / passes  # all but the first pass of a step find none of the last block's
             on_host = min(updated, 1 + room_s / (2 * passes * swept_s) if swept_s else blocks)
-        others = held.get(Home.OPTIMIZER, held[Home.DEVICE])
-        total = on_host * held.get(Home.HOST, 0.0) + (updated - on_host) * others + (blocks - updated) * held[Home.DEVICE]
+        others = held.get(StateLocation.OPTIMIZER, held[StateLocation.DEVICE])
+        total = on_host * held.get(StateLocation.HOST, 0.0) + (updated - on_host) * others + (blocks - updated) * held[StateLocation.DEVICE]
         least.append(total - blocks * min(held.values()))
-    return frame.mesh.num_ranks * min(least)
+    return layout.mesh.num_ranks * min(least)
 
 
-def _columns(session: Session, pace: Pace, rank: Columns | Ways, count: int) -> list[Column]:
+def _columns(session: SearchSession, pace: RankTimeLimit, rank: Columns | ColumnMaker, count: int) -> list[StageColumn]:
     if isinstance(rank, EitherTable):
         return [column for way in rank.ways for column in _columns(session, pace, way, count)]
     if isinstance(rank, ChunkColumns):
@@ -152,17 +152,17 @@ def _columns(session: Session, pace: Pace, rank: Columns | Ways, count: int) -> 
     return [column for column in found if pace.repeats * column.time_s + column.tail_s <= pace.room_s]
 
 
-def _priced(frame: Frame, choice: Choice, bound: float, session: Session) -> Lean | None:
+def _priced(layout: ParallelLayout, choice: MasterChoice, bound: float, session: SearchSession) -> LeanChoice | None:
     """A choice with the exact schedules of its chunks, None where those need more of the device or of its host than there is."""
-    book, strategy = session.book_of(choice), to_strategy(frame, choice.columns)
-    if frame.chunked:
-        budgets = tuple(int(usable_bytes(column.memory_bytes, frame.mesh, book)) + 1 for column in choice.columns)
-        book = book.within(replace(book.chunking, device_bytes=budgets))
+    price_cache, strategy = session.book_of(choice), to_strategy(layout, choice.columns)
+    if layout.chunked:
+        budgets = tuple(int(usable_bytes(column.memory_bytes, layout.mesh, price_cache)) + 1 for column in choice.columns)
+        price_cache = price_cache.within(replace(price_cache.chunking, device_bytes=budgets))
     try:
-        price = price_step(strategy, book)
+        price = price_step(strategy, price_cache)
     except InfeasibleError:
         return None
     fullest, host = (max(getattr(memory, name) for memory in price.memory) for name in ("total", "host"))
-    if fullest > session.limit_bytes * (1 + ROUNDING) or host > host_share_bytes(book.machine.cluster) * (1 + ROUNDING):
+    if fullest > session.limit_bytes * (1 + ROUNDING) or host > host_share_bytes(price_cache.machine.cluster) * (1 + ROUNDING):
         return None
-    return Lean(frame=frame, choice=choice, value=choice.redundant_bytes, bound=bound, strategy=strategy, price=price, book=book)
+    return LeanChoice(layout=layout, choice=choice, value=choice.redundant_bytes, bound=bound, strategy=strategy, price=price, price_cache=price_cache)

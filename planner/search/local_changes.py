@@ -12,14 +12,14 @@ from dataclasses import replace
 from functools import partial
 
 from parplan.costmodels.memory.rank_memory import rank_memory
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step, simulated_step, step_costs
 from parplan.costmodels.strategy import LayerChoice, Strategy
 from parplan.planner.deadline import in_time
-from parplan.planner.search.search_session import Session, Solved
+from parplan.planner.search.search_session import SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
-from parplan.planner.stage_columns.columns import Column, same_ends
+from parplan.planner.stage_columns.columns import StageColumn, same_ends
 from parplan.profiles.errors import OutOfTimeError
 from parplan.profiles.models.operator_graph import LayerKind
 
@@ -28,29 +28,29 @@ MOST_TRIED = 120  # strategies that are simulated, of each kind of change
 NEAR = 0.03  # by how much a column alone may be slower than the one whose place it takes
 
 
-def improved(solved: Solved, strategy: Strategy, price: StepPrice, session: Session) -> tuple[Strategy, StepPrice]:
-    """The strategy, or one of the same frame whose simulated step is shorter, and its price.
+def improved(solved: SolvedCandidate, strategy: Strategy, price: StepPrice, session: SearchSession) -> tuple[Strategy, StepPrice]:
+    """The strategy, or one of the same layout whose simulated step is shorter, and its price.
 
     solved: the choice of the search for that frame. Without a pipeline and in chunks all stays as it is. Blocks are not moved between
     equal ranks, with halves from block to block, or with activations on the host. Ctrl-C and the time limit keep the best so far.
     """
-    frame, book = strategy.frame, session.book_of(solved.choice)
-    if frame.mesh.pp == 1 or frame.chunked:
+    layout, price_cache = strategy.layout, session.book_of(solved.choice)
+    if layout.mesh.pp == 1 or layout.chunked:
         return strategy, price
     best, best_s = strategy, price.step_s
     try:
         others = _other_columns(solved, session)
         for change in (partial(_with_other_columns, others=others, solved=solved), _moved):
-            best, best_s = _climbed(best, best_s, change, book, session)
+            best, best_s = _climbed(best, best_s, change, price_cache, session)
     except (KeyboardInterrupt, OutOfTimeError):
         pass
-    return (best, price_step(best, book)) if best is not strategy else (strategy, price)
+    return (best, price_step(best, price_cache)) if best is not strategy else (strategy, price)
 
 
 Changes = Callable[[Strategy], Iterable[tuple[Strategy, tuple[int, ...]]]]  # other strategies, and the ranks that differ
 
 
-def _climbed(strategy: Strategy, step_s: float, changes: Changes, book: PriceBook, session: Session) -> tuple[Strategy, float]:
+def _climbed(strategy: Strategy, step_s: float, changes: Changes, price_cache: PriceCache, session: SearchSession) -> tuple[Strategy, float]:
     """The strategy after all changes that made it faster, one after the other, and its simulated step."""
     best, best_s, tried, climbing = strategy, step_s, 0, True
     while climbing:
@@ -58,8 +58,8 @@ def _climbed(strategy: Strategy, step_s: float, changes: Changes, book: PriceBoo
         for other, ranks in changes(best):
             session.deadline.check()
             tried += 1
-            other_s = simulated_step(other, step_costs(other, book)).step_s
-            if other_s < best_s * (1 - WORTH_MOVING) and _fits(other, ranks, book, session):
+            other_s = simulated_step(other, step_costs(other, price_cache)).step_s
+            if other_s < best_s * (1 - WORTH_MOVING) and _fits(other, ranks, price_cache, session):
                 best, best_s, climbing = other, other_s, True
                 break
             if tried >= MOST_TRIED:
@@ -67,41 +67,41 @@ def _climbed(strategy: Strategy, step_s: float, changes: Changes, book: PriceBoo
     return best, best_s
 
 
-def _other_columns(solved: Solved, session: Session) -> list[list[Column]]:
+def _other_columns(solved: SolvedCandidate, session: SearchSession) -> list[list[StageColumn]]:
     """By rank the columns with as many blocks that are about as fast as the chosen one. Raises OutOfTimeError."""
-    frame, passes, found = solved.frame, solved.frame.num_micro_batches, []
+    layout, passes, found = solved.layout, solved.layout.num_micro_batches, []
     for rank, own in enumerate(in_time(solved.choice.columns, session.deadline)):
-        every = rank_columns(rank, frame, session.table).fastest(own.num_blocks, session.limit_bytes)
+        every = rank_columns(rank, layout, session.table).fastest(own.num_blocks, session.limit_bytes)
         slowest_s = own.alone_s(passes) * (1 + NEAR)
-        found.append([one for one in every if one != own and same_ends(rank, frame, one, own) and one.alone_s(passes) < slowest_s])
+        found.append([one for one in every if one != own and same_ends(rank, layout, one, own) and one.alone_s(passes) < slowest_s])
     return found
 
 
 def _with_other_columns(
-    strategy: Strategy, others: Sequence[Sequence[Column]], solved: Solved,
+    strategy: Strategy, others: Sequence[Sequence[StageColumn]], solved: SolvedCandidate,
 ) -> Iterator[tuple[Strategy, tuple[int, ...]]]:
     """The strategy with the stages of one rank as one of `others` has them, where the rank holds as many blocks as its column."""
-    frame, columns = strategy.frame, solved.choice.columns
+    layout, columns = strategy.layout, solved.choice.columns
     for rank, own in enumerate(columns):
-        if sum(len(_blocks(strategy.stages[stage])) for stage in frame.stages_of(rank)) != own.num_blocks:
+        if sum(len(_blocks(strategy.stages[stage])) for stage in layout.stages_of(rank)) != own.num_blocks:
             continue
         for other in others[rank]:
-            made = to_strategy(frame, (*columns[:rank], other, *columns[rank + 1 :]))
+            made = to_strategy(layout, (*columns[:rank], other, *columns[rank + 1 :]))
             stages = list(strategy.stages)
-            for stage in frame.stages_of(rank):
+            for stage in layout.stages_of(rank):
                 stages[stage] = made.stages[stage]
             yield replace(strategy, stages=tuple(stages)), (rank,)
 
 
-def _fits(strategy: Strategy, ranks: Sequence[int], book: PriceBook, session: Session) -> bool:
-    return all(rank_memory(strategy, rank, book).total <= session.limit_bytes for rank in ranks)
+def _fits(strategy: Strategy, ranks: Sequence[int], price_cache: PriceCache, session: SearchSession) -> bool:
+    return all(rank_memory(strategy, rank, price_cache).total <= session.limit_bytes for rank in ranks)
 
 
 def _moved(strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, int]]]:
     """The strategy with one block on another stage, near ones first, and the ranks of both; the block is run as its new neighbours are."""
-    frame, num_stages = strategy.frame, len(strategy.stages)
+    layout, num_stages = strategy.layout, len(strategy.stages)
     on_host = any(choice.on_host for stage in strategy.stages for choice in stage)
-    if frame.equal_ranks or frame.tp_overlap == 3 or on_host:
+    if layout.equal_ranks or layout.tp_overlap == 3 or on_host:
         return
     pairs = [(here, there) for here in range(num_stages) for there in range(num_stages) if here != there]
     for here, there in sorted(pairs, key=lambda pair: abs(pair[0] - pair[1])):
@@ -110,7 +110,7 @@ def _moved(strategy: Strategy) -> Iterator[tuple[Strategy, tuple[int, int]]]:
             stages = list(strategy.stages)
             stages[here] = _without_one(stages[here], blocks[-1])
             stages[there] = _with_one_more(stages[there])
-            yield replace(strategy, stages=tuple(stages)), (frame.rank_of(here), frame.rank_of(there))
+            yield replace(strategy, stages=tuple(stages)), (layout.rank_of(here), layout.rank_of(there))
 
 
 def _blocks(stage: Sequence[LayerChoice]) -> list[LayerChoice]:

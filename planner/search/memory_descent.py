@@ -1,6 +1,6 @@
 """Lower the peak of the fullest device step by step: one memory limit after the other, until nothing fits below it.
 
-A limit within which a frame has no answer rules the frame out below it too. So each frame is asked first just below the best peak so far,
+A limit within which a layout has no answer rules the layout out below it too. So each layout is asked first just below the best peak so far,
 and only one that has an answer there is halved in on.
 """
 
@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.solver_faults import GaveUp, Unanswered
 from parplan.planner.deadline import Deadline
-from parplan.planner.master import Choice
+from parplan.planner.master import MasterChoice
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import OnProgress, Progress
-from parplan.planner.search.search_session import Solved
+from parplan.planner.search.search_session import SolvedCandidate
 from parplan.profiles.errors import OutOfTimeError, SolverError
 from parplan.profiles.units import MIB
 
 TOLD_APART = 0.001  # relative: peaks are found to that, or to 1 MiB
 
-Attempt = Callable[[Frame, float], Choice | None]  # a frame, and the bytes that a plan may fill of a device
+Attempt = Callable[[ParallelLayout, float], MasterChoice | None]  # a layout, and the bytes that a plan may fill of a device
 
 
-def fullest_bytes(choice: Choice) -> float:
+def peak_of_choice(choice: MasterChoice) -> float:
     """Bytes of the fullest device of a choice."""
     return max(column.memory_bytes for column in choice.columns)
 
@@ -55,27 +55,27 @@ def halve_in(
 class Descent:
     """The choice with the least peak so far, from `start` on, and how far its proof came.
 
-    finished: whether all frames were asked; interrupted: whether Ctrl-C came
+    finished: whether all layouts were asked; interrupted: whether Ctrl-C came
     """
 
-    def __init__(self, start: Solved, attempt: Attempt, deadline: Deadline, on_progress: OnProgress | None) -> None:
+    def __init__(self, start: SolvedCandidate, attempt: Attempt, deadline: Deadline, on_progress: OnProgress | None) -> None:
         self.best, self.attempt, self.deadline, self.on_progress = start, attempt, deadline, on_progress
         self.finished, self.interrupted, self.failures = True, False, list[SolverError]()
 
     @property
     def peak_bytes(self) -> float:
         """Of the best so far."""
-        return fullest_bytes(self.best.choice)
+        return peak_of_choice(self.best.choice)
 
-    def run(self, frames: Sequence[Frame]) -> None:
-        """Ask one frame after the other; Ctrl-C, the end of the time and a broken solver end it with the best so far."""
+    def run(self, layouts: Sequence[ParallelLayout]) -> None:
+        """Ask one layout after the other; Ctrl-C, the end of the time and a broken solver end it with the best so far."""
         unanswered = Unanswered()
         try:
-            for done, frame in enumerate(frames, 1):
-                unanswered.attempt(lambda frame=frame: self._lower(frame), 0.0)  # type: ignore[misc]
+            for done, layout in enumerate(layouts, 1):
+                unanswered.attempt(lambda layout=layout: self._lower(layout), 0.0)  # type: ignore[misc]
                 if self.on_progress:
                     self.on_progress(Progress(
-                        objective=Objective.PEAK, done=done, total=len(frames), incumbent=self.peak_bytes, bound=None))
+                        objective=Objective.PEAK, done=done, total=len(layouts), incumbent=self.peak_bytes, bound=None))
         except KeyboardInterrupt:
             self.finished, self.interrupted = False, True
         except (OutOfTimeError, GaveUp):
@@ -83,16 +83,16 @@ class Descent:
         self.failures = unanswered.failures
         self.finished = self.finished and not unanswered.bounds
 
-    def _lower(self, frame: Frame) -> Solved | None:
+    def _lower(self, layout: ParallelLayout) -> SolvedCandidate | None:
         """Lower the best peak by the answers of one frame."""
         before = self.best
 
         def probe(limit_bytes: float) -> float | None:
             self.deadline.require_left()
-            choice = self.attempt(frame, limit_bytes)
+            choice = self.attempt(layout, limit_bytes)
             if choice is None:
                 return None
-            self.best = Solved(frame, choice, choice.step_s, 0.0)
+            self.best = SolvedCandidate(layout, choice, choice.step_s, 0.0)
             return self.peak_bytes
 
         halve_in(0.0, self.peak_bytes, probe, (below(self.peak_bytes),))

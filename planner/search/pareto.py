@@ -31,9 +31,9 @@ from parplan.planner.infeasible.shortfall import infeasible_error, least_peak_by
 from parplan.planner.plan.plan import Plan, host_gib
 from parplan.planner.plan.prediction import FrontPoint, Objective
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, OnProgress, SearchOptions
-from parplan.planner.search.find_plan import Found, search, search_leaner
+from parplan.planner.search.find_plan import SearchResult, search, search_leaner
 from parplan.planner.search.memory_descent import halve_in
-from parplan.planner.search.search_session import Prices, Solved
+from parplan.planner.search.search_session import SearchPrices, SolvedCandidate
 from parplan.profiles.errors import ConfigError, OutOfTimeError, SolverError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
@@ -53,7 +53,7 @@ OnSearch = Callable[[str, int, int], None]  # what is looked for, searches done,
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ParetoPoint:
     """A plan of the front; its `search.front` has the limit of the search that found it."""
 
     plan: Plan
@@ -83,13 +83,13 @@ class Point:
         """The three that are minimised: step time, peak memory, redundancy."""
         return self.step_time_s, self.peak_memory_gib, self.redundancy_gib
 
-    def dominates(self, other: Point) -> bool:
+    def dominates(self, other: ParetoPoint) -> bool:
         """Whether this point is better in one value and worse in none."""
         return self.values != other.values and all(mine <= theirs for mine, theirs in zip(self.values, other.values, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
+class ParetoFront:
     """The points, fastest first.
 
     stopped: why the walk ended before its end, such as `Ctrl-C`, or None for a complete front
@@ -98,7 +98,7 @@ class Front:
     num_searches: how many searches found them
     """
 
-    points: tuple[Point, ...]
+    points: tuple[ParetoPoint, ...]
     stopped: str | None
     usable_gib: float
     nothing_within_gib: float | None
@@ -109,7 +109,7 @@ class Front:
         """Whether any point keeps something on the host."""
         return any(point.host_gib for point in self.points)
 
-    def leaner_tie(self, point: Point) -> int | None:
+    def leaner_tie(self, point: ParetoPoint) -> int | None:
         """The number of the leanest point that the prices cannot tell from `point` in step time, or None.
 
         Such a point is inside the error band of the step time and needs no more peak memory and no more redundancy:
@@ -125,13 +125,13 @@ class Front:
         return min(ties)[2] if ties else None
 
 
-def _as_lean(other: Point, point: Point) -> bool:
+def _as_lean(other: ParetoPoint, point: ParetoPoint) -> bool:
     return other.peak_memory_gib <= point.peak_memory_gib and other.redundancy_gib <= point.redundancy_gib
 
 
-def undominated(plans: Iterable[Plan]) -> tuple[Point, ...]:
+def undominated(plans: Iterable[Plan]) -> tuple[ParetoPoint, ...]:
     """The plans that no other dominates, by step time; of equal ones the first."""
-    unique = list({point.values: point for point in map(Point, reversed(list(plans)))}.values())
+    unique = list({point.values: point for point in map(ParetoPoint, reversed(list(plans)))}.values())
     kept = [point for point in unique if not any(other.dominates(point) for other in unique)]
     return tuple(sorted(kept, key=lambda point: point.values))
 
@@ -150,11 +150,11 @@ class _Walk:
     """The searches of one front, one after the other, over the same prices; what they found is kept in `found`."""
 
     def __init__(
-        self, prices: Prices, options: SearchOptions, planned: int, on_progress: OnProgress | None, on_search: OnSearch | None,
+        self, prices: SearchPrices, options: SearchOptions, planned: int, on_progress: OnProgress | None, on_search: OnSearch | None,
     ) -> None:
         self.prices, self.options, self.planned = prices, options, planned
         self.on_progress, self.on_search = on_progress, on_search
-        self.usable_bytes = limit_bytes(prices.book.machine.cluster, prices.book.training.stack, options)
+        self.usable_bytes = limit_bytes(prices.price_cache.machine.cluster, prices.price_cache.training.stack, options)
         self.found: list[Plan] = []
         self.num_searches = 0
         self.nothing_within_bytes: int | None = None
@@ -164,7 +164,7 @@ class _Walk:
         if self.options.deadline.is_over and self.found:
             raise _Over(TIME_LIMIT)
 
-    def fastest(self, within_bytes: int | None = None, *, keep: bool = True) -> Found | None:
+    def fastest(self, within_bytes: int | None = None, *, keep: bool = True) -> SearchResult | None:
         """The fastest plan, within `within_bytes` if given; None when nothing fits."""
         options = self.options if within_bytes is None else replace(self.options, memory_limit_bytes=within_bytes)
         limit_gib = None if within_bytes is None else round(within_bytes / GIB, GIB_DIGITS)
@@ -173,17 +173,17 @@ class _Walk:
             self.nothing_within_bytes = max(within_bytes, self.nothing_within_bytes or 0)
         return found and self._kept(found, keep=keep, memory_limit_gib=limit_gib)
 
-    def leanest(self, slowdown: float, fastest: Solved) -> Found | None:
+    def leanest(self, slowdown: float, fastest: SolvedCandidate) -> SearchResult | None:
         """The least redundant plan at most `slowdown` slower than `fastest`."""
         found = self._look(_lean_name(slowdown), Objective.MEMORY, replace(self.options, max_slowdown=slowdown), fastest)
         return found and self._kept(found, max_slowdown=_stated(slowdown))
 
-    def leaner(self, slowdown: float, found: Found) -> None:
+    def leaner(self, slowdown: float, found: SearchResult) -> None:
         """Keep the least redundant plan with the host, where it is below `found`: the one without, or the fastest with it."""
         options = self._announced(f"{_lean_name(slowdown)}, with the host", replace(self.options, max_slowdown=slowdown))
         self._kept(search_leaner(self.prices, found, options, self.on_progress), max_slowdown=_stated(slowdown))
 
-    def _look(self, name: str, objective: Objective, options: SearchOptions, fastest: Solved | None = None) -> Found | None:
+    def _look(self, name: str, objective: Objective, options: SearchOptions, fastest: SolvedCandidate | None = None) -> SearchResult | None:
         return search(self.prices, objective, self._announced(name, options), self.on_progress, fastest)
 
     def _announced(self, name: str, options: SearchOptions) -> SearchOptions:
@@ -194,7 +194,7 @@ class _Walk:
         self.num_searches += 1
         return options
 
-    def _kept(self, found: Found, *, keep: bool = True, memory_limit_gib: float | None = None, max_slowdown: float | None = None) -> Found:
+    def _kept(self, found: SearchResult, *, keep: bool = True, memory_limit_gib: float | None = None, max_slowdown: float | None = None) -> SearchResult:
         """`found` with the limit it was found by; a search that was interrupted, or whose solver failed, is the last."""
         front = FrontPoint(number=1, points=1, complete=True, memory_limit_gib=memory_limit_gib, max_slowdown=max_slowdown)
         plan = replace(found.plan, search=replace(found.plan.search, front=front))
@@ -211,7 +211,7 @@ def find_front(
     model: ModelSpec, cluster: Cluster, training: TrainingSpec, *, constraints: Constraints | None = None,
     options: SearchOptions | None = None, num_points: int = DEFAULT_POINTS, on_progress: OnProgress | None = None,
     on_search: OnSearch | None = None,
-) -> Front:
+) -> ParetoFront:
     """The front of step time, peak memory and redundancy, at about `num_points` limits; the same request gives the same front.
 
     Ctrl-C or the deadline of `options` end it with the points so far, the last of which may be less than proven: its own
@@ -224,10 +224,10 @@ def find_front(
     slowdowns = _spread(SLOWDOWNS, max(1, num_points * len(SLOWDOWNS) // DEFAULT_POINTS))
     num_limits = num_points - len(slowdowns) - 2
     alone = replace(pins, offload=())
-    walk = _Walk(Prices(model, cluster, training, alone, options.deadline), options, num_points + 1, on_progress, on_search)
+    walk = _Walk(SearchPrices(model, cluster, training, alone, options.deadline), options, num_points + 1, on_progress, on_search)
     stopped = None
     try:
-        first, lean = walk.fastest(), list[Found | None]()
+        first, lean = walk.fastest(), list[SearchResult | None]()
         if first is not None:
             least = least_peak_bytes(model, cluster, training, alone, options.deadline)
             _tighten(walk, _peak_bytes(first.plan), round(least or MIB), num_limits)
@@ -246,10 +246,10 @@ def find_front(
 
 
 def _with_host(
-    walk: _Walk, asked: Request, slowdowns: Sequence[float], lean: Sequence[Found | None], num_limits: int,
+    walk: _Walk, asked: Request, slowdowns: Sequence[float], lean: Sequence[SearchResult | None], num_limits: int,
 ) -> None:
     """What the host adds to the front, `lean` without it at each of the slowdowns; nothing where nothing fits with it either."""
-    walk.prices, walk.nothing_within_bytes = Prices(*asked, walk.options.deadline), None
+    walk.prices, walk.nothing_within_bytes = SearchPrices(*asked, walk.options.deadline), None
     walk.planned += sum(slowdown <= HOST_SLOWDOWN for slowdown in slowdowns) + num_limits // HOST_SHARE + 3
     peaks = [_peak_bytes(plan) for plan in walk.found]
     first = walk.fastest()
@@ -270,19 +270,19 @@ def _stated(slowdown: float) -> float | None:
     return slowdown if slowdown != ANY_SLOWDOWN else None
 
 
-def _front(walk: _Walk, stopped: str | None) -> Front:
+def _front(walk: _Walk, stopped: str | None) -> ParetoFront:
     """What stays of the plans that were found, each numbered in its own record."""
     points, nothing = undominated(walk.found), walk.nothing_within_bytes
     nothing_gib = None if nothing is None else nothing / GIB
-    return Front(
+    return ParetoFront(
         points=tuple(_numbered(point.plan, number, len(points), complete=stopped is None) for number, point in enumerate(points, 1)),
         stopped=stopped, usable_gib=walk.usable_bytes / GIB, nothing_within_gib=nothing_gib, num_searches=walk.num_searches)
 
 
-def _numbered(plan: Plan, number: int, points: int, *, complete: bool) -> Point:
+def _numbered(plan: Plan, number: int, points: int, *, complete: bool) -> ParetoPoint:
     assert plan.search.front is not None, "the walk gave it one"
     front = replace(plan.search.front, number=number, points=points, complete=complete)
-    return Point(replace(plan, search=replace(plan.search, front=front)))
+    return ParetoPoint(replace(plan, search=replace(plan.search, front=front)))
 
 
 def _spread(values: Sequence[float], count: int) -> tuple[float, ...]:
@@ -292,7 +292,7 @@ def _spread(values: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def _peak_bytes(plan: Plan) -> int:
-    return round(Point(plan).peak_memory_gib * GIB)
+    return round(ParetoPoint(plan).peak_memory_gib * GIB)
 
 
 def _tighten(walk: _Walk, peak_bytes: int, least_bytes: int, num_limits: int) -> None:

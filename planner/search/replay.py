@@ -1,95 +1,95 @@
-"""The best frames of a search in the simulator (EQUATIONS I6): their own columns, and what may be better than the closed form says."""
+"""The best layouts of a search in the simulator (EQUATIONS I6): their own columns, and what may be better than the closed form says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.baselines.stage_aware import Room, stage_aware
+from parplan.planner.baselines.stage_aware import StageAwareRoom, stage_aware
 from parplan.planner.baselines.uniform_strategies import counted_ends, equal_blocks
-from parplan.planner.candidates.branch_and_bound import Outcome
+from parplan.planner.candidates.branch_and_bound import BranchOutcome
 from parplan.planner.host_options.location_costs import host_share_bytes
 from parplan.planner.layer_options.overlap_levels import illegal_full_recompute
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.search.local_changes import improved
-from parplan.planner.search.search_session import ROUNDING, Session, Solved
+from parplan.planner.search.search_session import ROUNDING, SearchSession, SolvedCandidate
 from parplan.planner.stage_columns.block_counts import to_strategy
 from parplan.planner.stage_columns.chunk_columns import rank_columns
 from parplan.planner.stage_columns.columns import same_ends
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 
-SCHEDULED = 4  # columns of one frame whose exact schedules are compared
+SCHEDULED = 4  # columns of one layout whose exact schedules are compared
 IMPROVED = 3  # strategies whose blocks are moved between stages
 TOLD_APART = 9  # significant digits of a step: sums of the same terms in another order
 WORTH_CHUNKS = 0.01  # how much faster chunks must be where nothing leaves the device
 
-Replayed = tuple[Solved, Strategy, StepPrice]
+Replayed = tuple[SolvedCandidate, Strategy, StepPrice]
 
 
-def _equal_stages(solved: Solved, session: Session) -> Iterator[Strategy]:
-    """The frame of `solved` with as many blocks on every stage, or where an end counts as one, each on its fastest column.
+def _equal_stages(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
+    """The layout of `solved` with as many blocks on every stage, or where an end counts as one, each on its fastest column.
 
     On equal stages the closed form is exact. On others it may be too short by less than a percent, and would then put a plan first
     that a rule of thumb on equal stages beats.
     """
-    frame, num_layers, pp = solved.frame, session.book.model.num_layers, solved.frame.mesh.pp
-    for ends in counted_ends(num_layers, pp) if pp > 1 and frame.virtual_stages == 1 else ():
-        blocks = equal_blocks(frame, num_layers, ends)
+    layout, num_layers, pp = solved.layout, session.price_cache.model.num_layers, solved.layout.mesh.pp
+    for ends in counted_ends(num_layers, pp) if pp > 1 and layout.virtual_stages == 1 else ():
+        blocks = equal_blocks(layout, num_layers, ends)
         ranks = [
-            [c for c in rank_columns(rank, frame, session.table).fastest(count, session.limit_bytes) if same_ends(rank, frame, c, chosen)]
+            [c for c in rank_columns(rank, layout, session.table).fastest(count, session.limit_bytes) if same_ends(rank, layout, c, chosen)]
             for rank, (count, chosen) in enumerate(zip(blocks, solved.choice.columns, strict=True))]
         if all(ranks):
-            yield to_strategy(frame, tuple(min(columns, key=lambda c: c.alone_s(frame.num_micro_batches)) for columns in ranks))
+            yield to_strategy(layout, tuple(min(columns, key=lambda c: c.alone_s(layout.num_micro_batches)) for columns in ranks))
 
 
-def _by_the_rule(solved: Solved, session: Session) -> Iterator[Strategy]:
-    """Merak's one knob of recompute on equal stages, the least that fits, where the frame has such: no plan is slower than the rule."""
-    frame, book, num_layers = solved.frame, session.book_of(solved.choice), session.book.model.num_layers
-    if frame.mesh.pp == 1 or frame.virtual_stages > 1 or frame.chunked:
+def _by_the_rule(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
+    """Merak's one knob of recompute on equal stages, the least that fits, where the layout has such: no plan is slower than the rule."""
+    layout, price_cache, num_layers = solved.layout, session.book_of(solved.choice), session.price_cache.model.num_layers
+    if layout.mesh.pp == 1 or layout.virtual_stages > 1 or layout.chunked:
         return
     allowed = session.prices.recompute or tuple(Recompute)
-    if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(frame.tp_overlap, book.model):
+    if not {Recompute.NONE, Recompute.FULL} <= set(allowed) or illegal_full_recompute(layout.tp_overlap, price_cache.model):
         return
-    for ends in counted_ends(num_layers, frame.mesh.pp):
-        blocks = equal_blocks(frame, num_layers, ends)
+    for ends in counted_ends(num_layers, layout.mesh.pp):
+        blocks = equal_blocks(layout, num_layers, ends)
         for zero in sorted({column.zero for column in solved.choice.columns}):
-            counts = Room(frame, blocks, zero, book, session.limit_bytes).least_knob()
+            counts = StageAwareRoom(layout, blocks, zero, price_cache, session.limit_bytes).least_knob()
             if counts is not None:
-                yield stage_aware(frame, blocks, counts, zero)
+                yield stage_aware(layout, blocks, counts, zero)
 
 
-def _other_homes(solved: Solved, session: Session) -> Iterator[Strategy]:
-    """Of a frame in chunks without pipeline the best columns: what waits for copies, the exact schedules know better."""
-    frame = solved.frame
-    if frame.chunked and frame.mesh.pp == 1:
-        columns = rank_columns(0, frame, session.table).fastest(session.book.model.num_layers, session.limit_bytes)
+def _other_homes(solved: SolvedCandidate, session: SearchSession) -> Iterator[Strategy]:
+    """Of a layout in chunks without pipeline the best columns: what waits for copies, the exact schedules know better."""
+    layout = solved.layout
+    if layout.chunked and layout.mesh.pp == 1:
+        columns = rank_columns(0, layout, session.table).fastest(session.price_cache.model.num_layers, session.limit_bytes)
         alike = (column for column in columns if column.looks_up == solved.choice.columns[0].looks_up)
-        for column in sorted(alike, key=lambda c: c.alone_s(frame.num_micro_batches))[:SCHEDULED]:
-            yield to_strategy(frame, (column,))
+        for column in sorted(alike, key=lambda c: c.alone_s(layout.num_micro_batches))[:SCHEDULED]:
+            yield to_strategy(layout, (column,))
 
 
 def _idle_chunks(strategy: Strategy) -> bool:
     """Whether a strategy holds blocks in chunks of which none leaves the device: the same without chunks is simpler."""
-    return strategy.frame.chunked and all(choice.home is Home.DEVICE for stage in strategy.stages for choice in stage)
+    return strategy.layout.chunked and all(choice.home is StateLocation.DEVICE for stage in strategy.stages for choice in stage)
 
 
-def _price(strategy: Strategy, book: PriceBook) -> StepPrice | None:
+def _price(strategy: Strategy, price_cache: PriceCache) -> StepPrice | None:
     """What a strategy takes, or None where the exact schedule of its chunks, or its host, needs more than there is."""
     try:
-        price = price_step(strategy, book)
+        price = price_step(strategy, price_cache)
     except InfeasibleError:
         return None
     host = max(memory.host for memory in price.memory)
-    return price if host <= host_share_bytes(book.machine.cluster) * (1 + ROUNDING) else None
+    return price if host <= host_share_bytes(price_cache.machine.cluster) * (1 + ROUNDING) else None
 
 
-def _tried(solved: Solved, objective: Objective, session: Session) -> Iterator[Strategy]:
-    """A solved frame as it was chosen, and for throughput what may be faster in the simulator. Raises OutOfTimeError after the first."""
-    yield to_strategy(solved.frame, solved.choice.columns)
+def _tried(solved: SolvedCandidate, objective: Objective, session: SearchSession) -> Iterator[Strategy]:
+    """A solved layout as it was chosen, and for throughput what may be faster in the simulator. Raises OutOfTimeError after the first."""
+    yield to_strategy(solved.layout, solved.choice.columns)
     if objective is Objective.THROUGHPUT:
         yield from (*_equal_stages(solved, session), *_by_the_rule(solved, session), *_other_homes(solved, session))
 
@@ -102,18 +102,18 @@ def _unique(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
             yield strategy
 
 
-def replay(outcome: Outcome[Solved], objective: Objective, session: Session) -> list[Replayed]:
-    """The best solved frames priced in full, for throughput the fastest first; an interrupt and the end of the time keep what is
+def replay_best(outcome: BranchOutcome[SolvedCandidate], objective: Objective, session: SearchSession) -> list[Replayed]:
+    """The best solved layouts priced in full, for throughput the fastest first; an interrupt and the end of the time keep what is
     replayed."""
     replayed: list[Replayed] = []
     try:
         for solved in outcome.to_replay:
-            book, priced = session.book_of(solved.choice), list[Replayed]()
+            price_cache, priced = session.book_of(solved.choice), list[Replayed]()
             try:
                 for strategy in _unique(_tried(solved, objective, session)):
                     if replayed or priced:  # a plan late is better than none
                         session.deadline.check()
-                    price = _price(strategy, book)
+                    price = _price(strategy, price_cache)
                     priced += [(solved, strategy, price)] if price else []
             finally:
                 replayed += [min(priced, key=_told_apart)] if priced else []
@@ -134,6 +134,6 @@ def _told_apart(found: Replayed) -> tuple[float, float]:
     return float(f"{counted_s:.{TOLD_APART}g}"), max(memory.total for memory in price.memory)
 
 
-def _improved(found: Replayed, session: Session) -> Replayed:
+def _improved(found: Replayed, session: SearchSession) -> Replayed:
     solved, strategy, price = found
     return (solved, *improved(solved, strategy, price, session))

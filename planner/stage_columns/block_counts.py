@@ -6,59 +6,59 @@ from collections.abc import Iterator
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
-from parplan.planner.host_options.state_locations import in_homes
-from parplan.planner.stage_columns.columns import Column
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.planner.host_options.state_locations import at_locations
+from parplan.planner.stage_columns.columns import StageColumn
 from parplan.planner.stage_columns.dealing import dealt
 from parplan.profiles.models.operator_graph import LayerKind
 
 
-def shorter_ends(frame: Frame, num_layers: int) -> bool | None:
+def shorter_ends(layout: ParallelLayout, num_layers: int) -> bool | None:
     """How virtual stages share the blocks: False equally, True with one block less on the first and on the last.
 
     The embedding and the head then take the place of a block, as in Llama 3 (arXiv 2407.21783, section 3.3.2). None when
     neither divides the blocks into whole stages.
     """
-    if num_layers % frame.num_virtual_stages == 0:
+    if num_layers % layout.num_virtual_stages == 0:
         return False
-    interleaved = frame.schedule is Schedule.INTERLEAVED
-    return True if interleaved and (num_layers + 2) % frame.num_virtual_stages == 0 and frame.mesh.pp > 1 else None
+    interleaved = layout.schedule is Schedule.INTERLEAVED
+    return True if interleaved and (num_layers + 2) % layout.num_virtual_stages == 0 and layout.mesh.pp > 1 else None
 
 
-def block_counts(rank: int, frame: Frame, num_layers: int, longest: int | None = None) -> Iterator[int]:
+def block_counts(rank: int, layout: ParallelLayout, num_layers: int, longest: int | None = None) -> Iterator[int]:
     """How many blocks one rank may hold: given by `shorter_ends` where ranks are equal, else from one a chunk to `longest`.
 
     None holds so few that the others would have to hold more than `longest`.
     """
-    pp, v = frame.mesh.pp, frame.virtual_stages
+    pp, v = layout.mesh.pp, layout.virtual_stages
     if pp == 1:
         yield num_layers
-    elif frame.equal_ranks:
-        missing = 2 if shorter_ends(frame, num_layers) else 0
+    elif layout.equal_ranks:
+        missing = 2 if shorter_ends(layout, num_layers) else 0
         yield (num_layers + missing) // pp - (missing > 0 and rank in (0, pp - 1))
     else:
         most = min(num_layers - v * (pp - 1), longest or num_layers)
         yield from range(max(v, num_layers - (pp - 1) * most), most + 1)  # fewer would leave the others too many
 
 
-def to_strategy(frame: Frame, columns: tuple[Column, ...]) -> Strategy:
+def to_strategy(layout: ParallelLayout, columns: tuple[StageColumn, ...]) -> Strategy:
     """The strategy that runs rank s on `columns[s]`: embedding first, blocks by option, head last."""
     stages: dict[int, tuple[LayerChoice, ...]] = {}
     for rank, column in enumerate(columns):
-        for stage, blocks in zip(frame.stages_of(rank), _chunks_of(rank, column, frame), strict=True):
+        for stage, blocks in zip(layout.stages_of(rank), _chunks_of(rank, column, layout), strict=True):
             first = [LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, column.zero)] * (stage == 0)
-            last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (stage == frame.num_virtual_stages - 1)
+            last = [LayerChoice(LayerKind.HEAD, Recompute.NONE, column.zero)] * (stage == layout.num_virtual_stages - 1)
             stages[stage] = (*first, *blocks, *last)
-    placed = [stages[stage] for stage in range(frame.num_virtual_stages)]
-    homes = in_homes(placed, frame, [column.homes for column in columns]) if frame.chunked else tuple(placed)
-    return Strategy(frame=frame, stages=homes)
+    placed = [stages[stage] for stage in range(layout.num_virtual_stages)]
+    homes = at_locations(placed, layout, [column.homes for column in columns]) if layout.chunked else tuple(placed)
+    return Strategy(layout=layout, stages=homes)
 
 
-def _chunks_of(rank: int, column: Column, frame: Frame) -> list[list[LayerChoice]]:
+def _chunks_of(rank: int, column: StageColumn, layout: ParallelLayout) -> list[list[LayerChoice]]:
     """The blocks of a rank by chunk."""
     blocks = [
         LayerChoice(
-            LayerKind.BLOCK, option.recompute, option.zero, option.sharding if option.sharding != frame.sharding else None,
+            LayerKind.BLOCK, option.recompute, option.zero, option.sharding if option.sharding != layout.sharding else None,
             on_host=option.on_host)
         for option, count in column.mix for _ in range(count)]
-    return [[blocks[number] for number in chunk] for chunk in dealt(rank, column.num_blocks, frame)]
+    return [[blocks[number] for number in chunk] for chunk in dealt(rank, column.num_blocks, layout)]

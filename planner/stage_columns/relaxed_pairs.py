@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from parplan.planner.dominance import Array, Ints
-from parplan.planner.layer_options.mixes import Pairs, column_of
-from parplan.planner.stage_columns.stage_prices import PerBlock
+from parplan.planner.layer_options.mixes import OptionPairs, column_of
+from parplan.planner.stage_columns.stage_prices import BlockCosts
 
 TOLD_APART = 1e-9  # relative: sums of the same terms in another order
 
@@ -15,7 +15,7 @@ TOLD_APART = 1e-9  # relative: sums of the same terms in another order
 class RelaxedPairs:
     """What a block costs on the two options of every pair: `[side, pair]`, or the larger or smaller of both by pair."""
 
-    def __init__(self, block: PerBlock, pairs: Pairs) -> None:
+    def __init__(self, block: BlockCosts, pairs: OptionPairs) -> None:
         index = pairs.index
         self.alone = index[0] == index[1]
         self._tail_s, self._time_s, self._plain_s = (

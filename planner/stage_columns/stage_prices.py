@@ -10,17 +10,17 @@ import numpy as np
 
 from parplan.costmodels.chunks.chunk_memory import prices_of
 from parplan.costmodels.memory.rank_memory import sent_bytes, stashes, zero_passes_bytes
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import rank_edges, rank_receives
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.dominance import Array
 from parplan.planner.layer_options.catalogue import LayerOption
-from parplan.planner.layer_options.mixes import Mixes, column_of, widest
+from parplan.planner.layer_options.mixes import Mixes, column_of, widest_mixes
 from parplan.profiles.models.operator_graph import LayerKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
+class EndCosts:
     """What a rank pays at one ZeRO stage besides its blocks."""
 
     time_s: float
@@ -41,14 +41,14 @@ class Fixed:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PerBlock:
+class BlockCosts:
     """What one block costs on each of `options`, which have ZeRO stages; one value for each option in every array.
 
     waiting          the weight gradient of a split backward pass, while it waits
     recompute_s, longer_s, whole_saved, whole_workspace
                      of schedules that recompute ahead of the gradient, zero elsewhere: the recompute, by how much the backward pass
                      is longer than the forward pass, and what is kept and temporary without recompute
-    A frame in chunks has the compute alone (planner/stage_columns/chunk_columns.py).
+    A layout in chunks has the compute alone (planner/stage_columns/chunk_columns.py).
     """
 
     options: tuple[LayerOption, ...]
@@ -76,74 +76,74 @@ class PerBlock:
         gathered, reduced = zip(*found, strict=True)
         return np.array(gathered), np.array(reduced)
 
-    def of(self, options: Sequence[LayerOption]) -> PerBlock:
+    def of(self, options: Sequence[LayerOption]) -> BlockCosts:
         """The costs of some of the options, in their order."""
         rows = [self._index[option] for option in options]
-        return PerBlock(options=tuple(options), **{name: getattr(self, name)[rows] for name in _ARRAYS})
+        return BlockCosts(options=tuple(options), **{name: getattr(self, name)[rows] for name in _ARRAYS})
 
 
-_ARRAYS = tuple(field.name for field in fields(PerBlock) if field.name != "options")
+_ARRAYS = tuple(field.name for field in fields(BlockCosts) if field.name != "options")
 
 
-def end_kinds(rank: int, frame: Frame) -> tuple[LayerKind, ...]:
+def end_kinds(rank: int, layout: ParallelLayout) -> tuple[LayerKind, ...]:
     """Which of embedding and head a pipeline rank holds."""
-    ends = (LayerKind.EMBEDDING, 0), (LayerKind.HEAD, frame.num_virtual_stages - 1)
-    return tuple(kind for kind, stage in ends if frame.rank_of(stage) == rank)
+    ends = (LayerKind.EMBEDDING, 0), (LayerKind.HEAD, layout.num_virtual_stages - 1)
+    return tuple(kind for kind, stage in ends if layout.rank_of(stage) == rank)
 
 
-def tied_ends(frame: Frame) -> tuple[int, ...]:
+def tied_ends(layout: ParallelLayout) -> tuple[int, ...]:
     """The two pipeline ranks that reduce the gradients of a tied embedding, none where one rank holds both copies."""
-    first, last = frame.rank_of(0), frame.rank_of(frame.num_virtual_stages - 1)
+    first, last = layout.rank_of(0), layout.rank_of(layout.num_virtual_stages - 1)
     return (first, last) if first != last else ()
 
 
-def fixed_price(rank: int, frame: Frame, zero: int, book: PriceBook) -> Fixed:
+def fixed_price(rank: int, layout: ParallelLayout, zero: int, price_cache: PriceCache) -> EndCosts:
     """What `rank` pays for embedding, head and transfers."""
-    b, mesh, sharding = frame.micro_batch_size, frame.mesh, frame.sharding
-    time_s = rank_receives(rank, frame, book).value_s + rank_edges(frame, book).value_s
-    outside = prices_of(frame, book)
-    tail_s = outside.tied_reduction(mesh, sharding).value_s if book.tied and rank in tied_ends(frame) else 0.0
-    table = book.shared_table_bytes(mesh, sharding)
+    b, mesh, sharding = layout.micro_batch_size, layout.mesh, layout.sharding
+    time_s = rank_receives(rank, layout, price_cache).value_s + rank_edges(layout, price_cache).value_s
+    outside = prices_of(layout, price_cache)
+    tail_s = outside.tied_reduction(mesh, sharding).value_s if price_cache.tied and rank in tied_ends(layout) else 0.0
+    table = price_cache.shared_table_bytes(mesh, sharding)
     states = gradients = ideal = ideal_held = saved = used_up = waiting = host = 0.0
-    held_bytes = sent_bytes(rank, frame, book) + table
+    held_bytes = sent_bytes(rank, layout, price_cache) + table
     buffer = step_copies = 0
     workspaces = dict.fromkeys(LayerKind, -np.inf)
-    for kind in end_kinds(rank, frame):
+    for kind in end_kinds(rank, layout):
         data = outside.data_parallel(kind, b, mesh, sharding, zero)
-        kept = book.activations(kind, b, sharding)
+        kept = price_cache.activations(kind, b, sharding)
         held = outside.states(kind, mesh, sharding, zero)
-        time_s += book.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
+        time_s += price_cache.layer_time(kind, b, sharding).total_s + data.per_micro_batch_s
         tail_s += data.per_step_s
         states, ideal, step_copies = states + held.states.total, ideal + sum(held.ideal), step_copies + held.step_copies
         saved, host, gradients = saved + kept.saved, host + held.host, gradients + held.states.gradients
-        held_bytes += stashes(kind, rank, frame) * kept.saved
-        ideal_held += stashes(kind, rank, frame) * kept.ideal_saved
+        held_bytes += stashes(kind, rank, layout) * kept.saved
+        ideal_held += stashes(kind, rank, layout) * kept.ideal_saved
         workspaces[kind], buffer = kept.workspace, max(buffer, held.zero_buffer)
-        used_up += kept.saved * (kind is LayerKind.HEAD and not frame.splits_backward)
-        waiting += book.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and frame.splits_backward)
-    workspaces[LayerKind.EMBEDDING] += book.table_workspace_bytes(mesh, sharding)
-    return Fixed(
+        used_up += kept.saved * (kind is LayerKind.HEAD and not layout.splits_backward)
+        waiting += price_cache.waiting_bytes(kind, b, sharding) * (kind is LayerKind.HEAD and layout.splits_backward)
+    workspaces[LayerKind.EMBEDDING] += price_cache.table_workspace_bytes(mesh, sharding)
+    return EndCosts(
         time_s=time_s, tail_s=tail_s, states=states, gradients=gradients, ideal_states=ideal, held=held_bytes, saved=saved,
         ideal_held=ideal_held, zero_buffer=buffer,
         embedding_workspace=workspaces[LayerKind.EMBEDDING], head_workspace=workspaces[LayerKind.HEAD], used_up=used_up,
         step_copies=step_copies, waiting=waiting, host=host)
 
 
-def block_prices(options: tuple[LayerOption, ...], frame: Frame, book: PriceBook) -> PerBlock:
-    """The costs of a block of `frame` on each option at the option's ZeRO stage."""
+def block_prices(options: tuple[LayerOption, ...], layout: ParallelLayout, price_cache: PriceCache) -> BlockCosts:
+    """The costs of a block of `layout` on each option at the option's ZeRO stage."""
     time_s, nothing = column_of(options, "time_s"), np.zeros(len(options))
-    if frame.chunked:
-        return PerBlock(options=options, **dict.fromkeys(_ARRAYS, nothing) | {"time_s": time_s})
-    b, mesh, block = frame.micro_batch_size, frame.mesh, LayerKind.BLOCK
+    if layout.chunked:
+        return BlockCosts(options=options, **dict.fromkeys(_ARRAYS, nothing) | {"time_s": time_s})
+    b, mesh, block = layout.micro_batch_size, layout.mesh, LayerKind.BLOCK
     ways = list(dict.fromkeys((option.sharding, option.zero) for option in options))
     own = np.array([ways.index((option.sharding, option.zero)) for option in options])
-    data = [book.data_parallel(block, b, mesh, sharding, zero) for sharding, zero in ways]
-    held = [book.states(block, mesh, sharding, zero) for sharding, zero in ways]
-    waiting = [book.waiting_bytes(block, b, sharding) if frame.splits_backward else 0.0 for sharding, _ in ways]
-    timed = [book.layer_time(block, b, o.sharding, o.recompute) for o in options if frame.recomputes_ahead]
-    whole = [book.activations(block, b, o.sharding) for o in options if frame.recomputes_ahead]
+    data = [price_cache.data_parallel(block, b, mesh, sharding, zero) for sharding, zero in ways]
+    held = [price_cache.states(block, mesh, sharding, zero) for sharding, zero in ways]
+    waiting = [price_cache.waiting_bytes(block, b, sharding) if layout.splits_backward else 0.0 for sharding, _ in ways]
+    timed = [price_cache.layer_time(block, b, o.sharding, o.recompute) for o in options if layout.recomputes_ahead]
+    whole = [price_cache.activations(block, b, o.sharding) for o in options if layout.recomputes_ahead]
     none = [0.0] * len(options)
-    return PerBlock(
+    return BlockCosts(
         options=options,
         recompute_s=np.array([time.recompute_s for time in timed] or none),
         longer_s=np.array([time.backward_s - time.forward_s for time in timed] or none),
@@ -157,9 +157,9 @@ def block_prices(options: tuple[LayerOption, ...], frame: Frame, book: PriceBook
         waiting=np.array(waiting)[own])
 
 
-def unbeaten_options(block: PerBlock) -> tuple[LayerOption, ...]:
+def unbeaten_options(block: BlockCosts) -> tuple[LayerOption, ...]:
     """The options that no other with the same layout of the weights beats or equals in every cost; of equals the first."""
-    layouts = list(dict.fromkeys(option.layout for option in block.options))
+    weight_layouts = list(dict.fromkeys(option.weight_layout for option in block.options))
     per_option = [column_of(block.options, name) for name in (
         "saved_bytes", "workspace_bytes", "host_bytes", "last_s")]
     ideal = column_of(block.options, "ideal_saved_bytes")
@@ -168,14 +168,14 @@ def unbeaten_options(block: PerBlock) -> tuple[LayerOption, ...]:
         block.step_copies, block.waiting, per_option[0] - ideal, *per_option])
     no_worse = (values[:, :, None] <= values[:, None, :]).all(axis=0)  # [one, other]
     first = np.arange(len(block.options))
-    layout = np.array([layouts.index(option.layout) for option in block.options])
-    alike = layout[:, None] == layout[None, :]
+    weight_layout = np.array([weight_layouts.index(option.weight_layout) for option in block.options])
+    alike = weight_layout[:, None] == weight_layout[None, :]
     beats = no_worse & alike & (~no_worse.T | (first[:, None] < first[None, :]))
     return tuple(option for option, beaten in zip(block.options, beats.any(axis=0), strict=True) if not beaten)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class MixCosts:
     """Costs of the blocks of mixes, by row; `waiting` and `whole_saved` are of the longest chunk, `zero_buffer` is the largest."""
 
     time_s: Array
@@ -193,11 +193,11 @@ class Sums:
 _OF_RANK = ("time_s", "tail_s", "recompute_s", "longer_s", "states", "ideal_states", "step_copies")
 
 
-def sums_of(mixes: Mixes, every: PerBlock) -> Sums:
+def sums_of(mixes: Mixes, every: BlockCosts) -> MixCosts:
     """The sums over the blocks of mixes, whose options are among those of `every`."""
     block = every.of(mixes.options)
     totals = mixes.counts.astype(np.float64) @ np.stack([getattr(block, name) for name in _OF_RANK], axis=1)
     chunk = mixes.chunk_counts.astype(np.float64) @ np.stack([block.waiting, block.whole_saved], axis=1)
-    return Sums(
+    return MixCosts(
         **dict(zip(_OF_RANK, totals.T, strict=True)), waiting=chunk[:, 0], whole_saved=chunk[:, 1],
-        zero_buffer=widest(mixes.counts, block.zero_buffer))
+        zero_buffer=widest_mixes(mixes.counts, block.zero_buffer))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.step import StepPrice
-from parplan.planner.candidates.branch_and_bound import Outcome
+from parplan.planner.candidates.branch_and_bound import BranchOutcome
 from parplan.planner.candidates.solver_faults import failure_text
 from parplan.planner.plan.assemble import (
     breakdown,
@@ -14,7 +14,7 @@ from parplan.planner.plan.assemble import (
     memory_of_stages,
     pipeline_of,
     redundancy_of,
-    rounded,
+    rounded_figures,
     runner_up_of,
     step_kind,
 )
@@ -27,13 +27,13 @@ from parplan.planner.plan.prediction import (
     SearchRecord,
     Status,
 )
-from parplan.planner.plan.traced_plan import ModulePlan, ShardPlan, ShardStage, TracedSummary
+from parplan.planner.plan.traced_plan import TracedPlan, ShardPlan, ShardStage, TracedSummary
 from parplan.planner.request import Constraints, OnProgress, SearchOptions
 from parplan.planner.traced.shard_strategy import ShardStrategy
 from parplan.planner.traced.shards import Sharded, shard
 from parplan.planner.traced.stage_rules import StageRule
-from parplan.planner.traced.traced_search import ModuleSearch, ShardSolved
-from parplan.planner.traced.traced_shortfall import infeasible_module_error
+from parplan.planner.traced.traced_search import TracedSearch, ShardSolved
+from parplan.planner.traced.traced_shortfall import infeasible_traced_error
 from parplan.profiles.errors import ConfigError, SolverError
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.module_source import ModuleSource
@@ -45,18 +45,18 @@ SAMPLES = "samples"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundModule:
+class TracedResult:
     """The plan, and whether Ctrl-C ended the search."""
 
-    plan: ModulePlan
+    plan: TracedPlan
     interrupted: bool
 
 
-def plan_module(
+def plan_traced_module(
     source: ModuleSource, cluster: Cluster, training: TrainingSpec, objective: Objective | str = Objective.THROUGHPUT, *,
     constraints: Constraints | None = None, options: SearchOptions | None = None, how: StageRule | None = None,
     cross_skips: bool = False, on_progress: OnProgress | None = None, on_phase: OnPhase | None = None,
-) -> ModulePlan:
+) -> TracedPlan:
     """The fastest plan to train the module of `source` on `cluster`; it is traced without memory for its weights.
 
     how: how shards are given to stages (--stages); cross_skips: skip connections may cross stages (--cross-skips)
@@ -72,37 +72,37 @@ def plan_module(
         on_cpu=cluster.device.is_host, check=(options or SearchOptions()).deadline.check)
     if on_phase:
         on_phase("search")
-    return find_module_plan(
+    return find_traced_plan(
         model, cluster, training, objective, constraints=constraints, options=options, how=how, cross_skips=cross_skips,
         on_progress=on_progress).plan
 
 
-def find_module_plan(
+def find_traced_plan(
     model: TracedModel, cluster: Cluster, training: TrainingSpec, objective: Objective | str = Objective.THROUGHPUT, *,
     constraints: Constraints | None = None, options: SearchOptions | None = None, how: StageRule | None = None,
     cross_skips: bool = False, on_progress: OnProgress | None = None,
-) -> FoundModule:
+) -> TracedResult:
     """The same for a model that is traced already. In a plan of samples the sequence has one: speeds are samples a second."""
     if Objective(objective) is not Objective.THROUGHPUT:
         raise ConfigError(f"--objective {objective}: a traced module is planned for throughput", hint="leave it out")
     if model.unit == SAMPLES:
         training = replace(training, seq_length=1)
     pins, options, how = constraints or Constraints(), options or SearchOptions(), how or StageRule()
-    search = ModuleSearch(shard(model, cross_skips=cross_skips), cluster, training, pins, options, how)
+    search = TracedSearch(shard(model, cross_skips=cross_skips), cluster, training, pins, options, how)
     outcome = search.run(on_progress)
     if not outcome.solved and not outcome.finished:
         raise SolverError("the solver found no plan in its time", hint="use the other --solver, or pin some degrees")
     if not outcome.solved:
-        raise infeasible_module_error(search)
+        raise infeasible_traced_error(search)
     (best, strategy, price), *others = search.replayed(outcome)
     record = replace(
-        _record(best, outcome, search), runners_up=tuple(runner_up_of(other.frame, priced) for other, _, priced in others))
-    return FoundModule(plan=_assembled(strategy, price, record, search), interrupted=outcome.interrupted)
+        _record(best, outcome, search), runners_up=tuple(runner_up_of(other.layout, priced) for other, _, priced in others))
+    return TracedResult(plan=_assembled(strategy, price, record, search), interrupted=outcome.interrupted)
 
 
-def _record(best: ShardSolved, outcome: Outcome[ShardSolved], search: ModuleSearch) -> SearchRecord:
+def _record(best: ShardSolved, outcome: BranchOutcome[ShardSolved], search: TracedSearch) -> SearchRecord:
     """What the search proved about `best`, in seconds under the closed form."""
-    considered, solved = len(search.space.frames) + len(search.space.pruned), len(outcome.solved)
+    considered, solved = len(search.space.layouts) + len(search.space.pruned), len(outcome.solved)
     return SearchRecord(
         objective=Objective.THROUGHPUT, status=Status.OPTIMAL if outcome.finished else Status.FEASIBLE, value=round(best.value, 6),
         bound=round(outcome.bound, 6), gap=round(max(0.0, 1 - outcome.bound / best.value), 6),
@@ -111,25 +111,25 @@ def _record(best: ShardSolved, outcome: Outcome[ShardSolved], search: ModuleSear
         solver_failure=failure_text(outcome.failures))
 
 
-def _assembled(strategy: ShardStrategy, price: StepPrice, record: SearchRecord, search: ModuleSearch) -> ModulePlan:
-    frame, book, sharded = strategy.frame, search.book, search.sharded
-    model, cluster, training = sharded.model, book.machine.cluster, book.training
+def _assembled(strategy: ShardStrategy, price: StepPrice, record: SearchRecord, search: TracedSearch) -> TracedPlan:
+    layout, price_cache, sharded = strategy.layout, search.price_cache, search.sharded
+    model, cluster, training = sharded.model, price_cache.machine.cluster, price_cache.training
     kind, flops = step_kind(price), model.model_flops // model.micro_batch_size
-    speed = training.tokens_per_step / price.step_s / frame.mesh.num_ranks
+    speed = training.tokens_per_step / price.step_s / layout.mesh.num_ranks
     used = flops * training.global_batch_size / (
-        frame.mesh.num_ranks * cluster.device.peak(training.precision) * price.step_s)
+        layout.mesh.num_ranks * cluster.device.peak(training.precision) * price.step_s)
     predicted = Prediction(
-        step_time_s=Quantity(value=rounded(price.step_s), kind=kind), tokens_per_s_per_gpu=Quantity(value=rounded(speed), kind=kind),
-        mfu=Quantity(value=rounded(used), kind=kind), breakdown=breakdown(price),
-        memory_gib=memory_of_stages(price, cluster.device.memory_bytes), redundancy_gib=redundancy_of(frame, price))
-    return ModulePlan(
-        plan_version=PLAN_VERSION, module=model.source, cluster=cluster, training=training, mesh=frame.mesh, pipeline=pipeline_of(frame),
+        step_time_s=Quantity(value=rounded_figures(price.step_s), kind=kind), tokens_per_s_per_gpu=Quantity(value=rounded_figures(speed), kind=kind),
+        mfu=Quantity(value=rounded_figures(used), kind=kind), breakdown=breakdown(price),
+        memory_gib=memory_of_stages(price, cluster.device.memory_bytes), redundancy_gib=redundancy_of(layout, price))
+    return TracedPlan(
+        plan_version=PLAN_VERSION, module=model.source, cluster=cluster, training=training, mesh=layout.mesh, pipeline=pipeline_of(layout),
         traced=TracedSummary(
             name=model.name, num_parameters=model.num_parameters, num_operators=len(model.operators), flops_per_sequence=flops,
             unit=model.unit),
-        shards=_shards(sharded, book.classes.of),
+        shards=_shards(sharded, price_cache.classes.of),
         stages=tuple(
-            ShardStage(rank=frame.rank_of(stage), first=run.first, end=run.end, zero=run.zero, recompute=run.again)
+            ShardStage(rank=layout.rank_of(stage), first=run.first, end=run.end, zero=run.zero, recompute=run.again)
             for stage, run in enumerate(strategy.stages)),
         predicted=predicted, search=record)
 

@@ -17,7 +17,7 @@ from parplan.costmodels.layers.layer_price_cache import LayerStates
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.planner.traced.shard_classes import ShardKey
 from parplan.planner.traced.shard_flow import Array
-from parplan.planner.traced.shard_price_cache import ONE, ShardBook
+from parplan.planner.traced.shard_price_cache import ONE, ShardPriceCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class ByShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Passes:
+class RangePasses:
     """The same by range, and what a stage has besides its shards: bytes that it keeps, `besides`, and seconds of constants.
 
     temporaries: when nothing runs again, the most that a backward pass adds to what is kept
@@ -50,7 +50,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class RangeStates:
     """By range, at one ZeRO stage: seconds that data parallelism adds to a micro-batch, and after the last; bytes of states, of ZeRO's
     buffers and of copies for the optimizer's step; `shares`: whether another stage holds one of its parameters."""
 
@@ -62,34 +62,34 @@ class Held:
     shares: Array
 
 
-class Tables:
+class RangeTables:
     """The tables of one traced model, each made once."""
 
-    def __init__(self, book: ShardBook) -> None:
-        self.book = book
-        self.size = book.num_shards
-        self._passes: dict[int, Passes] = {}
-        self._held: dict[tuple[int, Mesh, int], Held] = {}
+    def __init__(self, price_cache: ShardPriceCache) -> None:
+        self.price_cache = price_cache
+        self.size = price_cache.num_shards
+        self._passes: dict[int, RangePasses] = {}
+        self._held: dict[tuple[int, Mesh, int], RangeStates] = {}
         self._received: dict[tuple[int, bool, int], Array] = {}
 
-    def passes(self, micro_batch_size: int) -> Passes:
+    def passes(self, micro_batch_size: int) -> RangePasses:
         """Of one micro-batch size."""
         if micro_batch_size not in self._passes:
             self._passes[micro_batch_size] = self._make_passes(micro_batch_size)
         return self._passes[micro_batch_size]
 
-    def held(self, micro_batch_size: int, mesh: Mesh, zero: int) -> Held:
+    def held(self, micro_batch_size: int, mesh: Mesh, zero: int) -> RangeStates:
         """Of one micro-batch size, mesh and ZeRO stage."""
         key = micro_batch_size, mesh, zero
         if key not in self._held:
             self._held[key] = self._make_held(micro_batch_size, mesh, zero)
         return self._held[key]
 
-    def _make_passes(self, b: int) -> Passes:
-        book, shards = self.book, range(self.size)
-        keys = [book.classes.key(shard, shard) for shard in shards]
-        full = [book.layer_time(key, b, ONE, Recompute.FULL) for key in keys]
-        none = [book.layer_time(key, b, ONE) for key in keys]
+    def _make_passes(self, b: int) -> RangePasses:
+        price_cache, shards = self.price_cache, range(self.size)
+        keys = [price_cache.classes.key(shard, shard) for shard in shards]
+        full = [price_cache.layer_time(key, b, ONE, Recompute.FULL) for key in keys]
+        none = [price_cache.layer_time(key, b, ONE) for key in keys]
 
         def by_level(of: Callable[[int, Recompute], float]) -> tuple[Array, Array]:
             once, again = (np.array([float(of(shard, level)) for shard in shards]) for level in (Recompute.NONE, Recompute.FULL))
@@ -97,36 +97,36 @@ class Tables:
 
         own = ByShard(
             time_s=np.array([time.forward_s + time.backward_s for time in none]), again_s=np.array([time.recompute_s for time in full]),
-            saved=by_level(lambda shard, level: book.saved_bytes(shard, level, b)),
-            workspace=by_level(lambda shard, level: book.activations(keys[shard], b, ONE, level).workspace))
-        cut = np.array([*(float(sum(book.flow.handed_on(shard, b).values())) for shard in shards), 0.0])
-        return Passes(
+            saved=by_level(lambda shard, level: price_cache.saved_bytes(shard, level, b)),
+            workspace=by_level(lambda shard, level: price_cache.activations(keys[shard], b, ONE, level).workspace))
+        cut = np.array([*(float(sum(price_cache.flow.handed_on(shard, b).values())) for shard in shards), 0.0])
+        return RangePasses(
             by_shard=own, time_s=sum_of(own.time_s), again_s=sum_of(own.again_s), saved=(sum_of(own.saved[0]), sum_of(own.saved[1])),
-            temporaries=_temporaries(own), besides=book.flow.besides(b), constants_s=self._constants_s(b),
+            temporaries=_temporaries(own), besides=price_cache.flow.besides(b), constants_s=self._constants_s(b),
             sent=cut[: self.size, None] + cut[None, :])
 
     def _constants_s(self, b: int) -> Array:
         """What a range takes for the constants that its shards need, each once."""
         total = np.zeros((self.size, self.size + 1))
-        seconds = self.book.constants(b)
-        for place, shards in self.book.flow.needed_constants.items():
+        seconds = self.price_cache.constants(b)
+        for place, shards in self.price_cache.flow.needed_constants.items():
             if place in seconds:
-                for first, end in once(shards):
+                for first, end in column_once(shards):
                     total[first, end] += seconds[place].value_s
         return total
 
-    def _make_held(self, b: int, mesh: Mesh, zero: int) -> Held:
-        book = self.book
+    def _make_held(self, b: int, mesh: Mesh, zero: int) -> RangeStates:
+        price_cache = self.price_cache
         shared_s, shares = self._shared(mesh)
 
         def data(key: ShardKey) -> DataParallelTime:
-            return book.data_parallel(key, b, mesh, ONE, zero)
+            return price_cache.data_parallel(key, b, mesh, ONE, zero)
 
         def states(key: ShardKey) -> LayerStates:
-            return book.states(key, mesh, ONE, zero)
+            return price_cache.states(key, mesh, ONE, zero)
 
-        spare = 1 + book.training.stack.allocator_share
-        return Held(
+        spare = 1 + price_cache.training.stack.allocator_share
+        return RangeStates(
             per_micro_batch_s=sums(self._by_start(lambda key: data(key).per_micro_batch_s)),
             tail_s=sums(self._by_start(lambda key: data(key).per_step_s)) + shared_s,
             states=sums(self._by_start(lambda key: states(key).states.total)),
@@ -135,7 +135,7 @@ class Tables:
 
     def _by_start(self, of: Callable[[ShardKey], float]) -> Array:
         """[first, shard] -> what `of` says of the shard in a stage that begins with `first`."""
-        made, classes = np.zeros((self.size, self.size)), self.book.classes
+        made, classes = np.zeros((self.size, self.size)), self.price_cache.classes
         for shard in range(self.size):
             begin = 0
             for change in classes.changes[shard]:
@@ -148,7 +148,7 @@ class Tables:
         key = micro_batch_size, crosses_nodes, sharing
         if key not in self._received:
             sent = (
-                self.book.sent(shard, micro_batch_size, crosses_nodes=crosses_nodes, sharing=sharing).value_s
+                self.price_cache.sent(shard, micro_batch_size, crosses_nodes=crosses_nodes, sharing=sharing).value_s
                 for shard in range(1, self.size))
             self._received[key] = np.array([0.0, *sent, 0.0])
         return self._received[key]
@@ -156,10 +156,10 @@ class Tables:
     def _shared(self, mesh: Mesh) -> tuple[Array, Array]:
         """Seconds a step for the sums of gradients of parameters that other stages hold as well, and whether there are any."""
         total, shares = (np.zeros((self.size, self.size + 1)) for _ in range(2))
-        for _, elements, shards in self.book.sharded.shared:
+        for _, elements, shards in self.price_cache.sharded.shared:
             some = sum_of(np.isin(np.arange(self.size), shards).astype(float))
             partly = (some > 0) & (some < len(shards))
-            seconds = self.book.shared_reduction(elements, len(shards), mesh).value_s if mesh.pp > 1 else 0.0
+            seconds = self.price_cache.shared_reduction(elements, len(shards), mesh).value_s if mesh.pp > 1 else 0.0
             total += np.where(partly, seconds, 0.0)
             shares = np.maximum(shares, partly)
         return total, shares
@@ -181,7 +181,7 @@ def _largest(by_start: Array) -> Array:
     return np.concatenate((np.zeros((len(upper), 1)), np.maximum.accumulate(upper, axis=1)), axis=1)
 
 
-def once(shards: Sequence[int]) -> list[tuple[slice, slice]]:
+def column_once(shards: Sequence[int]) -> list[tuple[slice, slice]]:
     """The ranges that hold any of `shards`, each range once: slices of first shards and of ends."""
     found, before = [], -1
     for shard in sorted(shards):

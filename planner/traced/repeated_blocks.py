@@ -16,14 +16,14 @@ LEAST_PRODUCTS = 2  # with parameters in a block: the linears of one attention a
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Block:
+class OperatorRange:
     """Operators [first, end)."""
 
     first: int
     end: int
 
 
-def repeated_blocks(model: TracedModel) -> tuple[Block, ...]:
+def repeated_blocks(model: TracedModel) -> tuple[OperatorRange, ...]:
     """The blocks in the order in which they ran; none where nothing repeats.
 
     Sibling modules of which at least two are alike, the outermost such; where the modules say nothing, as of one that is called
@@ -34,7 +34,7 @@ def repeated_blocks(model: TracedModel) -> tuple[Block, ...]:
     return tuple(sorted(found))
 
 
-def units(model: TracedModel, blocks: Sequence[Block]) -> tuple[object, ...]:
+def units(model: TracedModel, blocks: Sequence[OperatorRange]) -> tuple[object, ...]:
     """By place: the number of its block, elsewhere the module that is named first on its path, with its number in a list."""
     of: list[object] = [_named(traced.path) for traced in model.operators]
     for number, block in enumerate(blocks):
@@ -61,7 +61,7 @@ def _is_block(model: TracedModel, places: Sequence[int]) -> bool:
     return sum(operator.kind in PRODUCTS and bool(operator.parameters) for operator in operators) >= LEAST_PRODUCTS
 
 
-def _of_siblings(model: TracedModel, marks: npt.NDArray[np.int64], prefix: str, places: list[int]) -> list[Block]:
+def _of_siblings(model: TracedModel, marks: npt.NDArray[np.int64], prefix: str, places: list[int]) -> list[OperatorRange]:
     """Blocks among the modules below `prefix`, whose operators are at `places`."""
     children: dict[str, list[int]] = {}
     for place in places:
@@ -73,7 +73,7 @@ def _of_siblings(model: TracedModel, marks: npt.NDArray[np.int64], prefix: str, 
     if any(count > 1 for count in alike.values()):
         numbered = all(name.isdigit() for name in children)  # a list: its first may have something besides, as in T5
         chosen = [children[name] for name, look in looks.items() if alike[look] > 1 or numbered]
-        return [Block(own[0], own[-1] + 1) for own in chosen if _is_alone(model, own)]
+        return [OperatorRange(own[0], own[-1] + 1) for own in chosen if _is_alone(model, own)]
     inner = (_of_siblings(model, marks, f"{prefix}.{name}" if prefix else name, own) for name, own in children.items())
     return [block for blocks in inner for block in blocks]
 
@@ -84,7 +84,7 @@ def _is_alone(model: TracedModel, places: Sequence[int]) -> bool:
     return all(model.operators[place].constant for place in between)
 
 
-def _in_a_row(model: TracedModel, marks: npt.NDArray[np.int64]) -> list[Block]:
+def _in_a_row(model: TracedModel, marks: npt.NDArray[np.int64]) -> list[OperatorRange]:
     """The repeats of the run of operators that covers most places when repeated at once; of several, of the shortest."""
     best: tuple[int, int, int] | None = None  # places covered, -length, first
     for length in range(2, len(marks) // 2 + 1):
@@ -98,4 +98,4 @@ def _in_a_row(model: TracedModel, marks: npt.NDArray[np.int64]) -> list[Block]:
     if best is None:
         return []
     covered, length, first = best[0], -best[1], best[2]
-    return [Block(place, place + length) for place in range(first, first + covered, length)]
+    return [OperatorRange(place, place + length) for place in range(first, first + covered, length)]

@@ -100,7 +100,7 @@ class ShardClasses:
 
 def _numbered(sharded: Sharded, shard: Shard) -> tuple[tuple[TracedOperator, ...], Names]:
     """The operators of a shard with numbers for names, and the names."""
-    tensors, parameters = _Numbers(sharded.values.root), _Numbers(lambda name: name)
+    tensors, parameters = _NameNumbers(sharded.values.root), _NameNumbers(lambda name: name)
     chosen = [
         traced for traced in sharded.model.operators[shard.first: shard.end] if not traced.constant and not traced.view]
     used: set[str] = set()
@@ -108,7 +108,7 @@ def _numbered(sharded: Sharded, shard: Shard) -> tuple[tuple[TracedOperator, ...
     return operators, Names(tensors=tuple(tensors.known), parameters=tuple(parameters.known))
 
 
-class _Numbers:
+class _NameNumbers:
     """Numbers for names, in the order in which they come."""
 
     def __init__(self, root: Callable[[str], str]) -> None:
@@ -119,7 +119,7 @@ class _Numbers:
         return str(self.known.setdefault(self.root(name), len(self.known)))
 
 
-def _renamed(operator: Operator, used: set[str], tensors: _Numbers, parameters: _Numbers) -> Operator:
+def _renamed(operator: Operator, used: set[str], tensors: _NameNumbers, parameters: _NameNumbers) -> Operator:
     """The operator with numbers for names; its own is that of what it computes, by which some prices go, and a number the second time."""
     base = _NUMBER.sub("", operator.name.rsplit(".", 1)[-1]) or "operator"
     name = f"{base}#{len(used)}" if base in used else base

@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from parplan.costmodels.memory.rank_memory import usable_bytes
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL
-from parplan.costmodels.strategy import Frame
-from parplan.planner.traced.range_tables import Held, Passes, Tables
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.traced.range_tables import RangeStates, RangePasses, RangeTables
 from parplan.planner.traced.recompute_labels import LabelTable
 from parplan.planner.traced.shard_flow import Array
-from parplan.planner.traced.shard_price_cache import exposed, link
+from parplan.planner.traced.shard_price_cache import exposed_time, link
 from parplan.planner.traced.shard_strategy import held_stashes
 
 Rows = npt.NDArray[np.int64]
@@ -60,35 +60,35 @@ class Allowed:
 
 
 class StageTable:
-    """Everything about one virtual stage of a frame, by range [first, end): least seconds first, columns when they are asked for."""
+    """Everything about one virtual stage of a layout, by range [first, end): least seconds first, columns when they are asked for."""
 
-    def __init__(self, stage: int, frame: Frame, tables: Tables, allowed: Allowed, labels: Labelled, limit_bytes: float) -> None:
-        self.stage, self.frame, self.tables, self.labels = stage, frame, tables, labels
-        self.rank, self.zeros = frame.rank_of(stage), allowed.zeros
-        self.usable_bytes = usable_bytes(limit_bytes, frame.mesh, tables.book)
-        self.passes: Passes = tables.passes(frame.micro_batch_size)
-        self.held: dict[int, Held] = {zero: tables.held(frame.micro_batch_size, frame.mesh, zero) for zero in allowed.zeros}
-        self.alone, self.ahead = frame.virtual_stages == 1, frame.schedule in AHEAD
-        self.stashes = max(held[frame.stages_of(self.rank).index(stage)] for held in held_stashes(frame, self.rank))
-        last = stage == frame.num_virtual_stages - 1
-        self.levels = (0,) if last and frame.schedule in LAST_KEEPS_ALL else allowed.levels
-        self.sent = frame.num_micro_batches * self.passes.sent * tables.book.training.stack.keeps_sent
+    def __init__(self, stage: int, layout: ParallelLayout, tables: RangeTables, allowed: Allowed, labels: Labelled, limit_bytes: float) -> None:
+        self.stage, self.layout, self.tables, self.labels = stage, layout, tables, labels
+        self.rank, self.zeros = layout.rank_of(stage), allowed.zeros
+        self.usable_bytes = usable_bytes(limit_bytes, layout.mesh, tables.price_cache)
+        self.passes: RangePasses = tables.passes(layout.micro_batch_size)
+        self.held: dict[int, RangeStates] = {zero: tables.held(layout.micro_batch_size, layout.mesh, zero) for zero in allowed.zeros}
+        self.alone, self.ahead = layout.virtual_stages == 1, layout.schedule in AHEAD
+        self.stashes = max(held[layout.stages_of(self.rank).index(stage)] for held in held_stashes(layout, self.rank))
+        last = stage == layout.num_virtual_stages - 1
+        self.levels = (0,) if last and layout.schedule in LAST_KEEPS_ALL else allowed.levels
+        self.sent = layout.num_micro_batches * self.passes.sent * tables.price_cache.training.stack.keeps_sent
         self.base_s = self.passes.time_s + self.passes.constants_s + self._received_s()
         self.base_s[np.arange(tables.size)[:, None] >= np.arange(tables.size + 1)[None, :]] = np.inf
 
     def _received_s(self) -> Array:
         """Seconds for the inputs, by first shard, and for the gradients of outputs, by end."""
-        last = self.frame.num_virtual_stages - 1
-        before = self._from(self.frame.rank_of(self.stage - 1)) if self.stage > 0 else np.zeros(self.tables.size + 1)
-        behind = self._from(self.frame.rank_of(self.stage + 1)) if self.stage < last else np.zeros(self.tables.size + 1)
+        last = self.layout.num_virtual_stages - 1
+        before = self._from(self.layout.rank_of(self.stage - 1)) if self.stage > 0 else np.zeros(self.tables.size + 1)
+        behind = self._from(self.layout.rank_of(self.stage + 1)) if self.stage < last else np.zeros(self.tables.size + 1)
         return np.asarray(before[: self.tables.size, None] + behind[None, :])
 
     def _from(self, other: int) -> Array:
-        frame, book = self.frame, self.tables.book
+        layout, price_cache = self.layout, self.tables.price_cache
         if other == self.rank:
             return np.zeros(self.tables.size + 1)
-        crosses, sharing = link(other, self.rank, frame, book)
-        return exposed(frame, book) * self.tables.received(frame.micro_batch_size, crosses_nodes=crosses, sharing=sharing)
+        crosses, sharing = link(other, self.rank, layout, price_cache)
+        return exposed_time(layout, price_cache) * self.tables.received(layout.micro_batch_size, crosses_nodes=crosses, sharing=sharing)
 
     @property
     def least_s(self) -> Array:
@@ -141,7 +141,7 @@ class StageTable:
     def _of_rows(self, first: int, end: int, zero: int, chosen: Callable[[Array], Rows]) -> list[ShardColumn]:
         """Columns of the labels that `chosen` picks by the bytes that each needs besides the fixed ones."""
         passes, at = self.passes, (first, end)
-        table = self.labels(self.frame.micro_batch_size, self.levels)
+        table = self.labels(self.layout.micro_batch_size, self.levels)
         labels = table.of_range(first, end)
         ahead = passes.saved[0][at] - labels.kept + passes.temporaries[at]  # all that runs again is there at once
         peak = np.where(self.ahead & (labels.added_s > 0), ahead, labels.temporaries)

@@ -9,7 +9,7 @@
     (C5) stages that share a parameter all shard their states (ZeRO > 0), or none does
 
 Memory is inside the columns: each fits its device. Before the program is built, every column goes through which no choice of ranges
-can take less than a known one: `Bounds.least` is the closed form with the least pace, sum and tail of the stages before a range and
+can take less than a known one: `RangeBounds.least` is the closed form with the least pace, sum and tail of the stages before a range and
 behind it, by dynamic programming over the cuts. Several virtual stages a rank: planner/traced/shared_rank_master.py.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from parplan.costmodels.step import closed_form_s
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.request import SolverName
 from parplan.planner.solver import Problem, chosen, weighted
 from parplan.planner.traced.shard_columns import ShardColumn
@@ -40,21 +40,21 @@ class ShardChoice:
     proven: bool
 
 
-def evaluate(frame: Frame, columns: Sequence[ShardColumn], *, proven: bool) -> ShardChoice:
+def evaluate(layout: ParallelLayout, columns: Sequence[ShardColumn], *, proven: bool) -> ShardChoice:
     """The closed form of one column for each virtual stage."""
-    share, own = 1 / frame.virtual_stages, [frame.stages_of(rank) for rank in range(frame.mesh.pp)]
+    share, own = 1 / layout.virtual_stages, [layout.stages_of(rank) for rank in range(layout.mesh.pp)]
     pace = [sum(columns[stage].time_s for stage in stages) for stages in own]
     walk = [sum(columns[stage].walk_s for stage in stages) for stages in own]
     tails = [sum(columns[stage].tail_s for stage in stages) for stages in own]
-    step_s = closed_form_s(pace, tails, frame.num_micro_batches, share) + share * (sum(walk) - sum(pace))
+    step_s = closed_form_s(pace, tails, layout.num_micro_batches, share) + share * (sum(walk) - sum(pace))
     return ShardChoice(tuple(columns), step_s, proven)
 
 
-class Bounds:
+class RangeBounds:
     """Over all ways to cut: by stage and range the least closed form of a plan that has it. `time_s`, `tail_s`: least of a stage."""
 
-    def __init__(self, frame: Frame, time_s: Sequence[Array], walk_s: Sequence[Array], tail_s: Sequence[Array]) -> None:
-        self.frame, self.time_s, self.walk_s, self.tail_s = frame, time_s, walk_s, tail_s
+    def __init__(self, layout: ParallelLayout, time_s: Sequence[Array], walk_s: Sequence[Array], tail_s: Sequence[Array]) -> None:
+        self.layout, self.time_s, self.walk_s, self.tail_s = layout, time_s, walk_s, tail_s
         self.pace = _from_both_ends(time_s, np.maximum)
         self.walk = _from_both_ends(walk_s, np.add)
         size = time_s[0].shape[0]
@@ -62,30 +62,30 @@ class Bounds:
 
     @property
     def least_s(self) -> float:
-        """No plan of the frame takes less; infinity where none can be."""
+        """No plan of the layout takes less; infinity where none can be."""
         if not np.isfinite(self.least_pace_s):
             return np.inf
-        frame, share = self.frame, 1 / self.frame.virtual_stages
-        pace_s = max(self.least_pace_s, self.least_walk_s / frame.mesh.pp)
+        layout, share = self.layout, 1 / self.layout.virtual_stages
+        pace_s = max(self.least_pace_s, self.least_walk_s / layout.mesh.pp)
         tail_s = max(float(np.min(tail[np.isfinite(time)])) for tail, time in zip(self.tail_s, self.time_s, strict=True))
-        return (frame.num_micro_batches - share) * pace_s + share * self.least_walk_s + tail_s
+        return (layout.num_micro_batches - share) * pace_s + share * self.least_walk_s + tail_s
 
     def least(self, stage: int) -> Array:
         """By range, the least closed form of a plan whose virtual stage `stage` has it."""
-        share, m = 1 / self.frame.virtual_stages, self.frame.num_micro_batches
+        share, m = 1 / self.layout.virtual_stages, self.layout.num_micro_batches
         before, behind = self.pace[0][stage][:-1, None], self.pace[1][stage + 1][None, :]
         pace = np.maximum(np.maximum(before, behind), self.time_s[stage])
         walk = self.walk[0][stage][:-1, None] + self.walk_s[stage] + self.walk[1][stage + 1][None, :]
-        pace = np.maximum(pace, walk / self.frame.mesh.pp)
+        pace = np.maximum(pace, walk / self.layout.mesh.pp)
         paced = (m - share) * pace if m > share else 0.0  # not 0 times infinity
         return np.asarray(paced + share * walk + self.tail_s[stage])
 
     def least_of(self, stage: int, column: ShardColumn) -> float:
         """The same for a column of that stage."""
-        share, m = 1 / self.frame.virtual_stages, self.frame.num_micro_batches
+        share, m = 1 / self.layout.virtual_stages, self.layout.num_micro_batches
         walk_s = float(self.walk[0][stage][column.first] + self.walk[1][stage + 1][column.end]) + column.walk_s
         pace_s = max(float(self.pace[0][stage][column.first]), float(self.pace[1][stage + 1][column.end]), column.time_s,
-                     walk_s / self.frame.mesh.pp)
+                     walk_s / self.layout.mesh.pp)
         return (m - share) * pace_s + share * walk_s + column.tail_s
 
 
@@ -109,24 +109,24 @@ def _from_both_ends(values: Sequence[Array], joined: Any) -> tuple[list[Array], 
 
 
 def solve(
-    frame: Frame, options: Sequence[Sequence[ShardColumn]], solver: SolverName, limit_s: float | None,
+    layout: ParallelLayout, options: Sequence[Sequence[ShardColumn]], solver: SolverName, limit_s: float | None,
 ) -> ShardChoice | None:
     """The fastest choice of one column for each virtual stage, None where there is none. Raises SolverError, Unsolved."""
     problem = Problem("shards")
     picks = [{column: problem.binary(f"x_{k}_{c}") for c, column in enumerate(columns)} for k, columns in enumerate(options)]
     _require_path(problem, picks)
     pace, tail = problem.continuous("Z"), problem.continuous("E")
-    own = [[picks[stage] for stage in frame.stages_of(rank)] for rank in range(frame.mesh.pp)]
+    own = [[picks[stage] for stage in layout.stages_of(rank)] for rank in range(layout.mesh.pp)]
     for rank, parts in enumerate(own):
         columns = [(z, column) for part in parts for column, z in part.items()]
         problem.require(weighted((z, column.time_s * US_PER_S) for z, column in columns) <= pace, f"C3_pace_{rank}")
         problem.require(weighted((z, column.tail_s * US_PER_S) for z, column in columns) <= tail, f"C4_tail_{rank}")
     _require_alike(problem, picks)
-    share = 1 / frame.virtual_stages
+    share = 1 / layout.virtual_stages
     walk = [(z, share * column.walk_s * US_PER_S) for part in picks for column, z in part.items()]
-    problem.minimize(weighted([(pace, frame.num_micro_batches - share), *walk, (tail, 1.0)]))
+    problem.minimize(weighted([(pace, layout.num_micro_batches - share), *walk, (tail, 1.0)]))
     solution = problem.solve(solver, limit_s)
-    return None if solution is None else evaluate(frame, [chosen(part) for part in picks], proven=solution.proven)
+    return None if solution is None else evaluate(layout, [chosen(part) for part in picks], proven=solution.proven)
 
 
 def _require_path(problem: Problem, picks: Sequence[dict[ShardColumn, Any]]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Axis, Mesh, place
 from parplan.costmodels.layers.layer_price import contention
-from parplan.costmodels.layers.layer_price_cache import LayerBook
-from parplan.costmodels.layers.recompute import Again, Recompute, recompute_operators
+from parplan.costmodels.layers.layer_price_cache import LayerPriceCache
+from parplan.costmodels.layers.recompute import RecomputedOperators, Recompute, recompute_operators
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.host_launch import launch_s
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.traced.shard_classes import ShardClasses, ShardKey
 from parplan.planner.traced.shard_flow import Flow
 from parplan.planner.traced.shards import Sharded
@@ -23,7 +23,7 @@ from parplan.profiles.provenance import ZERO, Seconds
 ONE = Sharding()  # a traced module is not divided inside a stage
 
 
-class ShardBook(LayerBook[ShardKey]):
+class ShardPriceCache(LayerPriceCache[ShardKey]):
     """Prices of the shards of `sharded`, trained as `training` on `machine`.
 
     flow: the bytes that shards hand on and keep
@@ -42,7 +42,7 @@ class ShardBook(LayerBook[ShardKey]):
     def layer(self, kind: ShardKey, micro_batch_size: int) -> LayerClass:
         return self._once(("layer", kind, micro_batch_size), lambda: self.classes.layer(kind, micro_batch_size))
 
-    def recompute_operators(self, kind: ShardKey, level: Again) -> tuple[str, ...]:
+    def recompute_operators(self, kind: ShardKey, level: RecomputedOperators) -> tuple[str, ...]:
         return recompute_operators(self.layer(kind, self.sharded.model.micro_batch_size), level)
 
     def counts_tied(self, mesh: Mesh) -> bool:
@@ -97,21 +97,21 @@ class ShardBook(LayerBook[ShardKey]):
         return self._once(("shared", elements, holders, mesh), make)
 
 
-def link(here: int, there: int, frame: Frame, book: ShardBook) -> tuple[bool, int]:
+def link(here: int, there: int, layout: ParallelLayout, price_cache: ShardPriceCache) -> tuple[bool, int]:
     """Whether two pipeline ranks are on different nodes, and how many transfers leave a node at once."""
-    gpus_per_node, stride = book.machine.cluster.gpus_per_node, frame.mesh.stride(Axis.PP)
+    gpus_per_node, stride = price_cache.machine.cluster.gpus_per_node, layout.mesh.stride(Axis.PP)
     return here * stride // gpus_per_node != there * stride // gpus_per_node, min(stride, gpus_per_node)
 
 
-def exposed(frame: Frame, book: ShardBook) -> float:
+def exposed_time(layout: ParallelLayout, price_cache: ShardPriceCache) -> float:
     """The share of transfers that delays a stage: all of it, unless the stack hides those of the interleaved schedule."""
-    hidden = frame.virtual_stages > 1 and book.training.stack.overlap_transfers
-    return contention(book.machine) if hidden else 1.0
+    hidden = layout.virtual_stages > 1 and price_cache.training.stack.overlap_transfers
+    return contention(price_cache.machine) if hidden else 1.0
 
 
-def transfer_between(here: int, there: int, shard: int, frame: Frame, book: ShardBook) -> Seconds:
+def transfer_between(here: int, there: int, shard: int, layout: ParallelLayout, price_cache: ShardPriceCache) -> Seconds:
     """What is handed on to the stage that begins with `shard`, from one pipeline rank to another; nothing from a rank to itself."""
     if here == there:
         return ZERO
-    crosses, sharing = link(here, there, frame, book)
-    return book.sent(shard, frame.micro_batch_size, crosses_nodes=crosses, sharing=sharing).scaled(exposed(frame, book))
+    crosses, sharing = link(here, there, layout, price_cache)
+    return price_cache.sent(shard, layout.micro_batch_size, crosses_nodes=crosses, sharing=sharing).scaled(exposed_time(layout, price_cache))

@@ -15,14 +15,14 @@ from parplan.costmodels.layers.model_states import StateBytes, ideal_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import RankMemory, communicator_bytes
 from parplan.costmodels.operators.host_launch import layouts_of
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import AHEAD, actions, in_flight
 from parplan.costmodels.schedules.simulator import StageCost
 from parplan.costmodels.step import RankTime, StepPrice, closed_form_s, norm_and_loss, replayed
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.costmodels.usage.redundancy import RedundantBytes
-from parplan.planner.traced.range_tables import Tables
-from parplan.planner.traced.shard_price_cache import ONE, ShardBook, transfer_between
+from parplan.planner.traced.range_tables import RangeTables
+from parplan.planner.traced.shard_price_cache import ONE, ShardPriceCache, transfer_between
 from parplan.profiles.provenance import ZERO, Kind, Seconds
 
 
@@ -41,53 +41,53 @@ class ShardRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStrategy:
-    """A frame and its virtual stages in the order of the model; stage k runs on pipeline rank `frame.rank_of(k)`."""
+    """A layout and its virtual stages in the order of the model; stage k runs on pipeline rank `layout.rank_of(k)`."""
 
-    frame: Frame
+    layout: ParallelLayout
     stages: tuple[ShardRun, ...]
 
 
-def price_shards(strategy: ShardStrategy, tables: Tables) -> StepPrice:
+def price_shards(strategy: ShardStrategy, tables: RangeTables) -> StepPrice:
     """Time, memory and redundancy of `strategy`, which is legal for its schedule."""
-    frame, book = strategy.frame, tables.book
-    ranks = range(frame.mesh.pp)
-    costs = tuple(tuple(_stage_cost(strategy, stage, tables) for stage in frame.stages_of(rank)) for rank in ranks)
-    tails = [(tail(strategy, rank, tables) + norm_and_loss(frame, book)).value_s for rank in ranks]
+    layout, price_cache = strategy.layout, tables.price_cache
+    ranks = range(layout.mesh.pp)
+    costs = tuple(tuple(_stage_cost(strategy, stage, tables) for stage in layout.stages_of(rank)) for rank in ranks)
+    tails = [(tail(strategy, rank, tables) + norm_and_loss(layout, price_cache)).value_s for rank in ranks]
     walk_s = [sum(_micro_batch_s(cost) for cost in row) for row in costs]
-    share, memory = 1 / frame.virtual_stages, tuple(rank_memory(strategy, rank, tables) for rank in ranks)
-    simulated = replayed(frame, costs, tuple(tails))
+    share, memory = 1 / layout.virtual_stages, tuple(shard_rank_memory(strategy, rank, tables) for rank in ranks)
+    simulated = replayed(layout, costs, tuple(tails))
     return StepPrice(
-        closed_form_s=closed_form_s(walk_s, tails, frame.num_micro_batches, share), bubble_share=share,
+        closed_form_s=closed_form_s(walk_s, tails, layout.num_micro_batches, share), bubble_share=share,
         simulated=simulated, ranks=tuple(_rank_time(strategy, rank, tables) for rank in ranks), memory=memory,
-        redundant=tuple(_redundant(strategy, rank, held, book) for rank, held in enumerate(memory)))
+        redundant=tuple(_redundant(strategy, rank, held, price_cache) for rank, held in enumerate(memory)))
 
 
 def _micro_batch_s(cost: StageCost) -> float:
     return cost.forward_s + cost.backward_s + cost.recompute_s + cost.receive_forward_s + cost.receive_backward_s
 
 
-def receives(stage: int, strategy: ShardStrategy, book: ShardBook) -> tuple[Seconds, Seconds]:
+def receives(stage: int, strategy: ShardStrategy, price_cache: ShardPriceCache) -> tuple[Seconds, Seconds]:
     """What virtual stage `stage` waits for its inputs, and for the gradients of its outputs."""
-    frame, own = strategy.frame, strategy.stages[stage]
-    here, last = frame.rank_of(stage), frame.num_virtual_stages - 1
-    forward = transfer_between(frame.rank_of(stage - 1), here, own.first, frame, book) if stage > 0 else ZERO
-    backward = transfer_between(frame.rank_of(stage + 1), here, own.end, frame, book) if stage < last else ZERO
+    layout, own = strategy.layout, strategy.stages[stage]
+    here, last = layout.rank_of(stage), layout.num_virtual_stages - 1
+    forward = transfer_between(layout.rank_of(stage - 1), here, own.first, layout, price_cache) if stage > 0 else ZERO
+    backward = transfer_between(layout.rank_of(stage + 1), here, own.end, layout, price_cache) if stage < last else ZERO
     return forward, backward
 
 
-def _stage_cost(strategy: ShardStrategy, stage: int, tables: Tables) -> StageCost:
-    frame, run, book = strategy.frame, strategy.stages[stage], tables.book
-    forward_s = float(tables.passes(frame.micro_batch_size).constants_s[run.first, run.end])
+def _stage_cost(strategy: ShardStrategy, stage: int, tables: RangeTables) -> StageCost:
+    layout, run, price_cache = strategy.layout, strategy.stages[stage], tables.price_cache
+    forward_s = float(tables.passes(layout.micro_batch_size).constants_s[run.first, run.end])
     backward_s = recompute_s = 0.0
     for shard in range(run.first, run.end):
-        key = book.classes.key(shard, run.first)
-        time = book.layer_time(key, frame.micro_batch_size, ONE, run.level(shard))
-        data = book.data_parallel(key, frame.micro_batch_size, frame.mesh, ONE, run.zero)
+        key = price_cache.classes.key(shard, run.first)
+        time = price_cache.layer_time(key, layout.micro_batch_size, ONE, run.level(shard))
+        data = price_cache.data_parallel(key, layout.micro_batch_size, layout.mesh, ONE, run.zero)
         forward_s += time.forward_s + data.forward.value_s
         backward_s += time.backward_s + data.backward.value_s
         recompute_s += time.recompute_s
-    received, returned = receives(stage, strategy, book)
-    added = layouts_of(book.machine, book.training.stack) if frame.mesh.pp > 1 else None
+    received, returned = receives(stage, strategy, price_cache)
+    added = layouts_of(price_cache.machine, price_cache.training.stack) if layout.mesh.pp > 1 else None
     each_s = added.action_s if added else 0.0
     kept = kept_bytes(strategy, stage, tables)
     return StageCost(
@@ -95,68 +95,68 @@ def _stage_cost(strategy: ShardStrategy, stage: int, tables: Tables) -> StageCos
         receive_backward_s=returned.value_s, stash_bytes=kept, remade_bytes=_whole_bytes(strategy, stage, tables) - kept)
 
 
-def tail(strategy: ShardStrategy, rank: int, tables: Tables) -> Seconds:
+def tail(strategy: ShardStrategy, rank: int, tables: RangeTables) -> Seconds:
     """What follows the last backward pass of a rank: exposed reductions, those of shared parameters, and the optimizer."""
     reduced, updated = _steps(strategy, rank, tables)
     return reduced + updated
 
 
-def _steps(strategy: ShardStrategy, rank: int, tables: Tables) -> tuple[Seconds, Seconds]:
-    frame, book, reduced, updated = strategy.frame, tables.book, ZERO, ZERO
-    for run in (strategy.stages[stage] for stage in frame.stages_of(rank)):
+def _steps(strategy: ShardStrategy, rank: int, tables: RangeTables) -> tuple[Seconds, Seconds]:
+    layout, price_cache, reduced, updated = strategy.layout, tables.price_cache, ZERO, ZERO
+    for run in (strategy.stages[stage] for stage in layout.stages_of(rank)):
         for shard in range(run.first, run.end):
-            data = book.data_parallel(book.classes.key(shard, run.first), frame.micro_batch_size, frame.mesh, ONE, run.zero)
+            data = price_cache.data_parallel(price_cache.classes.key(shard, run.first), layout.micro_batch_size, layout.mesh, ONE, run.zero)
             reduced, updated = reduced + data.step, updated + data.optimizer
-        for _, elements, shards in book.sharded.shared:
+        for _, elements, shards in price_cache.sharded.shared:
             some = sum(run.first <= shard < run.end for shard in shards)
-            if 0 < some < len(shards) and frame.mesh.pp > 1:
-                reduced += book.shared_reduction(elements, len(shards), frame.mesh)
+            if 0 < some < len(shards) and layout.mesh.pp > 1:
+                reduced += price_cache.shared_reduction(elements, len(shards), layout.mesh)
     return reduced, updated
 
 
-def _rank_time(strategy: ShardStrategy, rank: int, tables: Tables) -> RankTime:
-    frame, book, compute, again, data, received = strategy.frame, tables.book, ZERO, ZERO, ZERO, ZERO
-    for stage in frame.stages_of(rank):
+def _rank_time(strategy: ShardStrategy, rank: int, tables: RangeTables) -> RankTime:
+    layout, price_cache, compute, again, data, received = strategy.layout, tables.price_cache, ZERO, ZERO, ZERO, ZERO
+    for stage in layout.stages_of(rank):
         run = strategy.stages[stage]
-        compute += Seconds(float(tables.passes(frame.micro_batch_size).constants_s[run.first, run.end]), Kind.ANALYTIC)
+        compute += Seconds(float(tables.passes(layout.micro_batch_size).constants_s[run.first, run.end]), Kind.ANALYTIC)
         for shard in range(run.first, run.end):
-            key = book.classes.key(shard, run.first)
-            time = book.layer_time(key, frame.micro_batch_size, ONE, run.level(shard))
-            of_data = book.data_parallel(key, frame.micro_batch_size, frame.mesh, ONE, run.zero)
+            key = price_cache.classes.key(shard, run.first)
+            time = price_cache.layer_time(key, layout.micro_batch_size, ONE, run.level(shard))
+            of_data = price_cache.data_parallel(key, layout.micro_batch_size, layout.mesh, ONE, run.zero)
             compute, again, data = compute + time.forward + time.backward, again + time.recompute, data + of_data.forward + of_data.backward
-        received += sum(receives(stage, strategy, book), ZERO)
+        received += sum(receives(stage, strategy, price_cache), ZERO)
     reduced, updated = _steps(strategy, rank, tables)
-    m = frame.num_micro_batches
+    m = layout.num_micro_batches
     return RankTime(
         compute=compute.scaled(m), recompute=again.scaled(m), tp_comm=ZERO, pp_comm=received.scaled(m), dp_comm=data.scaled(m) + reduced,
         optimizer=updated)
 
 
-def kept_bytes(strategy: ShardStrategy, stage: int, tables: Tables) -> float:
+def kept_bytes(strategy: ShardStrategy, stage: int, tables: RangeTables) -> float:
     """What a virtual stage keeps of one micro-batch between its passes."""
-    run, b = strategy.stages[stage], strategy.frame.micro_batch_size
-    own = sum(tables.book.saved_bytes(shard, run.level(shard), b) for shard in range(run.first, run.end))
+    run, b = strategy.stages[stage], strategy.layout.micro_batch_size
+    own = sum(tables.price_cache.saved_bytes(shard, run.level(shard), b) for shard in range(run.first, run.end))
     return own + float(tables.passes(b).besides[run.first, run.end])
 
 
-def _whole_bytes(strategy: ShardStrategy, stage: int, tables: Tables) -> float:
+def _whole_bytes(strategy: ShardStrategy, stage: int, tables: RangeTables) -> float:
     """The same when nothing runs again."""
-    run, b = strategy.stages[stage], strategy.frame.micro_batch_size
-    own = sum(tables.book.saved_bytes(shard, Recompute.NONE, b) for shard in range(run.first, run.end))
+    run, b = strategy.stages[stage], strategy.layout.micro_batch_size
+    own = sum(tables.price_cache.saved_bytes(shard, Recompute.NONE, b) for shard in range(run.first, run.end))
     return own + float(tables.passes(b).besides[run.first, run.end])
 
 
 @lru_cache(maxsize=1024)
-def held_stashes(frame: Frame, rank: int) -> tuple[tuple[int, ...], ...]:
+def held_stashes(layout: ParallelLayout, rank: int) -> tuple[tuple[int, ...], ...]:
     """How many micro-batches of each chunk a rank holds at once, at the moments of which one is the fullest, whatever the bytes."""
-    if frame.virtual_stages == 1:
-        return ((in_flight(frame.schedule, rank, frame.mesh.pp, frame.num_micro_batches),),)
-    order = actions(frame.schedule, rank, frame.mesh.pp, frame.num_micro_batches, frame.virtual_stages)
-    changes = {Work.FORWARD: 1, Work.BACKWARD: -1}
-    held, seen = [0] * frame.virtual_stages, set[tuple[int, ...]]()
+    if layout.virtual_stages == 1:
+        return ((in_flight(layout.schedule, rank, layout.mesh.pp, layout.num_micro_batches),),)
+    order = actions(layout.schedule, rank, layout.mesh.pp, layout.num_micro_batches, layout.virtual_stages)
+    changes = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
+    held, seen = [0] * layout.virtual_stages, set[tuple[int, ...]]()
     for action in order:
         held[action.chunk] += changes.get(action.work, 0)
-        if action.work is Work.FORWARD:
+        if action.work is ActionKind.FORWARD:
             seen.add(tuple(held))
     return tuple(sorted(one for one in seen if not any(_covers(other, one) for other in seen)))
 
@@ -165,64 +165,64 @@ def _covers(larger: tuple[int, ...], smaller: tuple[int, ...]) -> bool:
     return larger != smaller and all(a >= b for a, b in zip(larger, smaller, strict=True))
 
 
-def rank_memory(strategy: ShardStrategy, rank: int, tables: Tables) -> RankMemory:
+def shard_rank_memory(strategy: ShardStrategy, rank: int, tables: RangeTables) -> RankMemory:
     """Peak bytes of one device of a pipeline rank, by class (EQUATIONS M6)."""
-    frame, book = strategy.frame, tables.book
-    own = [(stage, strategy.stages[stage]) for stage in frame.stages_of(rank)]
+    layout, price_cache = strategy.layout, tables.price_cache
+    own = [(stage, strategy.stages[stage]) for stage in layout.stages_of(rank)]
     kept = [kept_bytes(strategy, stage, tables) for stage, _ in own]
-    sent = sum(_sent_bytes(strategy, stage, book) for stage, _ in own)
-    activations = sent + max(sum(n * size for n, size in zip(held, kept, strict=True)) for held in held_stashes(frame, rank))
+    sent = sum(_sent_bytes(strategy, stage, price_cache) for stage, _ in own)
+    activations = sent + max(sum(n * size for n, size in zip(held, kept, strict=True)) for held in held_stashes(layout, rank))
     states, copies, buffer = StateBytes(), 0, 0
     for _, run in own:
         for shard in range(run.first, run.end):
-            found = book.states(book.classes.key(shard, run.first), frame.mesh, ONE, run.zero)
+            found = price_cache.states(price_cache.classes.key(shard, run.first), layout.mesh, ONE, run.zero)
             states, copies, buffer = states + found.states, copies + found.step_copies, max(buffer, found.zero_buffer)
     temporaries = buffer + max(_workspace(strategy, stage, tables) for stage, _ in own)
-    spare = book.training.stack.allocator_share * (states.total + activations + temporaries)
+    spare = price_cache.training.stack.allocator_share * (states.total + activations + temporaries)
     return RankMemory(
         states=states, activations=activations, temporaries=temporaries, allocator_reserve=spare + copies,
-        communicators=communicator_bytes(frame.mesh, book), context=book.machine.cluster.device.context_bytes)
+        communicators=communicator_bytes(layout.mesh, price_cache), context=price_cache.machine.cluster.device.context_bytes)
 
 
-def _workspace(strategy: ShardStrategy, stage: int, tables: Tables) -> float:
+def _workspace(strategy: ShardStrategy, stage: int, tables: RangeTables) -> float:
     """The most that a backward pass adds to what is kept; where all runs again ahead of it, all of that is there at once."""
-    run, frame = strategy.stages[stage], strategy.frame
-    if frame.schedule in AHEAD and run.again:
+    run, layout = strategy.stages[stage], strategy.layout
+    if layout.schedule in AHEAD and run.again:
         remade = _whole_bytes(strategy, stage, tables) - kept_bytes(strategy, stage, tables)
-        return remade + _largest_workspace(((shard, Recompute.NONE) for shard in range(run.first, run.end)), frame, tables)
-    return _largest_workspace(((shard, run.level(shard)) for shard in range(run.first, run.end)), frame, tables)
+        return remade + _largest_workspace(((shard, Recompute.NONE) for shard in range(run.first, run.end)), layout, tables)
+    return _largest_workspace(((shard, run.level(shard)) for shard in range(run.first, run.end)), layout, tables)
 
 
-def _largest_workspace(levels: Iterable[tuple[int, Recompute]], frame: Frame, tables: Tables) -> float:
+def _largest_workspace(levels: Iterable[tuple[int, Recompute]], layout: ParallelLayout, tables: RangeTables) -> float:
     """The largest temporaries of a shard, less what the shards behind it kept of the micro-batch, which is free by then."""
-    book, b, listed = tables.book, frame.micro_batch_size, list(levels)[::-1]
-    saved = [float(book.saved_bytes(shard, level, b)) for shard, level in listed]
+    price_cache, b, listed = tables.price_cache, layout.micro_batch_size, list(levels)[::-1]
+    saved = [float(price_cache.saved_bytes(shard, level, b)) for shard, level in listed]
     freed = [0.0, *accumulate(saved)]
-    sizes = (book.activations(book.classes.key(shard, shard), b, ONE, level).workspace for shard, level in listed)
+    sizes = (price_cache.activations(price_cache.classes.key(shard, shard), b, ONE, level).workspace for shard, level in listed)
     return max(size - before for size, before in zip(sizes, freed, strict=False))
 
 
-def _sent_bytes(strategy: ShardStrategy, stage: int, book: ShardBook) -> float:
+def _sent_bytes(strategy: ShardStrategy, stage: int, price_cache: ShardPriceCache) -> float:
     """What a stage has sent at the end of a step, where the stack keeps it until then: values on, gradients back."""
-    frame, run = strategy.frame, strategy.stages[stage]
-    if not book.training.stack.keeps_sent:
+    layout, run = strategy.layout, strategy.stages[stage]
+    if not price_cache.training.stack.keeps_sent:
         return 0.0
-    cuts = [shard for shard in (run.first, run.end) if 0 < shard < book.num_shards]
-    return float(frame.num_micro_batches * sum(sum(book.flow.handed_on(shard, frame.micro_batch_size).values()) for shard in cuts))
+    cuts = [shard for shard in (run.first, run.end) if 0 < shard < price_cache.num_shards]
+    return float(layout.num_micro_batches * sum(sum(price_cache.flow.handed_on(shard, layout.micro_batch_size).values()) for shard in cuts))
 
 
-def _redundant(strategy: ShardStrategy, rank: int, memory: RankMemory, book: ShardBook) -> RedundantBytes:
+def _redundant(strategy: ShardStrategy, rank: int, memory: RankMemory, price_cache: ShardPriceCache) -> RedundantBytes:
     """Beyond the device's share of one copy (EQUATIONS R1): activations are divided by batch, of them only what was sent is held twice."""
-    frame, ideal = strategy.frame, [0.0, 0.0, 0.0]
-    runs = [strategy.stages[stage] for stage in frame.stages_of(rank)]
+    layout, ideal = strategy.layout, [0.0, 0.0, 0.0]
+    runs = [strategy.stages[stage] for stage in layout.stages_of(rank)]
     for run in runs:
         for shard in range(run.first, run.end):
-            parts = book.states(book.classes.key(shard, run.first), frame.mesh, ONE, run.zero).ideal
+            parts = price_cache.states(price_cache.classes.key(shard, run.first), layout.mesh, ONE, run.zero).ideal
             ideal = [total + part for total, part in zip(ideal, parts, strict=True)]
-        again = sum(elements for _, elements, shards in book.sharded.shared if _is_copy(shards, run))
-        parts = ideal_states(again, frame.mesh.ranks_per_stage, book.training)
+        again = sum(elements for _, elements, shards in price_cache.sharded.shared if _is_copy(shards, run))
+        parts = ideal_states(again, layout.mesh.ranks_per_stage, price_cache.training)
         ideal = [total - part for total, part in zip(ideal, parts, strict=True)]
-    sent = sum(_sent_bytes(strategy, stage, book) for stage in frame.stages_of(rank))
+    sent = sum(_sent_bytes(strategy, stage, price_cache) for stage in layout.stages_of(rank))
     return RedundantBytes(
         parameters=memory.states.parameters - ideal[0], gradients=memory.states.gradients - ideal[1],
         optimizer=memory.states.optimizer - ideal[2], activations=sent, temporaries=memory.temporaries)

@@ -20,7 +20,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from parplan.planner.traced.boundary_values import Values
-from parplan.planner.traced.repeated_blocks import Block, repeated_blocks, units
+from parplan.planner.traced.repeated_blocks import OperatorRange, repeated_blocks, units
 from parplan.profiles.models.operator_graph import OperatorKind, Tensor
 from parplan.profiles.models.traced_model import TracedModel
 
@@ -50,7 +50,7 @@ class Sharded:
     model: TracedModel
     values: Values
     shards: tuple[Shard, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[OperatorRange, ...]
     quota: float
 
     @cached_property
@@ -92,7 +92,7 @@ def shard(model: TracedModel, *, cross_skips: bool = False) -> Sharded:
 class _Counted:
     """What the walk asks of a model: parameters by range, sizes of cuts, names."""
 
-    def __init__(self, model: TracedModel, values: Values, blocks: Sequence[Block]) -> None:
+    def __init__(self, model: TracedModel, values: Values, blocks: Sequence[OperatorRange]) -> None:
         self.model, self.values, self.blocks = model, values, blocks
         self.paths = [traced.path.split(".") if traced.path else [] for traced in model.operators]
         self.holds = [{p.name: p.num_elements for p in traced.operator.parameters} for traced in model.operators]
@@ -155,9 +155,9 @@ def _segments(counted: _Counted, cuts: Sequence[int]) -> Iterator[tuple[int, int
     yield from pairwise((*bounds, size) if bounds[-1] < size else bounds)
 
 
-def _runs(counted: _Counted) -> Iterator[list[Block]]:
+def _runs(counted: _Counted) -> Iterator[list[OperatorRange]]:
     """The blocks, those together between which nothing has parameters."""
-    run: list[Block] = []
+    run: list[OperatorRange] = []
     for block in counted.blocks:
         if run and counted.parameters(run[-1].end, block.first):
             yield run

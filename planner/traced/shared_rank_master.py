@@ -12,8 +12,8 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from parplan.costmodels.strategy import Frame
-from parplan.planner.dominance import front
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.dominance import undominated_rows
 from parplan.planner.traced.shard_columns import ShardColumn, StageTable
 from parplan.planner.traced.shard_flow import Array
 from parplan.planner.traced.shard_master import ShardChoice, evaluate
@@ -22,28 +22,28 @@ from parplan.planner.traced.shard_strategy import held_stashes
 Combined = list[tuple[tuple[ShardColumn, ...], float, float]]  # the columns of a rank's stages, their seconds, their tail
 
 
-def solve_ranks(frame: Frame, options: Sequence[Sequence[ShardColumn]], stages: Sequence[StageTable]) -> ShardChoice | None:
+def solve_ranks(layout: ParallelLayout, options: Sequence[Sequence[ShardColumn]], stages: Sequence[StageTable]) -> ShardChoice | None:
     """The fastest choice of one column for each virtual stage, None where no rank's fit together. The cuts of all columns are the same."""
     classes = (False, True) if any(column.shares for columns in options for column in columns) else (None,)
-    found = [choice for parted in classes if (choice := _of_class(frame, options, stages, parted)) is not None]
+    found = [choice for parted in classes if (choice := _of_class(layout, options, stages, parted)) is not None]
     return min(found, key=lambda choice: choice.step_s, default=None)
 
 
 def _of_class(
-    frame: Frame, options: Sequence[Sequence[ShardColumn]], stages: Sequence[StageTable], parted: bool | None,
+    layout: ParallelLayout, options: Sequence[Sequence[ShardColumn]], stages: Sequence[StageTable], parted: bool | None,
 ) -> ShardChoice | None:
     """With stages that share a parameter all of ZeRO > 0, or none."""
     ranks = []
-    for rank in range(frame.mesh.pp):
+    for rank in range(layout.mesh.pp):
         own = [
             [column for column in options[stage] if parted is None or not column.shares or (column.zero > 0) is parted]
-            for stage in frame.stages_of(rank)]
-        ranks.append(_combined(own, held_stashes(frame, rank), stages[frame.stages_of(rank)[0]].usable_bytes))
+            for stage in layout.stages_of(rank)]
+        ranks.append(_combined(own, held_stashes(layout, rank), stages[layout.stages_of(rank)[0]].usable_bytes))
     if not all(ranks):
         return None
-    picked = _fastest(ranks, frame.num_micro_batches, 1 / frame.virtual_stages)
-    columns = {stage: column for rank, own in enumerate(picked) for stage, column in zip(frame.stages_of(rank), own, strict=True)}
-    return evaluate(frame, [columns[stage] for stage in range(frame.num_virtual_stages)], proven=True)
+    picked = _fastest(ranks, layout.num_micro_batches, 1 / layout.virtual_stages)
+    columns = {stage: column for rank, own in enumerate(picked) for stage, column in zip(layout.stages_of(rank), own, strict=True)}
+    return evaluate(layout, [columns[stage] for stage in range(layout.num_virtual_stages)], proven=True)
 
 
 def _combined(own: Sequence[Sequence[ShardColumn]], moments: Sequence[tuple[int, ...]], usable: float) -> Combined:
@@ -58,7 +58,7 @@ def _combined(own: Sequence[Sequence[ShardColumn]], moments: Sequence[tuple[int,
     kept, time_s, tail_s = each("kept_bytes"), np.sum(each("time_s"), axis=0), np.sum(each("tail_s"), axis=0)
     stashes = np.max(np.array(moments) @ np.array(kept), axis=0)
     fits = np.flatnonzero(np.sum(each("fixed_bytes"), axis=0) + stashes + np.max(each("peak_bytes"), axis=0) <= usable)
-    rows = fits[front(time_s[fits], tail_s[fits])]
+    rows = fits[undominated_rows(time_s[fits], tail_s[fits])]
     return [
         (tuple(columns[index] for columns, index in zip(own, indices[row], strict=True)), float(time_s[row]), float(tail_s[row]))
         for row in rows]

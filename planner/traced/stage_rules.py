@@ -15,7 +15,7 @@ from parplan.planner.traced.shards import Sharded
 from parplan.profiles.errors import ConfigError
 
 
-class Rule(StrEnum):
+class StageRuleKind(StrEnum):
     """`uniform`: as many shards in every stage, the first have one more; `parameters`: the largest stage as small as can be;
     `ilp`: the fastest plan; `custom`: counts."""
 
@@ -29,7 +29,7 @@ class Rule(StrEnum):
 class StageRule:
     """How shards are given to stages; `counts` of each virtual stage where the rule is custom."""
 
-    rule: Rule = Rule.ILP
+    rule: StageRuleKind = StageRuleKind.ILP
     counts: tuple[int, ...] = ()
 
 
@@ -39,23 +39,23 @@ def parse_stages(text: str) -> StageRule:
         counts = tuple(map(int, text.split(",")))
         if min(counts) < 1:
             raise ConfigError(f"--stages is {text}, every stage needs at least one shard")
-        return StageRule(rule=Rule.CUSTOM, counts=counts)
-    if text not in (Rule.UNIFORM, Rule.PARAMETERS, Rule.ILP):
+        return StageRule(rule=StageRuleKind.CUSTOM, counts=counts)
+    if text not in (StageRuleKind.UNIFORM, StageRuleKind.PARAMETERS, StageRuleKind.ILP):
         raise ConfigError(f"--stages is {text!r}, it must be uniform, parameters, ilp, or counts", hint="for example --stages 5,6,6,5")
-    return StageRule(rule=Rule(text))
+    return StageRule(rule=StageRuleKind(text))
 
 
 def ranges(how: StageRule, sharded: Sharded, num_stages: int) -> tuple[tuple[int, int], ...] | None:
     """The shards [first, end) of each of `num_stages` stages, None where the search decides. Raises ConfigError for wrong counts."""
     size = len(sharded.shards)
-    if how.rule is Rule.ILP:
+    if how.rule is StageRuleKind.ILP:
         return None
-    if how.rule is Rule.CUSTOM:
+    if how.rule is StageRuleKind.CUSTOM:
         if sum(how.counts) != size:
             raise ConfigError(f"--stages has {sum(how.counts)} shards, {sharded.model.name} has {size}",
                               hint=f"give counts that add up to {size}; plan show lists the shards of a plan")
         return tuple(pairwise(accumulate(how.counts, initial=0)))
-    if how.rule is Rule.UNIFORM:
+    if how.rule is StageRuleKind.UNIFORM:
         each, over = divmod(size, num_stages)
         return tuple(pairwise(accumulate((each + (stage < over) for stage in range(num_stages)), initial=0)))
     return _by_parameters(sharded, num_stages)

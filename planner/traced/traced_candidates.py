@@ -8,8 +8,8 @@ from dataclasses import replace
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule, legal
-from parplan.costmodels.strategy import Frame
-from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, Pruned, Space, describe
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, Pruned, CandidateSpace, layout_text
 from parplan.planner.candidates.stack_rules import lacking_schedule, require_stack_runs
 from parplan.planner.request import Constraints
 from parplan.profiles.divisors import divisors
@@ -35,14 +35,14 @@ def require_known(pins: Constraints) -> None:
         raise ConfigError(f"--schedule {unknown[0]} does not run a traced module", hint=f"use one of {', '.join(RUN)}")
 
 
-def enumerate_modules(num_shards: int, cluster: Cluster, training: TrainingSpec, pins: Constraints, counts: tuple[int, ...] = ()) -> Space:
+def enumerate_traced_candidates(num_shards: int, cluster: Cluster, training: TrainingSpec, pins: Constraints, counts: tuple[int, ...] = ()) -> CandidateSpace:
     """All candidates of a module of `num_shards` shards; `counts`: of the shards of each virtual stage, where they are given.
 
     Raises ConfigError for pins that the stack does not run.
     """
     require_stack_runs(training.stack, pins.schedule or (), pins.recompute or ())
     pins = pins.resolved(training.stack)
-    frames: list[Frame] = []
+    layouts: list[ParallelLayout] = []
     pruned: list[Pruned] = []
     for pp in divisors(cluster.num_gpus):
         mesh = Mesh(pp=pp, dp=cluster.num_gpus // pp, tp=1)
@@ -50,16 +50,16 @@ def enumerate_modules(num_shards: int, cluster: Cluster, training: TrainingSpec,
         if reason:
             pruned.append(Pruned(str(mesh), reason))
             continue
-        for frame in _frames(mesh, num_shards, training, pins, pruned):
-            stages = frame.num_virtual_stages
-            reason = _excluded(frame, num_shards, pins, training.stack)
+        for layout in _layouts(mesh, num_shards, training, pins, pruned):
+            stages = layout.num_virtual_stages
+            reason = _excluded(layout, num_shards, pins, training.stack)
             if not reason and counts and len(counts) != stages:
                 reason = f"--stages gives {len(counts)} stages, not {stages}"
             if reason:
-                pruned.append(Pruned(describe(frame), reason))
+                pruned.append(Pruned(layout_text(layout), reason))
             else:
-                frames.append(frame)
-    return Space(tuple(frames), tuple(pruned))
+                layouts.append(layout)
+    return CandidateSpace(tuple(layouts), tuple(pruned))
 
 
 def _allowed(pinned: Collection[object] | None, value: object) -> bool:
@@ -79,7 +79,7 @@ def _excluded_mesh(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Co
     return None
 
 
-def _frames(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints, pruned: list[Pruned]) -> Iterator[Frame]:
+def _layouts(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constraints, pruned: list[Pruned]) -> Iterator[ParallelLayout]:
     per_replica = training.global_batch_size // mesh.dp
     for size in divisors(per_replica):
         ban = pins.ban(micro_batch_size=size)
@@ -90,16 +90,16 @@ def _frames(mesh: Mesh, num_shards: int, training: TrainingSpec, pins: Constrain
         if size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None:
             pruned.append(Pruned(f"{mesh}, micro-batch {size}", f"above {MAX_MICRO_BATCH_SIZE} only if pinned"))
             continue
-        plain = Frame(
+        plain = ParallelLayout(
             mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=size, num_micro_batches=per_replica // size,
             sequence_parallel=False)
         for schedule, chunks in _schedules(plain, num_shards, pins):
             yield replace(plain, schedule=schedule, virtual_stages=chunks)
 
 
-def _schedules(frame: Frame, num_shards: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
+def _schedules(layout: ParallelLayout, num_shards: int, pins: Constraints) -> Iterator[tuple[Schedule, int]]:
     """Schedules worth trying: GPipe takes as long as 1F1B and holds more, so only where the pipeline does not fill, or pinned."""
-    pp, m = frame.mesh.pp, frame.num_micro_batches
+    pp, m = layout.mesh.pp, layout.num_micro_batches
     if pp == 1:
         yield Schedule.ONE_F_ONE_B, 1
         return
@@ -114,24 +114,24 @@ def _schedules(frame: Frame, num_shards: int, pins: Constraints) -> Iterator[tup
     yield from ((Schedule.INTERLEAVED, chunks) for chunks in range(2, most + 1) if pp * chunks <= num_shards)
 
 
-def _excluded(frame: Frame, num_shards: int, pins: Constraints, stack: Stack) -> str | None:
-    if frame.mesh.pp == 1:
+def _excluded(layout: ParallelLayout, num_shards: int, pins: Constraints, stack: Stack) -> str | None:
+    if layout.mesh.pp == 1:
         return None
-    lacking = lacking_schedule(frame, stack)
+    lacking = lacking_schedule(layout, stack)
     if lacking:
         return lacking
-    ban = pins.ban(schedule=frame.schedule, virtual_stages=frame.virtual_stages)
+    ban = pins.ban(schedule=layout.schedule, virtual_stages=layout.virtual_stages)
     if ban:
         return f"excluded by --forbid {ban}"
-    if not _allowed(pins.schedule, frame.schedule):
+    if not _allowed(pins.schedule, layout.schedule):
         return "excluded by --schedule"
-    if not _allowed(pins.virtual_stages, frame.virtual_stages):
+    if not _allowed(pins.virtual_stages, layout.virtual_stages):
         return "excluded by --virtual-stages"
     levels = pins.recompute
-    if frame.schedule in AHEAD and levels is not None and Recompute.FULL not in levels:
-        return f"{frame.schedule} is for recompute, --recompute or --forbid excludes that"
-    if frame.schedule in LAST_KEEPS_ALL and levels is not None and Recompute.NONE not in levels:
-        return f"the last stage of {frame.schedule} recomputes nothing, --recompute or --forbid excludes that"
-    if frame.schedule is Schedule.ONE_F_ONE_B and frame.num_micro_batches < frame.mesh.pp:
-        return f"1f1b needs at least pp {frame.mesh.pp} micro-batches to fill, there are {frame.num_micro_batches}"
-    return legal(frame.schedule, frame.mesh.pp, frame.num_micro_batches, frame.virtual_stages)
+    if layout.schedule in AHEAD and levels is not None and Recompute.FULL not in levels:
+        return f"{layout.schedule} is for recompute, --recompute or --forbid excludes that"
+    if layout.schedule in LAST_KEEPS_ALL and levels is not None and Recompute.NONE not in levels:
+        return f"the last stage of {layout.schedule} recomputes nothing, --recompute or --forbid excludes that"
+    if layout.schedule is Schedule.ONE_F_ONE_B and layout.num_micro_batches < layout.mesh.pp:
+        return f"1f1b needs at least pp {layout.mesh.pp} micro-batches to fill, there are {layout.num_micro_batches}"
+    return legal(layout.schedule, layout.mesh.pp, layout.num_micro_batches, layout.virtual_stages)

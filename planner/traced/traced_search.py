@@ -14,49 +14,49 @@ import numpy as np
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule
 from parplan.costmodels.step import StepPrice
-from parplan.costmodels.strategy import Frame
-from parplan.planner.candidates.branch_and_bound import Outcome, branch, worth_replaying
-from parplan.planner.candidates.enumeration import Space, no_frame_error
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.branch_and_bound import BranchOutcome, branch_and_bound, worth_replaying
+from parplan.planner.candidates.enumeration import CandidateSpace, no_candidate_error
 from parplan.planner.deadline import Deadline
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import ZERO_STAGES, Constraints, OnProgress, SearchOptions
 from parplan.planner.solver import Unsolved
-from parplan.planner.traced.range_tables import Tables
+from parplan.planner.traced.range_tables import RangeTables
 from parplan.planner.traced.recompute_labels import LabelTable
 from parplan.planner.traced.shard_columns import Allowed, ShardColumn, StageTable
 from parplan.planner.traced.shard_flow import Array
 from parplan.planner.traced.shard_master import (
-    Bounds,
+    RangeBounds,
     ShardChoice,
     are_alike,
     evaluate,
     path,
     solve,
 )
-from parplan.planner.traced.shard_price_cache import ShardBook
+from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shard_strategy import ShardRun, ShardStrategy, price_shards
 from parplan.planner.traced.shards import Sharded
 from parplan.planner.traced.shared_rank_master import solve_ranks
 from parplan.planner.traced.stage_rules import StageRule, ranges
-from parplan.planner.traced.traced_candidates import enumerate_modules, require_known
+from parplan.planner.traced.traced_candidates import enumerate_traced_candidates, require_known
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.spec import TrainingSpec
 
-LEAST_SOLVE_S, MOST_SOLVE_S = 1.0, 2.0  # of one program; a frame that needs longer keeps its bound, and the gap says so
+LEAST_SOLVE_S, MOST_SOLVE_S = 1.0, 2.0  # of one program; a layout that needs longer keeps its bound, and the gap says so
 WORTH_PROVING = 0.0005  # a bound that is closer than this to the best is not worth another program, as in planner/search/find_plan.py
-REPLAY_SOLVE_S = 1.0  # of a frame that is only worth replaying
+REPLAY_SOLVE_S = 1.0  # of a layout that is only worth replaying
 ROUNDING = 1e-9  # relative
-WORTH_SOLVING = 0.01  # a frame that is only worth replaying is not solved for less
+WORTH_SOLVING = 0.01  # a layout that is only worth replaying is not solved for less
 WIDENED = (1.05, 1.3, 2.0, np.inf)  # times the least pace: ranges that are tried for a first plan
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSolved:
-    """The best choice of one frame, and a proven lower bound of its closed form."""
+    """The best choice of one layout, and a proven lower bound of its closed form."""
 
-    frame: Frame
+    layout: ParallelLayout
     choice: ShardChoice
     bound: float
 
@@ -65,7 +65,7 @@ class ShardSolved:
         return self.choice.step_s
 
 
-class ModuleSearch:
+class TracedSearch:
     """One search over the shards of a traced model."""
 
     def __init__(
@@ -73,23 +73,23 @@ class ModuleSearch:
     ) -> None:
         require_known(pins)
         self.sharded, self.options, self.how, self.pins = sharded, options, how, pins.resolved(training.stack)
-        self.book = ShardBook(sharded, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
-        self.tables = Tables(self.book)
+        self.price_cache = ShardPriceCache(sharded, training, machine_for(cluster), zero_ranks=pins.zero_ranks)
+        self.tables = RangeTables(self.price_cache)
         self.limit_bytes = limit_bytes(cluster, training.stack, options)
-        self.space: Space = enumerate_modules(len(sharded.shards), cluster, training, pins, how.counts)
-        if not self.space.frames:
-            raise no_frame_error(self.space, cluster)
+        self.space: CandidateSpace = enumerate_traced_candidates(len(sharded.shards), cluster, training, pins, how.counts)
+        if not self.space.layouts:
+            raise no_candidate_error(self.space, cluster)
         self.most_solve_s = MOST_SOLVE_S
-        self.also_1f1b = any(frame.mesh.pp > 1 and frame.schedule is Schedule.ONE_F_ONE_B for frame in self.space.frames)
+        self.also_1f1b = any(layout.mesh.pp > 1 and layout.schedule is Schedule.ONE_F_ONE_B for layout in self.space.layouts)
         self.deadline = options.deadline
         self._labels: dict[tuple[int, tuple[int, ...]], LabelTable] = {}
 
-    def allowed(self, frame: Frame) -> Allowed:
+    def allowed(self, layout: ParallelLayout) -> Allowed:
         """What the pins leave of each stage."""
         zeros = self.pins.zero or ZERO_STAGES
         levels = {Recompute.NONE: 0, Recompute.FULL: 1}
         chosen = [level for level in self.pins.recompute or levels if level in levels]
-        return Allowed(zeros=zeros if frame.mesh.dp > 1 else (0,), levels=tuple(sorted(levels[level] for level in chosen)))
+        return Allowed(zeros=zeros if layout.mesh.dp > 1 else (0,), levels=tuple(sorted(levels[level] for level in chosen)))
 
     def labels(self, micro_batch_size: int, levels: tuple[int, ...]) -> LabelTable:
         """The labels of ranges of shards that may run once (0) or again (1)."""
@@ -98,23 +98,23 @@ class ModuleSearch:
             self._labels[key] = LabelTable(self.tables.passes(micro_batch_size).by_shard, levels)
         return self._labels[key]
 
-    def stages(self, frame: Frame) -> list[StageTable]:
+    def stages(self, layout: ParallelLayout) -> list[StageTable]:
         """The tables of every virtual stage of a frame."""
-        allowed = self.allowed(frame)
+        allowed = self.allowed(layout)
         self.deadline.check()
-        return [StageTable(k, frame, self.tables, allowed, self.labels, self.limit_bytes) for k in range(frame.num_virtual_stages)]
+        return [StageTable(k, layout, self.tables, allowed, self.labels, self.limit_bytes) for k in range(layout.num_virtual_stages)]
 
-    def cut_ranges(self, frame: Frame, stages: Sequence[StageTable]) -> tuple[tuple[int, int], ...] | None:
+    def cut_ranges(self, layout: ParallelLayout, stages: Sequence[StageTable]) -> tuple[tuple[int, int], ...] | None:
         """The ranges that --stages says, None where the search decides.
 
         With several virtual stages a rank they are even, as those of described models: the slowest takes as little as can be.
         """
-        fixed = ranges(self.how, self.sharded, frame.num_virtual_stages)
-        return tuple(path([table.least_s for table in stages])) if fixed is None and frame.virtual_stages > 1 else fixed
+        fixed = ranges(self.how, self.sharded, layout.num_virtual_stages)
+        return tuple(path([table.least_s for table in stages])) if fixed is None and layout.virtual_stages > 1 else fixed
 
-    def least_times(self, frame: Frame, stages: Sequence[StageTable]) -> list[Array]:
+    def least_times(self, layout: ParallelLayout, stages: Sequence[StageTable]) -> list[Array]:
         """By stage and range the least seconds of a micro-batch, infinite for what can never fit or is not asked for."""
-        times, fixed = [], self.cut_ranges(frame, stages)
+        times, fixed = [], self.cut_ranges(layout, stages)
         for stage, table in enumerate(stages):
             least = np.where(table.least_bytes() <= table.usable_bytes, table.least_s, np.inf)
             if fixed is not None:
@@ -124,32 +124,32 @@ class ModuleSearch:
             times.append(least)
         return times
 
-    def bound_s(self, frame: Frame) -> float:
-        """A lower bound of the frame's closed form, infinite where nothing fits."""
-        stages = self.stages(frame)
-        times = self.least_times(frame, stages)
-        return Bounds(frame, times, times, [table.least_tail_s for table in stages]).least_s
+    def bound_s(self, layout: ParallelLayout) -> float:
+        """A lower bound of the layout's closed form, infinite where nothing fits."""
+        stages = self.stages(layout)
+        times = self.least_times(layout, stages)
+        return RangeBounds(layout, times, times, [table.least_tail_s for table in stages]).least_s
 
-    def solve(self, frame: Frame, bound_s: float, cut_s: float, best_s: float) -> ShardSolved | None:
-        """The best choice of a frame that takes less than `cut_s`, None where there is none. Raises Unsolved, SolverError.
+    def solve(self, layout: ParallelLayout, bound_s: float, cut_s: float, best_s: float) -> ShardSolved | None:
+        """The best choice of a layout that takes less than `cut_s`, None where there is none. Raises Unsolved, SolverError.
 
         One that cannot beat `best_s`, but may in the simulator, gets little of the solver's time.
         """
         self.most_solve_s = MOST_SOLVE_S if bound_s < best_s * (1 - WORTH_PROVING) else REPLAY_SOLVE_S
-        stages = self.stages(frame)
-        times = self.least_times(frame, stages)
-        finder = Finder(frame, stages, times, self.deadline)
+        stages = self.stages(layout)
+        times = self.least_times(layout, stages)
+        finder = Finder(layout, stages, times, self.deadline)
         known, among = self._first(finder, cut_s)
         if known is None:
             return None
-        if frame.virtual_stages > 1 and known.proven:  # its cuts are given: it was chosen among all columns
-            return self._worthwhile(frame, known, bound_s)
+        if layout.virtual_stages > 1 and known.proven:  # its cuts are given: it was chosen among all columns
+            return self._worthwhile(layout, known, bound_s)
         options, least_s = finder.tightened(finder.below(min(cut_s, known.step_s)), min(cut_s, known.step_s))
         bound_s = max(bound_s, min(least_s, known.step_s) * (1 - ROUNDING))
         near, self.most_solve_s = (
             (ROUNDING, MOST_SOLVE_S) if bound_s < best_s * (1 - WORTH_PROVING) else (WORTH_SOLVING, REPLAY_SOLVE_S))
         if known.step_s <= least_s * (1 + near):
-            return self._worthwhile(frame, evaluate(frame, known.columns, proven=known.step_s <= least_s * (1 + ROUNDING)), bound_s)
+            return self._worthwhile(layout, evaluate(layout, known.columns, proven=known.step_s <= least_s * (1 + ROUNDING)), bound_s)
         if known.proven and all(set(columns) <= set(others) for columns, others in zip(options, among, strict=True)):
             found: ShardChoice | None = known
         else:
@@ -158,14 +158,14 @@ class ModuleSearch:
             except Unsolved:
                 found = None
         if found is None or found.step_s > known.step_s:
-            found = evaluate(frame, known.columns, proven=found is not None and found.proven)
-        return self._worthwhile(frame, found, bound_s)
+            found = evaluate(layout, known.columns, proven=found is not None and found.proven)
+        return self._worthwhile(layout, found, bound_s)
 
-    def _worthwhile(self, frame: Frame, found: ShardChoice, bound_s: float) -> ShardSolved | None:
+    def _worthwhile(self, layout: ParallelLayout, found: ShardChoice, bound_s: float) -> ShardSolved | None:
         """A choice with its bound; None for a schedule with recompute ahead in which nothing runs again: that is 1F1B."""
-        if frame.schedule in AHEAD and self.also_1f1b and not any(column.again for column in found.columns):
+        if layout.schedule in AHEAD and self.also_1f1b and not any(column.again for column in found.columns):
             return None
-        return ShardSolved(frame, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s)
+        return ShardSolved(layout, found, found.step_s * (1 - ROUNDING) if found.proven else bound_s)
 
     def _first(self, finder: Finder, cut_s: float) -> tuple[ShardChoice | None, list[list[ShardColumn]]]:
         """A plan to begin with and the columns that it was chosen among; None where none takes less than `cut_s`, or none fits."""
@@ -173,7 +173,7 @@ class ModuleSearch:
             return None, []
         for factor in WIDENED:
             options = finder.near(finder.bounds.least_pace_s * factor, cut_s)
-            known = finder.even(options) if finder.frame.virtual_stages == 1 else None
+            known = finder.even(options) if finder.layout.virtual_stages == 1 else None
             if known is None and finder.coupled and all(options):
                 known = self._solved(finder, options)
             if known is not None:
@@ -183,9 +183,9 @@ class ModuleSearch:
     def _solved(self, finder: Finder, options: Sequence[Sequence[ShardColumn]]) -> ShardChoice | None:
         if not all(options):
             return None
-        if finder.frame.virtual_stages > 1:
-            return solve_ranks(finder.frame, options, finder.stages)
-        return solve(finder.frame, options, self.options.solver, self.solver_limit_s())
+        if finder.layout.virtual_stages > 1:
+            return solve_ranks(finder.layout, options, finder.stages)
+        return solve(finder.layout, options, self.options.solver, self.solver_limit_s())
 
     def left_s(self) -> float:
         return self.deadline.left_s
@@ -193,32 +193,32 @@ class ModuleSearch:
     def solver_limit_s(self) -> float:
         return self.deadline.solver_limit_s(LEAST_SOLVE_S, self.most_solve_s)
 
-    def run(self, on_progress: OnProgress | None) -> Outcome[ShardSolved]:
-        """All frames, as long as one may be among the best. Raises KeyboardInterrupt before the first plan, SolverError."""
-        bounded = ((bound, frame) for frame in self.space.frames if np.isfinite(bound := self.bound_s(frame)))
-        return branch(Objective.THROUGHPUT, bounded, self.solve, worth_replaying, left_s=self.left_s, on_progress=on_progress)
+    def run(self, on_progress: OnProgress | None) -> BranchOutcome[ShardSolved]:
+        """All layouts, as long as one may be among the best. Raises KeyboardInterrupt before the first plan, SolverError."""
+        bounded = ((bound, layout) for layout in self.space.layouts if np.isfinite(bound := self.bound_s(layout)))
+        return branch_and_bound(Objective.THROUGHPUT, bounded, self.solve, worth_replaying, left_s=self.left_s, on_progress=on_progress)
 
-    def replayed(self, outcome: Outcome[ShardSolved]) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
-        """The best solved frames priced in full, the fastest first."""
+    def replayed(self, outcome: BranchOutcome[ShardSolved]) -> list[tuple[ShardSolved, ShardStrategy, StepPrice]]:
+        """The best solved layouts priced in full, the fastest first."""
         priced = list[tuple[ShardSolved, ShardStrategy, StepPrice]]()
         for one in outcome.to_replay:
             if priced and self.deadline.has_ended:
                 break
-            made = to_strategy(one)
+            made = to_shard_strategy(one)
             priced.append((one, made, price_shards(made, self.tables)))
         return sorted(priced, key=lambda found: found[2].step_s)
 
 
 class Finder:
-    """The columns of one frame, made for ranges as they are asked for; `coupled`: whether stages must fit together besides."""
+    """The columns of one layout, made for ranges as they are asked for; `coupled`: whether stages must fit together besides."""
 
-    def __init__(self, frame: Frame, stages: Sequence[StageTable], times: Sequence[Array], deadline: Deadline) -> None:
-        self.frame, self.stages, self.times, self.check = frame, stages, times, deadline.check
-        walks = times if frame.schedule not in AHEAD else [
+    def __init__(self, layout: ParallelLayout, stages: Sequence[StageTable], times: Sequence[Array], deadline: Deadline) -> None:
+        self.layout, self.stages, self.times, self.check = layout, stages, times, deadline.check
+        walks = times if layout.schedule not in AHEAD else [
             np.where(np.isfinite(least), np.minimum(least, table.base_s + _least_data(table)), np.inf)
             for least, table in zip(times, stages, strict=True)]
-        self.bounds = Bounds(frame, times, walks, [table.least_tail_s for table in stages])
-        self.coupled = frame.virtual_stages > 1 or bool(stages[0].tables.book.sharded.shared)
+        self.bounds = RangeBounds(layout, times, walks, [table.least_tail_s for table in stages])
+        self.coupled = layout.virtual_stages > 1 or bool(stages[0].tables.price_cache.sharded.shared)
         self._made: dict[tuple[int, int, int], list[ShardColumn]] = {}
 
     def columns(self, stage: int, first: int, end: int) -> list[ShardColumn]:
@@ -247,7 +247,7 @@ class Finder:
         except ValueError:
             return None
         chosen = [min(self.columns(stage, *one), key=lambda column: (column.time_s, column.tail_s)) for stage, one in enumerate(found)]
-        return evaluate(self.frame, chosen, proven=False) if are_alike(chosen) else None
+        return evaluate(self.layout, chosen, proven=False) if are_alike(chosen) else None
 
     def below(self, cut_s: float) -> list[list[ShardColumn]]:
         """By stage, every column that a plan of at most `cut_s` may have."""
@@ -265,7 +265,7 @@ class Finder:
         while all(listed) and sum(map(len, listed)) != before:
             before = sum(map(len, listed))
             arrays = [[_least_of(columns, name, times) for columns, times in zip(listed, self.times, strict=True)] for name in _SECONDS]
-            bounds = Bounds(self.frame, *arrays)
+            bounds = RangeBounds(self.layout, *arrays)
             least_s = bounds.least_s
             listed = [
                 [column for column in columns if bounds.least_of(stage, column) <= cut_s * (1 + ROUNDING)]
@@ -288,7 +288,7 @@ def _least_data(table: StageTable) -> Array:
     return np.asarray(np.minimum.reduce([held.per_micro_batch_s for held in table.held.values()]))
 
 
-def to_strategy(solved: ShardSolved) -> ShardStrategy:
+def to_shard_strategy(solved: ShardSolved) -> ShardStrategy:
     """The strategy of a choice."""
-    return ShardStrategy(frame=solved.frame, stages=tuple(
+    return ShardStrategy(layout=solved.layout, stages=tuple(
         ShardRun(first=column.first, end=column.end, zero=column.zero, again=column.again) for column in solved.choice.columns))

@@ -7,36 +7,36 @@ from dataclasses import replace
 
 import numpy as np
 
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.infeasible.shortfall import MOST_TIMES_LARGER
 from parplan.planner.plan.error_band import memory_margin
 from parplan.planner.traced.shard_columns import StageTable
 from parplan.planner.traced.shard_master import path
 from parplan.planner.traced.shard_strategy import ShardRun, ShardStrategy, price_shards
-from parplan.planner.traced.stage_rules import Rule
-from parplan.planner.traced.traced_candidates import enumerate_modules
-from parplan.planner.traced.traced_search import ModuleSearch
+from parplan.planner.traced.stage_rules import StageRuleKind
+from parplan.planner.traced.traced_candidates import enumerate_traced_candidates
+from parplan.planner.traced.traced_search import TracedSearch
 from parplan.profiles.errors import InfeasibleError, OutOfTimeError
 from parplan.profiles.units import gib
 
 
-def infeasible_module_error(search: ModuleSearch) -> InfeasibleError:
+def infeasible_traced_error(search: TracedSearch) -> InfeasibleError:
     """The error that says what binds, by how many GiB, and what would help, as far as the time goes."""
     try:
         return _explained(search)
     except OutOfTimeError:
-        cluster = search.book.machine.cluster
+        cluster = search.price_cache.machine.cluster
         return InfeasibleError(
             f"{search.sharded.model.name} does not fit on {cluster.num_gpus} x {cluster.device.name}; how much it is short was not "
             "searched, the time was over", hint="use more GPUs, or give it a longer --time-limit")
 
 
-def _explained(search: ModuleSearch) -> InfeasibleError:
-    book, training = search.book, search.book.training
-    cluster, name = book.machine.cluster, search.sharded.model.name
-    priced = ((made, price_shards(made, search.tables)) for made in (leanest(search, frame) for frame in _frames(search)))
+def _explained(search: TracedSearch) -> InfeasibleError:
+    price_cache, training = search.price_cache, search.price_cache.training
+    cluster, name = price_cache.machine.cluster, search.sharded.model.name
+    priced = ((made, price_shards(made, search.tables)) for made in (leanest_traced(search, layout) for layout in _layouts(search)))
     strategy, price = min(priced, key=lambda found: max(memory.total for memory in found[1].memory))
-    rank = max(range(strategy.frame.mesh.pp), key=lambda index: price.memory[index].total)
+    rank = max(range(strategy.layout.mesh.pp), key=lambda index: price.memory[index].total)
     memory, limit = price.memory[rank], search.limit_bytes
     parts = {
         "states (parameters, gradients, optimizer)": memory.states.total, "activations": memory.activations,
@@ -44,11 +44,11 @@ def _explained(search: ModuleSearch) -> InfeasibleError:
     largest = max(parts, key=lambda part: parts[part])
     margin = "" if search.options.memory_limit_bytes is not None else (
         f" with --memory-margin {memory_margin(training.stack, search.options):g}")
-    run = max((strategy.stages[stage] for stage in strategy.frame.stages_of(rank)), key=lambda run: run.end - run.first)
+    run = max((strategy.stages[stage] for stage in strategy.layout.stages_of(rank)), key=lambda run: run.end - run.first)
     shards = search.sharded.shards
     return InfeasibleError(
-        f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({strategy.frame.mesh}, zero {run.zero}, "
-        f"{_recompute_text(run)} recompute, micro-batch {strategy.frame.micro_batch_size}) needs {gib(memory.total):.1f} GiB on stage "
+        f"{name} does not fit on {cluster.num_gpus} x {cluster.device.name}: the leanest plan ({strategy.layout.mesh}, zero {run.zero}, "
+        f"{_recompute_text(run)} recompute, micro-batch {strategy.layout.micro_batch_size}) needs {gib(memory.total):.1f} GiB on stage "
         f"{rank} ({shards[run.first].name} to {shards[run.end - 1].name}), {gib(limit):.1f} usable{margin}: "
         f"{gib(memory.total - limit):.1f} GiB short; the largest part is {largest}, {gib(parts[largest]):.1f} GiB",
         hint=_hint(search))
@@ -60,37 +60,37 @@ def _recompute_text(run: ShardRun) -> str:
     return "full" if len(run.again) == run.end - run.first else f"{len(run.again)} of {run.end - run.first} shards"
 
 
-def _frames(search: ModuleSearch) -> Iterator[Frame]:
-    """Per mesh the frame of the smallest micro-batch and the fewest virtual stages: one of them is the leanest."""
-    seen: dict[object, Frame] = {}
-    for frame in search.space.frames:
-        known = seen.get(frame.mesh)
-        if known is None or (frame.micro_batch_size, frame.virtual_stages) < (known.micro_batch_size, known.virtual_stages):
-            seen[frame.mesh] = frame
+def _layouts(search: TracedSearch) -> Iterator[ParallelLayout]:
+    """Per mesh the layout of the smallest micro-batch and the fewest virtual stages: one of them is the leanest."""
+    seen: dict[object, ParallelLayout] = {}
+    for layout in search.space.layouts:
+        known = seen.get(layout.mesh)
+        if known is None or (layout.micro_batch_size, layout.virtual_stages) < (known.micro_batch_size, known.virtual_stages):
+            seen[layout.mesh] = layout
     yield from seen.values()
 
 
-def _hint(search: ModuleSearch) -> str:
+def _hint(search: TracedSearch) -> str:
     """More GPUs, where a number of them is enough; else what else was pinned."""
-    cluster = search.book.machine.cluster
-    if search.how.rule is not Rule.ILP:
+    cluster = search.price_cache.machine.cluster
+    if search.how.rule is not StageRuleKind.ILP:
         return "--stages ilp also looks for other cuts"
     pins = replace(search.pins, pp=None, dp=None)
     nodes = cluster.nodes
     while (nodes := 2 * nodes) <= MOST_TIMES_LARGER * cluster.nodes:
         more = replace(cluster, nodes=nodes)
-        if not enumerate_modules(len(search.sharded.shards), more, search.book.training, pins, search.how.counts).frames:
+        if not enumerate_traced_candidates(len(search.sharded.shards), more, search.price_cache.training, pins, search.how.counts).layouts:
             continue
-        larger = ModuleSearch(search.sharded, more, search.book.training, pins, search.options, search.how)
-        for frame in _frames(larger):
-            price = price_shards(leanest(larger, frame), larger.tables)
+        larger = TracedSearch(search.sharded, more, search.price_cache.training, pins, search.options, search.how)
+        for layout in _layouts(larger):
+            price = price_shards(leanest_traced(larger, layout), larger.tables)
             if max(memory.total for memory in price.memory) <= larger.limit_bytes:
-                return f"{larger.book.machine.cluster.num_gpus} GPUs are enough (--gpus {larger.book.machine.cluster.num_gpus})"
-    shorter = "" if search.book.training.seq_length == 1 else ", or shorter sequences (--seq-length)"
+                return f"{larger.price_cache.machine.cluster.num_gpus} GPUs are enough (--gpus {larger.price_cache.machine.cluster.num_gpus})"
+    shorter = "" if search.price_cache.training.seq_length == 1 else ", or shorter sequences (--seq-length)"
     return f"use a larger device{shorter}"
 
 
-def leanest_ranges(frame: Frame, stages: list[StageTable]) -> tuple[tuple[int, int], ...]:
+def leanest_ranges(layout: ParallelLayout, stages: list[StageTable]) -> tuple[tuple[int, int], ...]:
     """The ranges whose fullest stage holds least."""
     held = []
     for table in stages:
@@ -99,11 +99,11 @@ def leanest_ranges(frame: Frame, stages: list[StageTable]) -> tuple[tuple[int, i
     return tuple(path(held))
 
 
-def leanest(search: ModuleSearch, frame: Frame) -> ShardStrategy:
-    """The way to run a frame that holds least: its cuts by memory, every stage at its leanest ZeRO stage and recompute."""
-    stages = search.stages(frame)
-    cuts = search.cut_ranges(frame, stages) or leanest_ranges(frame, stages)
-    return ShardStrategy(frame=frame, stages=tuple(
+def leanest_traced(search: TracedSearch, layout: ParallelLayout) -> ShardStrategy:
+    """The way to run a layout that holds least: its cuts by memory, every stage at its leanest ZeRO stage and recompute."""
+    stages = search.stages(layout)
+    cuts = search.cut_ranges(layout, stages) or leanest_ranges(layout, stages)
+    return ShardStrategy(layout=layout, stages=tuple(
         _leanest_run(table, *cut) for table, cut in zip(stages, cuts, strict=True)))
 
 

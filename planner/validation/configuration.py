@@ -1,4 +1,4 @@
-"""A row of a steps table -> the configuration that was run: model, cluster, training, frame, and what the row leaves open.
+"""A row of a steps table -> the configuration that was run: model, cluster, training, layout, and what the row leaves open.
 
 Columns are those of docs/accuracy.md. What a row does not say and its framework decides is read off the
 framework's name (frameworks.py); what nobody says (a micro-batch, a recompute level, virtual stages) stays open, and
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.validation.frameworks import (
     DEVICES,
     DROPOUT,
@@ -89,11 +89,11 @@ class Configuration:
         left = tuple(name for name, choices in open_.items() if len(choices) > 1)
         return left if self.known_framework else ("framework", *left)
 
-    def frame(self, micro_batch: int, virtual_stages: int) -> Frame:
-        """The frame of one of the choices."""
+    def layout(self, micro_batch: int, virtual_stages: int) -> ParallelLayout:
+        """The layout of one of the choices."""
         count = self.training.global_batch_size // (micro_batch * self.mesh.dp)
         plain = Schedule.ONE_F_ONE_B if count >= self.mesh.pp else Schedule.GPIPE  # the same order when the pipeline never fills
-        return Frame(
+        return ParallelLayout(
             mesh=self.mesh, schedule=Schedule.INTERLEAVED if virtual_stages > 1 else plain, virtual_stages=virtual_stages,
             micro_batch_size=micro_batch, num_micro_batches=count, sequence_parallel=self.sequence_parallel)
 

@@ -12,10 +12,10 @@ import re
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import Frame, Strategy
-from parplan.planner.candidates.enumeration import illegal_frame, illegal_tensor_parallel
+from parplan.costmodels.strategy import ParallelLayout, Strategy
+from parplan.planner.candidates.enumeration import illegal_layout, illegal_tensor_parallel
 from parplan.planner.plan.assemble import step_kind
 from parplan.planner.search.estimate import default_blocks, uniform_strategy
 from parplan.planner.validation.configuration import (
@@ -41,7 +41,7 @@ OUT_OF_MEMORY = ("OOM", "out-of-memory")  # memory_kind of a run that ran out
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class PricedRow:
     """One row: measured and predicted seconds, and GiB where the row has them; `reason` when it is not priced.
 
     grid               same source, model, GPUs and tokens in a step: what a ranking is about
@@ -75,7 +75,7 @@ class Priced:
         return self.predicted_gib / self.measured_gib - 1 if self.predicted_gib and self.measured_gib else None
 
 
-def price_row(row: Row, terms: Terms | None = None, *, held_out: bool | None = None) -> Priced:
+def price_row(row: Row, terms: Terms | None = None, *, held_out: bool | None = None) -> PricedRow:
     """The row priced as the configuration it states, or the reason why not.
 
     terms: those of another fit than the shipped one; held_out: leave the row's experiment out of the fit, by default where
@@ -85,14 +85,14 @@ def price_row(row: Row, terms: Terms | None = None, *, held_out: bool | None = N
     without = experiment_of(row) if (_workload(row) in _fitted_workloads() if held_out is None else held_out) else None
     try:
         configuration = configuration_of(row, terms, without=without)
-        book = PriceBook(configuration.model, configuration.training, machine_for(configuration.cluster, terms, without=without))
-        price = _price(configuration, book)
+        price_cache = PriceCache(configuration.model, configuration.training, machine_for(configuration.cluster, terms, without=without))
+        price = _price(configuration, price_cache)
     except (UnpricedError, ConfigError) as error:
-        return Priced(row["id"], source_of(row), reason=_counted(str(error)) if isinstance(error, ConfigError) else str(error))
+        return PricedRow(row["id"], source_of(row), reason=_counted(str(error)) if isinstance(error, ConfigError) else str(error))
     fullest = max(price.memory, key=lambda memory: memory.total)
     capacity = configuration.cluster.device.memory_bytes
     margin = shipped_terms().residuals_of(stack_name(row)).memory_margin
-    return Priced(
+    return PricedRow(
         row["id"], source_of(row), measured_s=_measured_s(row), predicted_s=price.step_s,
         measured_gib=_number(row["peak_memory_gib"]), predicted_gib=predicted_gib(price.memory, row["memory_kind"]), kind=step_kind(price),
         grid=_grid(row, configuration),
@@ -128,21 +128,21 @@ def _ran_out(row: Row) -> bool | None:
     return False if row["step_time_s"] or row["derived_step_time_s"] or row["peak_memory_gib"] else None
 
 
-def _price(configuration: Configuration, book: PriceBook) -> StepPrice:
+def _price(configuration: Configuration, price_cache: PriceCache) -> StepPrice:
     """The price of what was run; of what is open the fastest choice that fits the device, or the leanest when none does."""
     prices: list[StepPrice] = []
     refused: UnpricedError | None = None
     for micro_batch in configuration.micro_batches:
         for virtual_stages in configuration.virtual_stages:
-            frame = configuration.frame(micro_batch, virtual_stages)
+            layout = configuration.layout(micro_batch, virtual_stages)
             for levels in configuration.recompute:
                 try:
-                    prices.append(_price_one(configuration, frame, levels, book))
+                    prices.append(_price_one(configuration, layout, levels, price_cache))
                 except UnpricedError as error:
                     refused = error
     if not prices:
         raise refused or UnpricedError("no choice for what the row leaves open")
-    capacity = book.machine.cluster.device.memory_bytes
+    capacity = price_cache.machine.cluster.device.memory_bytes
     fitting = [price for price in prices if _peak(price) <= capacity]
     return min(fitting, key=lambda price: price.step_s) if fitting else min(prices, key=_peak)
 
@@ -151,14 +151,14 @@ def _peak(price: StepPrice) -> float:
     return max(memory.total for memory in price.memory)
 
 
-def _price_one(configuration: Configuration, frame: Frame, levels: tuple[Recompute, ...], book: PriceBook) -> StepPrice:
+def _price_one(configuration: Configuration, layout: ParallelLayout, levels: tuple[Recompute, ...], price_cache: PriceCache) -> StepPrice:
     model, cluster, training = configuration.model, configuration.cluster, configuration.training
-    reason = illegal_tensor_parallel(frame.mesh.tp, model, cluster, across_nodes=True) or illegal_frame(frame, model, training)
+    reason = illegal_tensor_parallel(layout.mesh.tp, model, cluster, across_nodes=True) or illegal_layout(layout, model, training)
     if reason:
         raise UnpricedError(_counted(reason))
-    blocks = configuration.blocks or default_blocks(frame, model.num_layers)
-    strategy = uniform_strategy(frame, blocks, zero=configuration.zero, recompute=levels[0], book=book)
-    return price_step(_in_turn(strategy, levels) if len(levels) > 1 else strategy, book)
+    blocks = configuration.blocks or default_blocks(layout, model.num_layers)
+    strategy = uniform_strategy(layout, blocks, zero=configuration.zero, recompute=levels[0], price_cache=price_cache)
+    return price_step(_in_turn(strategy, levels) if len(levels) > 1 else strategy, price_cache)
 
 
 def _in_turn(strategy: Strategy, levels: tuple[Recompute, ...]) -> Strategy:

@@ -9,7 +9,7 @@ Pure functions on rows that are priced already. With p a predicted and m a measu
     regret@k = min m of the k rows that p ranks fastest / min m of the grid - 1
 
 tau-b: Kendall 1945, Biometrika 33(3), doi:10.1093/biomet/33.3.239. A grid is the rows of one workload on one machine
-(`Priced.grid`); tau and regret of a source are means over its grids, each counted once. Every figure is a fraction, and
+(`PricedRow.grid`); tau and regret of a source are means over its grids, each counted once. Every figure is a fraction, and
 None where no row defines it.
 """
 
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
 
-from parplan.planner.validation.priced_rows import Priced
+from parplan.planner.validation.priced_rows import PricedRow
 
 SMALLEST_GRID = 3  # configurations: fewer have hardly an order to get wrong
 GOLDEN_DIGITS = 4
@@ -64,15 +64,15 @@ class SourceScore:
     oom_precision: float | None
 
 
-def score(priced: Iterable[Priced]) -> dict[str, SourceScore]:
+def score(priced: Iterable[PricedRow]) -> dict[str, SourceScore]:
     """The score of every source, in the order in which the sources first appear."""
-    by_source: dict[str, list[Priced]] = {}
+    by_source: dict[str, list[PricedRow]] = {}
     for row in priced:
         by_source.setdefault(row.source, []).append(row)
     return {source: _score_of(rows) for source, rows in by_source.items()}
 
 
-def _score_of(rows: Sequence[Priced]) -> SourceScore:
+def _score_of(rows: Sequence[PricedRow]) -> SourceScore:
     times = [row.error for row in rows if row.error is not None]
     memories = [row.memory_error for row in rows if row.memory_error is not None]
     grids = grid_scores(rows)
@@ -89,12 +89,12 @@ def _mean(values: Iterable[float]) -> float | None:
     return statistics.fmean(found) if found else None
 
 
-def unpriced(rows: Iterable[Priced]) -> dict[str, int]:
+def unpriced(rows: Iterable[PricedRow]) -> dict[str, int]:
     """How many rows were not priced for each reason, most first."""
     return dict(Counter(row.reason for row in rows if row.reason is not None).most_common())
 
 
-def grid_scores(rows: Iterable[Priced]) -> list[GridScore]:
+def grid_scores(rows: Iterable[PricedRow]) -> list[GridScore]:
     """The grids with at least three configurations that were timed and priced.
 
     Repeats of a run are priced alike, so the distinct predictions are what tells how many configurations a grid has.
@@ -134,19 +134,19 @@ def regret(predicted: Sequence[float], measured: Sequence[float], k: int) -> flo
     return min(m for _, m in ranked[:k]) / min(measured) - 1
 
 
-def oom_recall(rows: Iterable[Priced]) -> float | None:
+def oom_recall(rows: Iterable[PricedRow]) -> float | None:
     """Share of the priced rows that ran out of memory that were predicted not to fit."""
     found = [row.predicted_fits is False for row in rows if row.out_of_memory and row.predicted_fits is not None]
     return _mean(found)
 
 
-def oom_precision(rows: Iterable[Priced]) -> float | None:
+def oom_precision(rows: Iterable[PricedRow]) -> float | None:
     """Share of the rows predicted not to fit, among those known to have run or not, that ran out of memory."""
     found = [row.out_of_memory for row in rows if row.predicted_fits is False and row.out_of_memory is not None]
     return _mean(found)
 
 
-def error_table(priced: Iterable[Priced]) -> dict[str, dict[str, Any]]:
+def error_table(priced: Iterable[PricedRow]) -> dict[str, dict[str, Any]]:
     """The scores by source, rounded: what `tests/golden/validation.json` holds."""
     return {source: {name: _rounded(value) for name, value in asdict(found).items()} for source, found in score(priced).items()}
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from parplan.planner.validation.configuration import NEEDED, Row, source_of
-from parplan.planner.validation.priced_rows import Priced, price_row
+from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.profiles.errors import unknown_name_error
 
 _COUNTS = (*NEEDED, "vocab", "micro_batch", "gpus_per_node", "kv_heads", "head_dim", "vocab_multiple")
@@ -26,12 +26,12 @@ def of_sources(rows: Sequence[Row], sources: Collection[str]) -> list[Row]:
     return [row for row in rows if not sources or source_of(row) in sources]
 
 
-def price_table(rows: Sequence[Row], on_row: OnRow | None = None) -> list[Priced]:
+def price_table(rows: Sequence[Row], on_row: OnRow | None = None) -> list[PricedRow]:
     """Every row priced, in order; a cell that is no number is a reason why not, as what `price_row` cannot price is."""
     priced = []
     for row in rows:
         fault = _fault(row)
-        priced.append(Priced(row["id"], source_of(row), reason=fault) if fault else price_row(row))
+        priced.append(PricedRow(row["id"], source_of(row), reason=fault) if fault else price_row(row))
         if on_row is not None:
             on_row(len(priced))
     return priced

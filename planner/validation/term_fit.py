@@ -24,7 +24,7 @@ from parplan.planner.validation.configuration import (
     experiment_of,
     stack_name,
 )
-from parplan.planner.validation.priced_rows import Priced, price_row
+from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.planner.validation.reported_memory import Figure, figure_of
 from parplan.planner.validation.step_rows import read_table
 from parplan.profiles.catalog import load_stack, stack_names
@@ -52,7 +52,7 @@ WORST = 1.5  # an error counts as at most this, in log: rows of a broken run pul
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class TermBounds:
     """Where a term is looked for, its unit, and what it is when nobody measured it."""
 
     low: float
@@ -63,17 +63,17 @@ class Bounds:
 
 SLOWDOWN = "kernel_slowdown"
 STACK_TERMS = {
-    SLOWDOWN: Bounds(1.0, 1.6, "factor", 1.0),
-    "host_operator_s": Bounds(10e-6, 300e-6, "s", NEUTRAL.host_operator_s),
+    SLOWDOWN: TermBounds(1.0, 1.6, "factor", 1.0),
+    "host_operator_s": TermBounds(10e-6, 300e-6, "s", NEUTRAL.host_operator_s),
 }
 OWN_TERMS = {  # of the one stack whose rows show them
-    "nanotron-2024": {"transfer_share": Bounds(0.005, 1.0, "share", 1.0)},
+    "nanotron-2024": {"transfer_share": TermBounds(0.005, 1.0, "share", 1.0)},
 }
-MEMORY_TERMS = {"allocator_share": Bounds(0.005, 0.25, "share", NEUTRAL.allocator_share)}  # of stacks with rows of a whole device
+MEMORY_TERMS = {"allocator_share": TermBounds(0.005, 0.25, "share", NEUTRAL.allocator_share)}  # of stacks with rows of a whole device
 LINK_TERMS = {  # a share of a NIC's bandwidth; Omni-Path's before any step: the median of three all-reduces on 4 and 16 nodes
-    "omni-path": Bounds(0.05, 0.95, "share", 0.14),  # (bigscience-workshop/bigscience experiments/bandwidth)
-    "roce": Bounds(0.05, 0.95, "share", 0.9),
-    "efa": Bounds(0.05, 0.95, "share", 0.9),
+    "omni-path": TermBounds(0.05, 0.95, "share", 0.14),  # (bigscience-workshop/bigscience experiments/bandwidth)
+    "roce": TermBounds(0.05, 0.95, "share", 0.9),
+    "efa": TermBounds(0.05, 0.95, "share", 0.9),
 }
 NIC_SHARE = "nic_share"
 DETERMINISTIC = "deterministic kernels"  # noted of release tests: slower kernels on purpose, which say nothing of a stack
@@ -82,7 +82,7 @@ Key = tuple[str, str, str]  # "stacks" or "links", the name of one, the term
 Values = Mapping[Key, float]
 
 
-def bounds_of(key: Key) -> Bounds:
+def bounds_of(key: Key) -> TermBounds:
     """The bounds of a term."""
     return LINK_TERMS[key[1]] if key[0] == "links" else (STACK_TERMS | MEMORY_TERMS | OWN_TERMS.get(key[1], {}))[key[2]]
 
@@ -180,7 +180,7 @@ def _counts_the_allocator(row: Row) -> bool:
     return bool(row["peak_memory_gib"]) and figure_of(row["memory_kind"]) is not Figure.ALLOCATED
 
 
-def _memory_error(row: Row, priced: Priced) -> float | None:
+def _memory_error(row: Row, priced: PricedRow) -> float | None:
     """The error of a memory figure that a term of memory has a part in."""
     return priced.memory_error if _counts_the_allocator(row) else None
 
@@ -226,13 +226,13 @@ def fit_terms(rows: Sequence[Row]) -> Terms:
     return _grouped(terms)
 
 
-def residuals_of(rows: Sequence[Row], priced: Sequence[Priced]) -> dict[str, Residuals]:
+def residuals_of(rows: Sequence[Row], priced: Sequence[PricedRow]) -> dict[str, Residuals]:
     """The residuals by stack and over all rows, of predictions whose fit had not seen them; stacks that share terms share them.
 
     Rows that leave a setting open, or ran slower kernels on purpose, say nothing of a plan's error.
     """
     family = {name: load_stack(name).terms_of or name for name in stack_names()}
-    by_family: dict[str, list[Priced]] = {}
+    by_family: dict[str, list[PricedRow]] = {}
     for row, one in zip(rows, priced, strict=True):
         if one.reason is None and not one.assumed and DETERMINISTIC not in row["notes"]:
             by_family.setdefault(family[stack_name(row)], []).append(one)
@@ -241,7 +241,7 @@ def residuals_of(rows: Sequence[Row], priced: Sequence[Priced]) -> dict[str, Res
     return {EVERY_STACK: _residuals(every), **own}
 
 
-def _residuals(priced: Sequence[Priced]) -> Residuals:
+def _residuals(priced: Sequence[PricedRow]) -> Residuals:
     times = [one.measured_s / one.predicted_s - 1 for one in priced if one.measured_s and one.predicted_s]
     memories = [
         one.measured_gib / one.predicted_gib - 1 for one in priced
@@ -252,7 +252,7 @@ def _residuals(priced: Sequence[Priced]) -> Residuals:
         memory_band=_quantile(map(abs, memories), BAND_SHARE), memory_margin=max(LEAST_MARGIN, _quantile(missed, MARGIN_SHARE)))
 
 
-def _missed_share(one: Priced) -> float | None:
+def _missed_share(one: PricedRow) -> float | None:
     """The share of the device by which a row needed more than predicted; one that ran out needed at least all of it."""
     if not one.capacity_gib:
         return None
@@ -269,7 +269,7 @@ def _quantile(values: Iterable[float], share: float) -> float:
     return _rounded(ordered[max(0, math.ceil(share * len(ordered)) - 1)]) if ordered else 0.0
 
 
-def to_yaml(terms: Terms) -> str:
+def terms_to_yaml(terms: Terms) -> str:
     """The text of profiles/data/terms.yaml."""
     import yaml
 
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(error.message)
     terms = fit_terms(rows)
     terms = replace(terms, residuals=residuals_of(rows, [price_row(row, terms, held_out=True) for row in rows]))
-    options.out.write_text(to_yaml(terms), encoding="ascii")
+    options.out.write_text(terms_to_yaml(terms), encoding="ascii")
     return 0
 
 

@@ -52,11 +52,11 @@ from parplan.profiles.build.compute_curves import SUPERSCALER, compute_curves, r
 from parplan.profiles.build.link_curves import inter, intra
 from parplan.profiles.catalog import load_cluster
 from parplan.profiles.machines.curves import Curve, FlashCurve, MatmulCurve
-from parplan.profiles.machines.curve_fitting import AnyCurve, Score, Tables, rounded
+from parplan.profiles.machines.curve_fitting import AnyCurve, Score, MeasurementTables, rounded
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.provenance import Kind
 from parplan.profiles.documents.schema import document
-from parplan.profiles.machines.speeds import Compute, FlashSpeed, Intra, Passes, Profile
+from parplan.profiles.machines.speeds import Compute, FlashSpeed, Intra, PassCurves, Profile
 from parplan.profiles.stack import FlashKernel
 
 AICONFIGURATOR = "ai-dynamo/aiconfigurator"
@@ -147,8 +147,8 @@ def _mapped(compute: Compute, change: Callable[[str, Any], Any]) -> Compute:
         value = getattr(compute, one.name)
         if isinstance(value, Curve):
             moved[one.name] = change(one.name, value)
-        elif isinstance(value, Passes):
-            moved[one.name] = Passes(forward=change(one.name, value.forward), backward=change(one.name, value.backward))
+        elif isinstance(value, PassCurves):
+            moved[one.name] = PassCurves(forward=change(one.name, value.forward), backward=change(one.name, value.backward))
     return replace(compute, **moved)
 
 
@@ -229,7 +229,7 @@ def _profile(bench: Bench) -> Profile:
     return Profile(name=recipe.device, compute=compute_curves(bench), intra=inside, inter=inter(bench.tables, []))
 
 
-def calibrate(tables: Tables) -> tuple[tuple[Profile, ...], tuple[Score, ...]]:
+def calibrate(tables: MeasurementTables) -> tuple[tuple[Profile, ...], tuple[Score, ...]]:
     """Every shipped profile and the errors of its curves."""
     scores: list[Score] = []
     inter(tables, scores)
@@ -250,7 +250,7 @@ def calibrate(tables: Tables) -> tuple[tuple[Profile, ...], tuple[Score, ...]]:
     return tuple(profiles.values()), tuple(scores)
 
 
-def to_yaml(profile: Profile) -> str:
+def shipped_profile_to_yaml(profile: Profile) -> str:
     """The file of one profile: fields in the order of the dataclasses, without those that are empty."""
     body = yaml.safe_dump(_plain(document(profile)), sort_keys=False, default_flow_style=None, width=140)
     return f"# Written by `python -m parplan.profiles.build` from public measurements; do not edit. Times in s and us, sizes in bytes.\n{body}"
@@ -278,9 +278,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("profiles/data"), help="directory of the YAML files")
     parser.add_argument("--datasheets", action="store_true", help="write the devices that nobody measured, too")
     options = parser.parse_args(arguments)
-    profiles, scores = calibrate(Tables(options.measurements))
+    profiles, scores = calibrate(MeasurementTables(options.measurements))
     for profile in (*profiles, *(map(from_datasheet, DATASHEETS) if options.datasheets else ())):
-        (options.out / f"{profile.name}.yaml").write_text(to_yaml(profile), encoding="ascii")
+        (options.out / f"{profile.name}.yaml").write_text(shipped_profile_to_yaml(profile), encoding="ascii")
     header = f"{'device':<16}{'family':<38}{'rows':>6}{'median':>9}{'mean':>8}{'cv med':>8}{'cv mean':>8}"
     sys.stdout.write("\n".join((header, *map(_line, scores), "")))
     return 0

@@ -17,7 +17,7 @@ from parplan.profiles.machines.curves import (
 from parplan.profiles.machines.curve_fitting import (
     AnyCurve,
     Array,
-    Family,
+    CurveFamily,
     Row,
     Where,
     ints,
@@ -61,7 +61,7 @@ def head_weight(row: Row) -> float:
     """Head sizes that models are trained with count in full."""
     return 1.0 if int(row["head_dim"]) in TRAINED_HEAD_DIMS else 0.1
 
-def fitted_heads(family: Family[AnyCurve], bench: Bench) -> AnyCurve:
+def fitted_heads(family: CurveFamily[AnyCurve], bench: Bench) -> AnyCurve:
     fitted = family.fitted(bench.scores)
     family.check("  of these head_dim 64, 80, 96, 128", [row for row in family.rows if head_weight(row) == 1], fitted, bench.scores)
     return fitted
@@ -117,7 +117,7 @@ def _flash(bench: Bench, gpu: str, direction: str, rows: Sequence[Row]) -> Flash
             kind=kind, source=f"{sources_of(rows)}: {gpu} {names} {direction}", efficiency=odds / (1 + odds), launch_s=launch_s,
             **{"head_half": 20.0, **values})
 
-    fitted = fitted_heads(Family(
+    fitted = fitted_heads(CurveFamily(
         device=recipe.device, name=f"flash attention {direction}", rows=rows, curve=curve, sizes=flash_sizes, weight=head_weight,
         price=flash_price(bench.lender(gpu), 1.0 if direction == "forward" else FLASH_BACKWARD_FLOPS),
         start=tuple(started[name] for name in fitted_names)), bench)

@@ -29,12 +29,12 @@ from parplan.profiles.machines.curves import (
 )
 from parplan.profiles.machines.curve_fitting import (
     Array,
-    Family,
+    CurveFamily,
     Row,
     fit,
     ints,
     rounded,
-    score,
+    fit_score,
     sources_of,
     times_s,
 )
@@ -44,7 +44,7 @@ from parplan.profiles.machines.shipped_profiles import (
     assumed_memory,
 )
 from parplan.profiles.provenance import Kind
-from parplan.profiles.machines.speeds import Compute, Passes
+from parplan.profiles.machines.speeds import Compute, PassCurves
 
 Efficient = TypeVar("Efficient", MatmulCurve, FlashCurve)
 TABLE_PASSES = 3  # over the gradient of an embedding table: zeroed, read and written
@@ -94,7 +94,7 @@ def _forward_product(bench: Bench) -> MatmulCurve:
             throttle=throttle, throttle_flops=throttle_flops)
 
     start = (0.8, 130.0) if narrow else (0.8, 130.0, 3e-6, 0.75, *((0.15, 1.5) if recipe.throttles else ()))
-    family = Family(
+    family = CurveFamily(
         device=recipe.device, name="matmul forward", rows=rows, curve=curve, price=_product_price(bench.chip, sustained=False),
         sizes=_product_sizes, start=start, weight=_training_weight)
     fitted = family.fitted(bench.scores)
@@ -115,7 +115,7 @@ def _sustained(bench: Bench, curve: MatmulCurve) -> MatmulCurve:
 
     throttle = rounded(float(fit(lambda x: priced(float(x[0])), times_s(rows), (0.3,))[0]))
     slowed = replace(curve, throttle=throttle, source=f"{curve.source}; throttle: {SIMUMAX}, steady load")
-    bench.scores.append(score(bench.recipe.device, "matmul forward, steady load", priced(throttle), times_s(rows)))
+    bench.scores.append(fit_score(bench.recipe.device, "matmul forward, steady load", priced(throttle), times_s(rows)))
     return slowed
 
 
@@ -131,7 +131,7 @@ def _gradient_product(bench: Bench, forward: MatmulCurve, which: str) -> MatmulC
     efficiency = _efficiency(bench, base, which, price)
     ratio = efficiency / base.efficiency
     predicted = np.array([price(row, replace(base, efficiency=efficiency)) for row in rows])
-    line = score(recipe.device, f"matmul {which} on {lender}", predicted, times_s(rows))
+    line = fit_score(recipe.device, f"matmul {which} on {lender}", predicted, times_s(rows))
     bench.scores.append(line)
     same_chip = recipe.gpu.split("-")[0] == lender.split("-")[0]
     return replace(
@@ -183,7 +183,7 @@ def _batched(bench: Bench, forward: MatmulCurve, direction: str) -> MatmulCurve:
     def price(row: Row, curve: MatmulCurve) -> float:
         return sum(matmul_s.__wrapped__(product, curve, chip, sustained=True) for product in _batched_products(row))
 
-    family = Family(
+    family = CurveFamily(
         device=recipe.device, name=f"un-fused products {direction}", rows=rows, curve=curve, price=price, sizes=flash_sizes,
         start=(forward.efficiency, forward.k_half, 0.7), weight=head_weight)
     return fitted_heads(family, bench)
@@ -229,7 +229,7 @@ def _memory(bench: Bench, name: str, direction: str) -> MemoryCurve | None:
     def price(row: Row, curve: MemoryCurve) -> float:
         return memory_bound_s(sizes(row)[0], curve, bytes_per_s) + _table_s(row, bytes_per_s)
 
-    family = Family(
+    family = CurveFamily(
         device=device, name=f"{operation} {direction}", rows=rows, curve=curve, price=price, sizes=sizes, start=(5e-6, 0.5))
     return family.fitted(bench.scores)
 
@@ -242,13 +242,13 @@ def _table_s(row: Row, bytes_per_s: float) -> float:
     return TABLE_PASSES * 2 * vocab_shard * int(row["hidden"]) / (0.8 * bytes_per_s)
 
 
-def _passes(bench: Bench) -> dict[str, Passes]:
+def _passes(bench: Bench) -> dict[str, PassCurves]:
     """Every memory-bound family. Rows of one direction serve both; families without rows are assumed."""
     passes = {}
     for name, (forward_share, backward_share) in ASSUMED_SHARES.items():
         forward, backward = _memory(bench, name, "forward"), _memory(bench, name, "backward")
         same = replace(forward, kind=Kind.ANALYTIC, source=f"{forward.source}, taken for the backward") if forward else None
-        passes[name] = Passes(forward=forward or assumed_memory(forward_share), backward=backward or same or assumed_memory(backward_share))
+        passes[name] = PassCurves(forward=forward or assumed_memory(forward_share), backward=backward or same or assumed_memory(backward_share))
     return passes
 
 
@@ -270,7 +270,7 @@ def _levelled(
     """The curve of a lender with its efficiency, and nothing else, fitted to rows of the device."""
     source = f"{sources_of(rows)}: efficiency on {bench.recipe.gpu}; else {curve.source}"
     base = replace(curve, kind=Kind.INTERPOLATED, source=source)
-    return Family(
+    return CurveFamily(
         device=bench.recipe.device, name=name, rows=rows, curve=lambda x: replace(base, efficiency=float(x[0])), price=price, sizes=sizes,
         start=(base.efficiency,)).fitted(bench.scores)
 

@@ -12,12 +12,12 @@ from parplan.profiles.machines.curve_fitting import (
     Array,
     Row,
     Score,
-    Tables,
+    MeasurementTables,
     Where,
     crossed,
     fit,
     rounded,
-    score,
+    fit_score,
     sources_of,
     times_s,
 )
@@ -57,7 +57,7 @@ def _spline(rows: Sequence[Row], empty: CollectiveCurve) -> CollectiveCurve:
     return replace(fitted, time_us=tuple(rounded(time_us) for time_us in fitted.time_us))
 
 
-def _curves(tables: Tables, device: str, gpus: tuple[str, ...], sources: tuple[str, ...], scores: list[Score]) -> Iterator[CollectiveCurve]:
+def _curves(tables: MeasurementTables, device: str, gpus: tuple[str, ...], sources: tuple[str, ...], scores: list[Score]) -> Iterator[CollectiveCurve]:
     for collective in COLLECTIVES:
         for ranks in RANKS:
             where: Where = {"gpu": gpus, "collective": collective, "nodes": "1", "ranks": str(ranks), "source": sources}
@@ -66,7 +66,7 @@ def _curves(tables: Tables, device: str, gpus: tuple[str, ...], sources: tuple[s
                 continue
             empty = CollectiveCurve(collective=collective, ranks=ranks, bytes=_knots(rows), time_us=(), rows=len(rows), median_error=0.0)
             curve = _spline(rows, empty)
-            line = score(device, f"{collective} on {ranks}", _priced(rows, curve), times_s(rows), _held_out(rows, empty))
+            line = fit_score(device, f"{collective} on {ranks}", _priced(rows, curve), times_s(rows), _held_out(rows, empty))
             scores.append(line)
             yield replace(curve, median_error=rounded(line.median))
 
@@ -76,7 +76,7 @@ def _held_out(rows: Sequence[Row], empty: CollectiveCurve) -> Array:
 
 
 def intra(
-    tables: Tables, device: str, gpus: tuple[str, ...], sources: tuple[str, ...], link_bytes_per_s: float, scores: list[Score],
+    tables: MeasurementTables, device: str, gpus: tuple[str, ...], sources: tuple[str, ...], link_bytes_per_s: float, scores: list[Score],
 ) -> Intra:
     """Curves of one node's collectives on the ranks that were measured; the shares of the link that large rings and messages reach."""
     curves = tuple(_curves(tables, device, gpus, sources, scores))
@@ -91,7 +91,7 @@ def intra(
         source=f"{', '.join(sources)}: {', '.join(gpus)}, one node; a message is half of an all-to-all on 2", curves=curves)
 
 
-def inter(tables: Tables, scores: list[Score]) -> Inter:
+def inter(tables: MeasurementTables, scores: list[Score]) -> Inter:
     """GH200 nodes with one 400 Gb/s NIC each: all-reduce as EQUATIONS C1 over 2, 4 and 8 nodes, and messages of 16 MiB and more."""
     rows = tables.rows("collectives", {"gpu": "GH200-96GB", "collective": "all_reduce"})
     sizes, ranks = (np.array([float(row[column]) for row in rows]) for column in ("bytes", "ranks"))
@@ -101,7 +101,7 @@ def inter(tables: Tables, scores: list[Score]) -> Inter:
         return seconds
 
     constants = fit(ring_s, times_s(rows), (1e-5, 0.9))
-    scores.append(score("GH200", "all_reduce between nodes (C1)", ring_s(constants), times_s(rows)))
+    scores.append(fit_score("GH200", "all_reduce between nodes (C1)", ring_s(constants), times_s(rows)))
     messages = tables.rows("collectives", {"gpu": "GH200-96GB", "collective": "p2p"})
     shares = [float(row["busbw_gbps"]) * GB / NDR_BYTES_PER_S for row in messages if int(row["bytes"]) >= LARGE_BYTES]
     return Inter(

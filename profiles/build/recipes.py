@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parplan.profiles.machines.curves import Chip
-from parplan.profiles.machines.curve_fitting import Score, Tables
+from parplan.profiles.machines.curve_fitting import Score, MeasurementTables
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.models.spec import Precision
 
@@ -53,7 +53,7 @@ class Bench:
 
     recipe: Recipe
     cluster: Cluster
-    tables: Tables
+    tables: MeasurementTables
     scores: list[Score]
 
     @property

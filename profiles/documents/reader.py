@@ -99,7 +99,7 @@ def yaml_of(text: str, where: str, hints: Hints = Hints()) -> Any:
         raise ConfigError(f"{where}:{text.count(chr(10), 0, directive.start()) + 1}: a directive, %YAML alone may be there",
                           hint=hints.broken)
     try:
-        return _Document(where, hints).read(_LOADER(text))
+        return _YamlDocument(where, hints).read(_LOADER(text))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
@@ -109,7 +109,7 @@ def yaml_of(text: str, where: str, hints: Hints = Hints()) -> Any:
 
 def json_of(text: str, where: str, hints: Hints = Hints()) -> Any:
     """What a JSON text holds. Raises ConfigError with `where` and the line, as `read_json` does."""
-    numbers = _Numbers(text, where, hints)
+    numbers = _JsonNumbers(text, where, hints)
     try:
         body = json.loads(
             text, parse_int=numbers.integer, parse_float=numbers.real, parse_constant=numbers.constant, object_pairs_hook=numbers.mapping)
@@ -192,7 +192,7 @@ class _Anchored:
     height: int
 
 
-class _Document:
+class _YamlDocument:
     """One YAML document, built from its events."""
 
     def __init__(self, where: str, hints: Hints) -> None:
@@ -350,7 +350,7 @@ def _too_long(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
+class _JsonNumbers:
     """What json calls for numbers and mappings of a text. A line is that of the first such number."""
 
     text: str

@@ -11,21 +11,21 @@ from dataclasses import replace
 from parplan.profiles.catalog import cluster_from_document
 from parplan.profiles.errors import ConfigError, unknown_name_error
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.user_profile import OwnProfile, prices_fingerprint
+from parplan.profiles.machines.user_profile import UserProfile, prices_fingerprint
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import Stack
 
 FORCED = "--force-profile takes it all the same"
 
 
-def cluster_of(profile: OwnProfile, where: str) -> Cluster | None:
+def profile_cluster(profile: UserProfile, where: str) -> Cluster | None:
     """The machine that a profile was measured on, without the profile; None where its file names none. Raises ConfigError."""
     if profile.cluster is None:
         return None
     return replace(cluster_from_document(profile.cluster, f"{where}: cluster"), profile=None, calibration=None)
 
 
-def precision_of(profile: OwnProfile, where: str) -> Precision | None:
+def precision_of(profile: UserProfile, where: str) -> Precision | None:
     """What a profile was measured at, None where nothing says so. Raises ConfigError for what is no precision."""
     if profile.precision is None:
         return None
@@ -34,21 +34,21 @@ def precision_of(profile: OwnProfile, where: str) -> Precision | None:
     return Precision(profile.precision)
 
 
-def stack_of(profile: OwnProfile) -> str | None:
+def stack_of(profile: UserProfile) -> str | None:
     """The name of the stack under which whole layers were measured, None where none were."""
     in_step = profile.profile and profile.profile.in_step
     return in_step.stack if in_step else None
 
 
 def applied(
-    profile: OwnProfile, cluster: Cluster | None, training: TrainingSpec, where: str, *, force: bool,
+    profile: UserProfile, cluster: Cluster | None, training: TrainingSpec, where: str, *, force: bool,
 ) -> tuple[Cluster, TrainingSpec]:
     """The cluster, None for the profile's own, and the training with what the profile says, of memory too.
 
     The datasheet figures that measured curves are shares of come with them. Raises ConfigError: it names no machine, and
     unless `force`: it is of another device, stack or precision, or of other prices.
     """
-    measured_on = cluster_of(profile, where)
+    measured_on = profile_cluster(profile, where)
     there = cluster or measured_on
     if there is None:
         raise ConfigError(f"{where}: it names no machine, it is of device {profile.device}", hint=f"say which with --gpu {profile.device}")
@@ -61,7 +61,7 @@ def applied(
     return replace(there, calibration=profile.calibration), replace(training, stack=_with_memory(profile, training.stack))
 
 
-def _with_memory(profile: OwnProfile, stack: Stack) -> Stack:
+def _with_memory(profile: UserProfile, stack: Stack) -> Stack:
     """The stack with what its allocator and its communicators were seen to hold."""
     if profile.allocator_share is not None:
         stack = replace(stack, allocator_share=profile.allocator_share)
@@ -78,7 +78,7 @@ def _of_same_datasheet(cluster: Cluster, measured_on: Cluster | None) -> Cluster
         context_bytes=device.context_bytes))
 
 
-def _require_same(profile: OwnProfile, cluster: Cluster, training: TrainingSpec, where: str) -> None:
+def _require_same(profile: UserProfile, cluster: Cluster, training: TrainingSpec, where: str) -> None:
     """Raises ConfigError where device, precision or, of factors, the stack are not those that the profile is of."""
     of = profile.calibration
     precision = training.precision.value
@@ -93,7 +93,7 @@ def _require_same(profile: OwnProfile, cluster: Cluster, training: TrainingSpec,
             raise ConfigError(f"{where}: the profile is of {what} {made}, asked is {asked}", hint=hint)
 
 
-def _require_same_prices(profile: OwnProfile, cluster: Cluster, training: TrainingSpec, where: str) -> None:
+def _require_same_prices(profile: UserProfile, cluster: Cluster, training: TrainingSpec, where: str) -> None:
     """Raises ConfigError where the factors are relative to other prices than those of the cluster as it now is."""
     if profile.calibration is not None and profile.fingerprint != prices_fingerprint(cluster, training.stack):
         raise ConfigError(

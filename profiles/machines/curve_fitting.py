@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parplan.profiles.machines.curves import Bounds, Curve
+from parplan.profiles.machines.curves import SizeBounds, Curve
 from parplan.profiles.units import US_PER_S
 
 Row = Mapping[str, str]
@@ -28,7 +28,7 @@ REFUSED_SOURCES = ("stas00/ml-engineering",)  # CC BY-SA
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class MeasurementTables:
     """The CSV files of one directory, without the rows that no profile may rest on."""
 
     directory: Path
@@ -132,7 +132,7 @@ class Score:
         return f"{self.device:<12}{self.family:<38}{self.rows:>6}{self.median:9.1%}{self.mean:8.1%}{cross}"
 
 
-def score(device: str, family: str, predicted: Array, measured: Array, held_out: Array | None = None) -> Score:
+def fit_score(device: str, family: str, predicted: Array, measured: Array, held_out: Array | None = None) -> Score:
     """The absolute percentage errors of predictions, and of predictions made without the row in question."""
     errors = np.abs(predicted / measured - 1)
     crossed = None
@@ -153,7 +153,7 @@ def crossed(rows: Sequence[Row], predict: Callable[[Sequence[Row], Sequence[Row]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family(Generic[AnyCurve]):
+class CurveFamily(Generic[AnyCurve]):
     """Rows of one operation: how constants make a curve, how a curve prices a row, and the sizes that bound it."""
 
     device: str
@@ -178,12 +178,12 @@ class Family(Generic[AnyCurve]):
         """The curve fitted to all rows, with its bounds and error; its score joins `scores`."""
         curve = self.fit(self.rows)
         held_out = crossed(self.rows, lambda kept, others: self.priced(others, self.fit(kept)))
-        line = score(self.device, self.name, self.priced(self.rows, curve), times_s(self.rows), held_out)
+        line = fit_score(self.device, self.name, self.priced(self.rows, curve), times_s(self.rows), held_out)
         scores.append(line)
         extent = np.array([self.sizes(row) for row in self.rows])
-        bounds = Bounds(low=tuple(extent.min(axis=0).tolist()), high=tuple(extent.max(axis=0).tolist()))
+        bounds = SizeBounds(low=tuple(extent.min(axis=0).tolist()), high=tuple(extent.max(axis=0).tolist()))
         return replace(curve, bounds=bounds, rows=len(self.rows), median_error=rounded(line.median))
 
     def check(self, name: str, rows: Sequence[Row], curve: AnyCurve, scores: list[Score]) -> None:
         """Scores a curve on other rows, or on some of those it was fitted to."""
-        scores.append(score(self.device, name, self.priced(rows, curve), times_s(rows)))
+        scores.append(fit_score(self.device, name, self.priced(rows, curve), times_s(rows)))

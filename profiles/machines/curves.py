@@ -30,7 +30,7 @@ _FORBID = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Bounds:
+class SizeBounds:
     """The smallest and the largest of each size that a curve was fitted to."""
 
     __pydantic_config__ = _FORBID
@@ -55,7 +55,7 @@ class Curve:
     launch_s: float
     kind: Kind
     source: str
-    bounds: Bounds | None = None
+    bounds: SizeBounds | None = None
     rows: int = 0
     median_error: float | None = None
     worst_error: float | None = None

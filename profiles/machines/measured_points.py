@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from parplan.profiles.machines.curves import Curve
-from parplan.profiles.machines.measurements import Outcome, Record
-from parplan.profiles.machines.speeds import Compute, Passes
+from parplan.profiles.machines.measurements import CaseOutcome, Record
+from parplan.profiles.machines.speeds import Compute, PassCurves
 
 DROPPED_FLASH = ("dropped_flash.forward", "dropped_flash.backward")
 DIRECTIONS = ("forward", "backward")
@@ -30,14 +30,14 @@ def curves_of(compute: Compute) -> dict[str, Curve]:
         value = getattr(compute, field.name)
         if isinstance(value, Curve):
             found[field.name] = value
-        elif isinstance(value, Passes):
+        elif isinstance(value, PassCurves):
             found |= _both(field.name, value)
     for name, passes in compute.named.items():
         found |= _both(name, passes)
     return found | dict(zip(DROPPED_FLASH, compute.dropped_flash or (), strict=False))
 
 
-def _both(name: str, passes: Passes) -> dict[str, Curve]:
+def _both(name: str, passes: PassCurves) -> dict[str, Curve]:
     return {f"{name}.{direction}": getattr(passes, direction) for direction in DIRECTIONS}
 
 
@@ -48,22 +48,22 @@ def with_curves(compute: Compute, curves: Mapping[str, Any]) -> Compute:
         value = getattr(compute, field.name)
         if isinstance(value, Curve):
             changed[field.name] = curves[field.name]
-        elif isinstance(value, Passes):
+        elif isinstance(value, PassCurves):
             changed[field.name] = _passes(field.name, curves)
     named = {name: _passes(name, curves) for name in compute.named}
     dropped = compute.dropped_flash and tuple(curves[name] for name in DROPPED_FLASH)
     return replace(compute, **changed, named=named, dropped_flash=dropped)
 
 
-def _passes(name: str, curves: Mapping[str, Any]) -> Passes:
-    return Passes(**{direction: curves[f"{name}.{direction}"] for direction in DIRECTIONS})
+def _passes(name: str, curves: Mapping[str, Any]) -> PassCurves:
+    return PassCurves(**{direction: curves[f"{name}.{direction}"] for direction in DIRECTIONS})
 
 
 def points_of(records: Iterable[Record]) -> dict[str, Points]:
     """By curve, its points: the sizes in its order, and microseconds; by rising sizes, each sizes once (the mean of equal ones)."""
     found: dict[str, dict[tuple[int, ...], list[float]]] = {}
     for record in records:
-        if record.outcome is Outcome.MEASURED and record.measured is not None:
+        if record.outcome is CaseOutcome.MEASURED and record.measured is not None:
             for one in record.case.passes:
                 if one.curve and one.name in record.measured.times:
                     found.setdefault(one.curve, {}).setdefault(one.sizes, []).append(record.measured.times[one.name].median_us)

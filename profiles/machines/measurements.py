@@ -15,7 +15,7 @@ _FORBID = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class CasePass:
     """One timed part of a case: its name (forward, backward, input_gradient, weight_gradient, or time where there is one part),
     the curve that it is a point of, and the sizes there, in the curve's own order; no curve where it is none's."""
 
@@ -35,7 +35,7 @@ class Case:
     work: str
     sizes: tuple[tuple[str, int], ...]
     precision: str
-    passes: tuple[Pass, ...]
+    passes: tuple[CasePass, ...]
 
     @property
     def key(self) -> str:
@@ -51,7 +51,7 @@ class UnsupportedCase(Exception):  # noqa: N818  an outcome and no error, as the
     """This device, or the software on it, cannot do what a case asks; the message says what."""
 
 
-class Outcome(StrEnum):
+class CaseOutcome(StrEnum):
     """What came of a case. Only MEASURED has figures."""
 
     MEASURED = "measured"
@@ -73,7 +73,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class CaseFigures:
     """Figures of one case: seconds by pass, and bytes.
 
     saved_bytes      kept between the forward and the backward pass, parameters left out
@@ -98,6 +98,6 @@ class Record:
     __pydantic_config__ = _FORBID
 
     case: Case
-    outcome: Outcome
-    measured: Measured | None = None
+    outcome: CaseOutcome
+    measured: CaseFigures | None = None
     detail: str = ""

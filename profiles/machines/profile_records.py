@@ -15,7 +15,7 @@ from pydantic import Field
 
 from parplan.profiles.documents.schema import json_schema, parse
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Pass, Record, Timing
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, CasePass, Record, Timing
 
 _FORBID = {"extra": "forbid"}
 TIME_DIGITS, SPREAD_DIGITS, FIGURE_DIGITS = 6, 3, 6
@@ -47,7 +47,7 @@ class _Line:
     work: str
     sizes: Mapping[str, int] = field(default_factory=dict)
     precision: str | None = None
-    outcome: Outcome = Outcome.MEASURED
+    outcome: CaseOutcome = CaseOutcome.MEASURED
     detail: str = ""
     passes: Mapping[str, _Time] = field(default_factory=dict)
     times: Mapping[str, _Time] = field(default_factory=dict)
@@ -68,13 +68,13 @@ def lines_of(records: Iterable[Record], precision: str | None) -> list[dict[str,
 
 
 def _line(record: Record, precision: str | None) -> dict[str, Any]:
-    case, measured = record.case, record.measured or Measured()
+    case, measured = record.case, record.measured or CaseFigures()
     times = {name: _time(timing) for name, timing in measured.times.items()}
     passes: dict[str, dict[str, Any]] = {
         one.name: {"curve": one.curve, "at": list(one.sizes)} | times.pop(one.name, {}) for one in case.passes}
     body = {
         "work": case.work, "sizes": dict(case.sizes), "precision": None if case.precision == precision else case.precision,
-        "outcome": None if record.outcome is Outcome.MEASURED else record.outcome.value, "detail": record.detail,
+        "outcome": None if record.outcome is CaseOutcome.MEASURED else record.outcome.value, "detail": record.detail,
         "passes": {name: _filled(one) for name, one in passes.items()}, "times": times, "saved_bytes": measured.saved_bytes,
         "workspace_bytes": measured.workspace_bytes,
         "figures": {name: _number(value) for name, value in measured.figures.items()}, "clock_mhz": measured.clock_mhz}
@@ -112,7 +112,7 @@ def _digits(value: float, digits: int) -> float:
     return value if value == int(value) else float(f"{value:.{digits}g}")
 
 
-def records_of(lines: object, precision: str | None, where: str) -> tuple[Record, ...]:
+def records_of_lines(lines: object, precision: str | None, where: str) -> tuple[Record, ...]:
     """The records that documents describe. Raises ConfigError with `where` and the key's path."""
     found = parse(_Lines, {"records": lines}, where).records
     return tuple(_record(line, precision, f"{where}: records.{index}") for index, line in enumerate(found))
@@ -124,11 +124,11 @@ def _record(line: _Line, precision: str | None, where: str) -> Record:
         raise ConfigError(f"{where}: precision is missing, here and of the whole file", hint="add precision")
     case = Case(
         work=line.work, sizes=tuple(line.sizes.items()), precision=own,
-        passes=tuple(Pass(name=name, curve=one.curve, sizes=one.at) for name, one in line.passes.items()))
-    if line.outcome is not Outcome.MEASURED:
+        passes=tuple(CasePass(name=name, curve=one.curve, sizes=one.at) for name, one in line.passes.items()))
+    if line.outcome is not CaseOutcome.MEASURED:
         return Record(case=case, outcome=line.outcome, detail=line.detail)
     times = {name: _timing(one, f"{where}.{name}") for name, one in {**line.passes, **line.times}.items() if one.time_us is not None}
-    measured = Measured(
+    measured = CaseFigures(
         times=times, saved_bytes=line.saved_bytes, workspace_bytes=line.workspace_bytes, figures=line.figures, clock_mhz=line.clock_mhz)
     return Record(case=case, outcome=line.outcome, measured=measured, detail=line.detail)
 

@@ -18,7 +18,7 @@ from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import CollectiveCurve, FlashCurve, MatmulCurve, MemoryCurve
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.speeds import Compute, Inter, Intra, Passes, Profile
+from parplan.profiles.machines.speeds import Compute, Inter, Intra, PassCurves, Profile
 from parplan.profiles.machines.stack_terms import Terms, shipped_terms
 from parplan.profiles.provenance import Kind, Seconds
 
@@ -139,7 +139,7 @@ def _assumed_flash(efficiency: float) -> FlashCurve:
 def _assumed_compute() -> Compute:
     product = _assumed_matmul()
     passes: dict[str, Any] = {
-        name: Passes(forward=assumed_memory(there), backward=assumed_memory(back)) for name, (there, back) in ASSUMED_SHARES.items()}
+        name: PassCurves(forward=assumed_memory(there), backward=assumed_memory(back)) for name, (there, back) in ASSUMED_SHARES.items()}
     return Compute(
         forward=product, input_gradient=product, weight_gradient=product, batched_forward=product, batched_backward=product,
         flash_forward=_assumed_flash(0.75), flash_backward=_assumed_flash(0.60), optimizer=assumed_memory(_OPTIMIZER_SHARE), **passes)

@@ -13,7 +13,7 @@ _FORBID = {"extra": "forbid"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Passes:
+class PassCurves:
     """The forward and the backward curve of an operation bound by memory."""
 
     __pydantic_config__ = _FORBID
@@ -56,16 +56,16 @@ class Compute:
     batched_backward: MatmulCurve
     flash_forward: FlashCurve
     flash_backward: FlashCurve
-    norm: Passes
-    elementwise: Passes
-    residual: Passes
-    softmax: Passes
-    dropout: Passes
-    embedding: Passes
-    cross_entropy: Passes
+    norm: PassCurves
+    elementwise: PassCurves
+    residual: PassCurves
+    softmax: PassCurves
+    dropout: PassCurves
+    embedding: PassCurves
+    cross_entropy: PassCurves
     optimizer: MemoryCurve
     flash_kernels: Mapping[FlashKernel, FlashSpeed] = field(default_factory=dict)
-    named: Mapping[str, Passes] = field(default_factory=dict)
+    named: Mapping[str, PassCurves] = field(default_factory=dict)
     dropped_flash: tuple[FlashCurve, FlashCurve] | None = None
 
     def flash_speed(self, kernel: FlashKernel) -> FlashSpeed:

@@ -24,7 +24,7 @@ from parplan.profiles.machines.calibration_factors import Calibration
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.measured_points import DROPPED_FLASH, points_of
 from parplan.profiles.machines.measurements import Record
-from parplan.profiles.machines.profile_records import lines_of, lines_schema, records_of
+from parplan.profiles.machines.profile_records import lines_of, lines_schema, records_of_lines
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.stack import Stack
@@ -41,7 +41,7 @@ _FACTS = {  # figure of a record -> the field that it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ProfiledRun:
     """One run that a profile was made from: the fingerprint of its file, its date, its step as it was and as it is priced.
 
     mesh: for people to read; priced_s: before the calibration, calibrated_s: with it
@@ -59,7 +59,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Environment:
+class ProfileEnvironment:
     """What a profile was measured on, without names of hosts, paths or numbers of single parts. None: not known.
 
     device              as torch calls it; `cpu` for the host itself, whose devices are its cores
@@ -96,7 +96,7 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnProfile:
+class UserProfile:
     """What one file holds. Of `plan calibrate`: fingerprint, calibration and runs; of `plan profile`: the rest.
 
     fingerprint         of the prices that the calibration is relative to
@@ -116,14 +116,14 @@ class OwnProfile:
     profile_version: int
     device: str
     precision: str | None = None
-    environment: Environment | None = None
+    environment: ProfileEnvironment | None = None
     allocator_share: float | None = None
     context_bytes: int | None = None
     communicator_bytes: int | None = None
     granularity_bytes: int | None = None
     fingerprint: str = ""
     calibration: Calibration | None = None
-    runs: tuple[Source, ...] = ()
+    runs: tuple[ProfiledRun, ...] = ()
     cluster: Mapping[str, Any] | None = None
     profile: Profile | None = None
     records: tuple[Record, ...] = ()
@@ -164,22 +164,22 @@ _Dumper.add_representer(list, _list)
 _Dumper.add_representer(str, _text)
 
 
-def to_yaml(profile: OwnProfile) -> str:
+def profile_to_yaml(profile: UserProfile) -> str:
     """The file's text: each record is one line."""
-    body = to_document(profile)
+    body = profile_to_document(profile)
     records = body.pop("records", [])
     text = _HEADER + yaml.dump(body, Dumper=_Dumper, sort_keys=False, width=120)
     lines = (yaml.dump(line, Dumper=_Dumper, sort_keys=False, default_flow_style=True, width=float("inf")) for line in records)
     return text + "".join(("records:\n", *(f"- {line}" for line in lines)) if records else ())
 
 
-def to_document(profile: OwnProfile) -> dict[str, Any]:
+def profile_to_document(profile: UserProfile) -> dict[str, Any]:
     """The file's content as plain values; what is None or empty is left out."""
     body = document(replace(profile, cluster=None, records=()))
     if profile.profile is not None:
         _leave_out_points(body["profile"]["compute"], profile.records)
     body = _filled(body) | {"cluster": dict(profile.cluster or {}), "records": lines_of(profile.records, profile.precision)}
-    return {key.name: body[key.name] for key in fields(OwnProfile) if body.get(key.name) not in (None, "", [], {})}
+    return {key.name: body[key.name] for key in fields(UserProfile) if body.get(key.name) not in (None, "", [], {})}
 
 
 def _filled(value: Any) -> Any:
@@ -212,12 +212,12 @@ def _curve_documents(compute: object) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from ((f"{name}.{key}", curve) for key, curve in value.items() if isinstance(curve, dict))
 
 
-def write(profile: OwnProfile, path: Path) -> None:
+def write_profile(profile: UserProfile, path: Path) -> None:
     """Write the file whole or not at all. Raises ConfigError."""
-    write_text(to_yaml(profile), path, hint="choose another file with -o")
+    write_text(profile_to_yaml(profile), path, hint="choose another file with -o")
 
 
-def read(path: Path) -> OwnProfile:
+def read_profile(path: Path) -> UserProfile:
     """The profile in a file. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
     body = read_yaml(path, hints=Hints(_MADE_BY, "make the profile again"))
     found = body.get("profile_version") if isinstance(body, dict) else None
@@ -228,20 +228,20 @@ def read(path: Path) -> OwnProfile:
     return _from_document(body, str(path))
 
 
-def _from_document(body: Mapping[str, Any], where: str) -> OwnProfile:
+def _from_document(body: Mapping[str, Any], where: str) -> UserProfile:
     precision = body.get("precision")
-    records = records_of(body.get("records", []), precision if isinstance(precision, str) else None, where)
+    records = records_of_lines(body.get("records", []), precision if isinstance(precision, str) else None, where)
     points = points_of(records)
     curves = body["profile"].get("compute") if isinstance(body.get("profile"), dict) else None
     for name, curve in _curve_documents(curves):
         curve.setdefault("points", points.get(name, ()))
-    profile = parse(OwnProfile, {key: value for key, value in body.items() if key != "records"}, where)
+    profile = parse(UserProfile, {key: value for key, value in body.items() if key != "records"}, where)
     if profile.cluster is not None:
         cluster_from_document(profile.cluster, f"{where}: cluster")
     return replace(profile, records=records)
 
 
-def with_memory_facts(profile: OwnProfile) -> OwnProfile:
+def with_memory_facts(profile: UserProfile) -> UserProfile:
     """The profile with what its records say of memory: the figures of the allocator, and of the largest communicator."""
     found: dict[str, Any] = {}
     for record in profile.records:
@@ -252,7 +252,7 @@ def with_memory_facts(profile: OwnProfile) -> OwnProfile:
     return replace(profile, **found)
 
 
-def merged(old: OwnProfile, new: OwnProfile) -> OwnProfile:
+def merged(old: UserProfile, new: UserProfile) -> UserProfile:
     """A profile with what another session on the same machine measured; a case that both have is the new one's.
 
     The curves are the new ones, if any, and to be fitted again to all records. Raises ConfigError: another device, precision or
@@ -264,17 +264,17 @@ def merged(old: OwnProfile, new: OwnProfile) -> OwnProfile:
             raise ConfigError(
                 f"the file was measured with {what} {there}, this session with {here}", hint="write another file with -o")
     records = {record.case.key: record for record in (*old.records, *new.records)}
-    empty: dict[str, Any] = {name.name: getattr(old, name.name) for name in fields(OwnProfile) if getattr(new, name.name) in (None, "", ())}
+    empty: dict[str, Any] = {name.name: getattr(old, name.name) for name in fields(UserProfile) if getattr(new, name.name) in (None, "", ())}
     return replace(new, **empty | {"records": tuple(records.values())})
 
 
-def _torch_major(profile: OwnProfile) -> str | None:
+def _torch_major(profile: UserProfile) -> str | None:
     return profile.environment.torch.split(".")[0] if profile.environment else None
 
 
-def schema() -> dict[str, Any]:
+def profile_schema() -> dict[str, Any]:
     """The JSON Schema of the file: records as its lines have them, the cluster as in a cluster file."""
-    found, lines, cluster = json_schema(OwnProfile), lines_schema(), cluster_schema()
+    found, lines, cluster = json_schema(UserProfile), lines_schema(), cluster_schema()
     definitions = found["$defs"] | lines["$defs"] | cluster.pop("$defs")
     found["properties"] |= {
         "records": lines["properties"]["records"], "profile_version": {"const": PROFILE_VERSION},

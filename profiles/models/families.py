@@ -46,7 +46,7 @@ class _Training:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Document:
+class _FamilyDocument:
     __pydantic_config__ = _FORBID
 
     name: str
@@ -57,7 +57,7 @@ class _Document:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """Its members in the order of the file, smallest first; each is named `<family>-<member>`."""
 
     name: str
@@ -73,9 +73,9 @@ class Family:
         return _resized(nearest, f"{self.name}-h{hidden_size}-l{num_layers}", shape)
 
 
-def family_of(document: object, where: str) -> Family:
+def family_of(document: object, where: str) -> ModelFamily:
     """The family that a file describes. Raises ConfigError with `where` and the key's path."""
-    body = parse(_Document, document, where)
+    body = parse(_FamilyDocument, document, where)
     if not body.members:
         raise ConfigError(f"{where}: members is empty, a family has at least one", hint="add a member")
     members = tuple(_member(body, label, shape, where) for label, shape in body.members.items())
@@ -83,7 +83,7 @@ def family_of(document: object, where: str) -> Family:
         if _size(larger.spec) <= _size(smaller.spec):
             raise ConfigError(
                 f"{where}: members: {larger.spec.name} is not larger than {smaller.spec.name} before it", hint="order them by size")
-    return Family(name=body.name, members=members)
+    return ModelFamily(name=body.name, members=members)
 
 
 def _size(spec: ModelSpec) -> int:
@@ -91,7 +91,7 @@ def _size(spec: ModelSpec) -> int:
     return spec.num_layers * spec.hidden_size**2
 
 
-def _member(body: _Document, label: str, shape: _Shape, where: str) -> ModelEntry:
+def _member(body: _FamilyDocument, label: str, shape: _Shape, where: str) -> ModelEntry:
     shared = {field: getattr(body.model, field) for field in _Shared.__slots__}
     training = body.training
     return ModelEntry(

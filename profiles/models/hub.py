@@ -25,7 +25,7 @@ def allow_download() -> None:
 
 
 @contextmanager
-def refusals(what: str, hint: str) -> Iterator[None]:
+def hub_refusals(what: str, hint: str) -> Iterator[None]:
     """A ConfigError of `what` for anything that the libraries raise: they check values late, each model in its own way.
 
     Their errors share no class: validation has its own, models divide by zero or miss a key, tokenizers raises bare `Exception`.

@@ -17,8 +17,8 @@ from typing import Any
 from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.hardware import Cluster, Device
-from parplan.profiles.machines.measurements import Outcome, Record
-from parplan.profiles.machines.user_profile import Environment, digest
+from parplan.profiles.machines.measurements import CaseOutcome, Record
+from parplan.profiles.machines.user_profile import ProfileEnvironment, digest
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.profiler.nvidia_smi import gpu_facts, links
 from parplan.profiles.units import GB, TERA, US_PER_S, format_number
@@ -41,19 +41,19 @@ _IDENTITY = (  # what must agree for points to belong together
     "power_limit_w")
 
 
-def environment(device: str) -> Environment:
+def environment(device: str) -> ProfileEnvironment:
     """What `device` (cpu or cuda) of this machine is. Raises ConfigError: torch sees no GPU."""
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     host_bytes = _host_memory_bytes()
-    here = Environment(
+    here = ProfileEnvironment(
         date=datetime.date.today().isoformat(), device=CPU, num_devices=cores, memory_bytes=host_bytes and host_bytes // cores,
         torch=torch.__version__, python=platform.python_version(), cpu=_cpu_model(), num_cores=cores, host_memory_bytes=host_bytes)
     return here if device == CPU else _with_gpu(here)
 
 
-def _with_gpu(here: Environment) -> Environment:
+def _with_gpu(here: ProfileEnvironment) -> ProfileEnvironment:
     """The same machine with its GPUs, the first of which speaks for all that torch sees."""
     import torch
 
@@ -106,13 +106,13 @@ def _text(path: str) -> str:
         return ""
 
 
-def fingerprint(environment: Environment, precision: str = "") -> str:
+def fingerprint(environment: ProfileEnvironment, precision: str = "") -> str:
     """Of what must agree for points to belong together: device and software, neither the date nor clocks of the moment."""
     body = asdict(environment)
     return digest(repr([body[name] for name in _IDENTITY] + [precision]))
 
 
-def cluster_of(environment: Environment, records: Iterable[Record] = ()) -> Cluster:
+def cluster_of(environment: ProfileEnvironment, records: Iterable[Record] = ()) -> Cluster:
     """The cluster that this machine is, one node of the devices that torch sees.
 
     A GPU of the catalogue has its datasheet; the host, and a GPU that is not there, the best that was measured of products and
@@ -131,7 +131,7 @@ def cluster_of(environment: Environment, records: Iterable[Record] = ()) -> Clus
         base, name=device.name, device=device, host_memory_bytes=host_bytes, pcie_bytes_per_s=pcie or base.pcie_bytes_per_s)
 
 
-def lacking(environment: Environment, records: Iterable[Record]) -> str | None:
+def lacking(environment: ProfileEnvironment, records: Iterable[Record]) -> str | None:
     """The work without which `records` do not say how fast this machine is; None where they do, or the catalogue does."""
     measured = list(records)
     if _catalogued(environment) is not None:
@@ -141,7 +141,7 @@ def lacking(environment: Environment, records: Iterable[Record]) -> str | None:
     return _COPY if _best(measured, _COPY, ("copied_bytes_per_s",)) is None else None
 
 
-def _catalogued(environment: Environment) -> Cluster | None:
+def _catalogued(environment: ProfileEnvironment) -> Cluster | None:
     """The packaged cluster of a GPU that is what its name says, by its memory and multiprocessors."""
     name = CATALOGUE.get(environment.device)
     if name is None:
@@ -151,7 +151,7 @@ def _catalogued(environment: Environment) -> Cluster | None:
     return cluster if same_memory and environment.num_sms in (None, device.num_sms) else None
 
 
-def _device(environment: Environment, records: list[Record], assumed: Device) -> Device:
+def _device(environment: ProfileEnvironment, records: list[Record], assumed: Device) -> Device:
     """A device whose datasheet is what was measured: the bandwidth of copies, the peak of products, by precision."""
     peaks, bytes_per_s = _peaks(records), _best(records, _COPY, ("copied_bytes_per_s",))
     if not peaks or bytes_per_s is None:
@@ -167,7 +167,7 @@ def _device(environment: Environment, records: list[Record], assumed: Device) ->
         compute_capability=float(environment.compute_capability) if environment.compute_capability else None)
 
 
-def _source(environment: Environment, peaks: Mapping[str, float], bytes_per_s: float) -> str:
+def _source(environment: ProfileEnvironment, peaks: Mapping[str, float], bytes_per_s: float) -> str:
     """What the figures of a device without a datasheet are."""
     shown = ", ".join(f"{format_number(peak / TERA, 3)} {precision} TFLOP/s" for precision, peak in peaks.items())
     of = f"one core of {environment.cpu or 'the host'}" if environment.device == CPU else environment.device
@@ -178,7 +178,7 @@ def _peaks(records: Iterable[Record]) -> dict[str, float]:
     """The FLOP/s of the fastest product of linear layers, by precision."""
     peaks: dict[str, float] = {}
     for record in records:
-        if record.case.work == _PRODUCT and record.outcome is Outcome.MEASURED and record.measured:
+        if record.case.work == _PRODUCT and record.outcome is CaseOutcome.MEASURED and record.measured:
             m, n, k = (record.case.size(name) for name in "mnk")
             for one in record.measured.times.values():
                 precision = str(Precision(record.case.precision))

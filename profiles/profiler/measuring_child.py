@@ -17,15 +17,15 @@ from pathlib import Path
 from parplan.profiles.documents.schema import document
 from parplan.profiles.machines.measurements import (
     Case,
-    Measured,
-    Outcome,
+    CaseFigures,
+    CaseOutcome,
     Record,
     UnsupportedCase,
 )
 
 # `module:function`, or a function that pickle can name; it takes a case and the device that it is to use (cpu, cuda:0), and raises
 # UnsupportedCase for what does not exist there
-Program = str | Callable[[Case, str], Measured]
+Program = str | Callable[[Case, str], CaseFigures]
 
 MOST_CHARACTERS = 300  # of a detail
 _NO_MEMORY = (
@@ -76,16 +76,16 @@ def _spare_the_others() -> None:
 
 def _answer(program: Program, case: Case, device: str) -> bytes:
     try:
-        return _json(Record(case=case, outcome=Outcome.MEASURED, measured=_measured(program, case, device)))
+        return _json(Record(case=case, outcome=CaseOutcome.MEASURED, measured=_measured(program, case, device)))
     except BaseException as error:  # whatever a program raises is what came of its case
         error.__traceback__ = None  # whose frames hold its tensors
         outcome, detail = outcome_of(error)
     return _json(Record(case=case, outcome=outcome, detail=detail))
 
 
-def _measured(program: Program, case: Case, device: str) -> Measured:
+def _measured(program: Program, case: Case, device: str) -> CaseFigures:
     measured = _loaded(program)(case, device)
-    if not isinstance(measured, Measured):
+    if not isinstance(measured, CaseFigures):
         raise TypeError(f"the program returned {type(measured).__name__}, needed is Measured")
     return measured
 
@@ -102,17 +102,17 @@ def _json(record: Record) -> bytes:
     return json.dumps(document(record), allow_nan=False).encode()
 
 
-def outcome_of(error: BaseException) -> tuple[Outcome, str]:
+def outcome_of(error: BaseException) -> tuple[CaseOutcome, str]:
     """What an exception means for a case, and its type with the first line of its message.
 
     Allocators raise RuntimeErrors too, and so does an operator that has no kernel for a type of tensors.
     """
     message = str(error).strip().splitlines()[:1]
     if isinstance(error, UnsupportedCase):
-        return Outcome.UNSUPPORTED, shortened("".join(message))
+        return CaseOutcome.UNSUPPORTED, shortened("".join(message))
     text = ": ".join((type(error).__name__, *message))
     if isinstance(error, MemoryError | RuntimeError | OSError) and out_of_memory(text):
-        return Outcome.OUT_OF_MEMORY, shortened(text)
+        return CaseOutcome.OUT_OF_MEMORY, shortened(text)
     if isinstance(error, NotImplementedError) or " not implemented for " in text:
-        return Outcome.UNSUPPORTED, shortened(text)
-    return Outcome.CRASHED, shortened(text)
+        return CaseOutcome.UNSUPPORTED, shortened(text)
+    return CaseOutcome.CRASHED, shortened(text)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 
 from parplan.profiles.interrupts import on_ctrl_c
-from parplan.profiles.machines.measurements import Case, Outcome, Record
+from parplan.profiles.machines.measurements import Case, CaseOutcome, Record
 from parplan.profiles.profiler.journal import Journal
 from parplan.profiles.profiler.measuring_child import Program
-from parplan.profiles.profiler.session_progress import OnProgress, Progress
+from parplan.profiles.profiler.session_progress import OnProgress, SessionProgress
 from parplan.profiles.profiler.worker import Child, end, finished, preload, start
 
 # works of the host and of its memory: another device's case at the same time would be measured with them
@@ -108,12 +108,12 @@ class _Session:
             end(child)
         self._running.clear()
 
-    def progress(self) -> Progress:
+    def progress(self) -> SessionProgress:
         """Where it is."""
         records = [record for record in map(self._record, self._cases) if record is not None]
         left = len(self._waiting) + len(self._running)
-        return Progress(
-            done=len(self._cases) - left, total=len(self._cases), failed=sum(record.outcome is not Outcome.MEASURED for record in records),
+        return SessionProgress(
+            done=len(self._cases) - left, total=len(self._cases), failed=sum(record.outcome is not CaseOutcome.MEASURED for record in records),
             running=tuple(child.case.key for child in self._running.values()),
             expected_s=left * self._spent_s / self._finished / self._num_devices if self._finished else None,
             budget_s=max(0.0, self._over_s - time.monotonic()))
@@ -127,7 +127,7 @@ class _Session:
 
 
 def _settled(record: Record | None, retry_failed: bool) -> bool:
-    return record is not None and (record.outcome is Outcome.MEASURED or not retry_failed)
+    return record is not None and (record.outcome is CaseOutcome.MEASURED or not retry_failed)
 
 
 @contextlib.contextmanager

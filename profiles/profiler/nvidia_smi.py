@@ -52,10 +52,10 @@ def facts_of(text: str) -> dict[str, float | str]:
 
 def links() -> Links:
     """The links of this node."""
-    return links_of(_said("topo", "-m"))
+    return nvidia_links_of(_said("topo", "-m"))
 
 
-def links_of(text: str) -> Links:
+def nvidia_links_of(text: str) -> Links:
     """The matrix of `nvidia-smi topo -m` reduced to kinds of links: each pair of GPUs, and each GPU with each NIC, once."""
     lines = [_COLOUR.sub("", line).split() for line in text.splitlines()]
     heading = next((line for line in lines if line and _GPU.fullmatch(line[0])), [])

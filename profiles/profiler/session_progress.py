@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class SessionProgress:
     """Where a session is.
 
     done, failed    cases with a record, those of earlier sessions among them; and of them those without figures
@@ -24,4 +24,4 @@ class Progress:
     budget_s: float
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[SessionProgress], None]

@@ -26,7 +26,7 @@ from types import ModuleType
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.interrupts import without_signals
-from parplan.profiles.machines.measurements import Case, Outcome, Record
+from parplan.profiles.machines.measurements import Case, CaseOutcome, Record
 from parplan.profiles.profiler.measuring_child import Program, measure, out_of_memory, shortened
 from parplan.profiles.units import format_seconds
 
@@ -124,24 +124,24 @@ def _received(child: Child) -> Record | None:
         return None
 
 
-def _death(child: Child) -> tuple[Outcome, str]:
+def _death(child: Child) -> tuple[CaseOutcome, str]:
     """Of a process that ended without an answer, or has to be ended."""
     code, text = child.process.exitcode, _tail(child.output)
     if code is None or (code == 1 and re.search(r"^Timeout \(\d", text, re.MULTILINE)):  # its own clock ended it
         waited_s = min(child.limit_s, time.monotonic() - child.started_s)
-        return Outcome.HUNG, f"no answer in {format_seconds(waited_s)}{_last_seen(text)}"
+        return CaseOutcome.HUNG, f"no answer in {format_seconds(waited_s)}{_last_seen(text)}"
     return _ended(code, text, _kernel_kills() != child.kernel_kills)
 
 
-def _ended(code: int, text: str, kernel_killed: bool) -> tuple[Outcome, str]:
+def _ended(code: int, text: str, kernel_killed: bool) -> tuple[CaseOutcome, str]:
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
     if code == -signal.SIGKILL and kernel_killed:
-        return Outcome.OUT_OF_MEMORY, "killed by the kernel, which was out of memory"
+        return CaseOutcome.OUT_OF_MEMORY, "killed by the kernel, which was out of memory"
     # an exception that could not be sent, or one of C++
     if code in (1, -signal.SIGABRT) and out_of_memory(last):
-        return Outcome.OUT_OF_MEMORY, shortened(last)
+        return CaseOutcome.OUT_OF_MEMORY, shortened(last)
     how = f"exit code {code}" if code >= 0 else _signal_name(-code)
-    return Outcome.CRASHED, shortened(": ".join(filter(None, (how, last))))
+    return CaseOutcome.CRASHED, shortened(": ".join(filter(None, (how, last))))
 
 
 def _signal_name(number: int) -> str:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.tracing.recorder import Recorder
+from parplan.profiles.tracing.recorder import CallRecorder
 
 Held = tuple[nn.Module, str, Tensor]  # a module, the name of a buffer in it, and the buffer before the forward pass
 
 
-def keep_assigned(recorder: Recorder, before: Iterable[Held]) -> None:
+def keep_assigned(recorder: CallRecorder, before: Iterable[Held]) -> None:
     """Record, inside of the recording, that each buffer takes the value that was assigned in its place. Raises ConfigError."""
     for part, key, old in before:
         new = part._buffers.get(key)

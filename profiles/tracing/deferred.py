@@ -34,7 +34,7 @@ _OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "rand
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _DeferredTensor:
     """A tensor as a part of a piece of memory that does not exist."""
 
     memory: int
@@ -54,7 +54,7 @@ class _Call:
     args: Any
     kwargs: Any
     writes: frozenset[int]
-    makes: tuple[_Piece | None, ...]
+    makes: tuple[_DeferredTensor | None, ...]
     overwrites: int | None
 
 
@@ -147,7 +147,7 @@ class Deferred:
             number=len(self._calls), func=func, random=torch.Tag.nondeterministic_seeded in func.tags, args=kept_args, kwargs=kept_kwargs,
             writes=frozenset(piece.memory for piece in pieces), makes=makes, overwrites=pieces[0].memory if whole else None))
 
-    def _register(self, tensor: Tensor) -> _Piece | None:
+    def _register(self, tensor: Tensor) -> _DeferredTensor | None:
         """The piece that `tensor` is of its memory, if that is new."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._memory:
@@ -162,11 +162,11 @@ class Deferred:
             return self._piece(leaf)
         return leaf.clone() if leaf.nbytes < self.at_least_bytes else leaf  # a larger one is taken to stay as it is
 
-    def _piece(self, tensor: Tensor) -> _Piece:
-        return _Piece(
+    def _piece(self, tensor: Tensor) -> _DeferredTensor:
+        return _DeferredTensor(
             int(tensor.untyped_storage()._cdata), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
-    def _covers(self, piece: _Piece) -> bool:
+    def _covers(self, piece: _DeferredTensor) -> bool:
         elements = torch.Size(piece.size).numel()
         return elements * piece.dtype.itemsize == self._memory[piece.memory].nbytes()
 
@@ -199,13 +199,13 @@ class Deferred:
             calls.append(call)
             if call.overwrites is not None:
                 needed.discard(call.overwrites)
-            needed |= {leaf.memory for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, _Piece)} - (
+            needed |= {leaf.memory for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, _DeferredTensor)} - (
                 {call.overwrites} if call.overwrites is not None else set())
             for number in touched | set(_memories(call)):
                 last.setdefault(number, call.number)
         return calls[::-1], last
 
-    def _laid_out(self, made: Tensor, piece: _Piece) -> torch.UntypedStorage:
+    def _laid_out(self, made: Tensor, piece: _DeferredTensor) -> torch.UntypedStorage:
         """The memory of what was `made`, as it was laid out without memory: a few of torch's calls differ there."""
         if made.stride() == piece.stride and made.storage_offset() == piece.offset:
             return made.untyped_storage()
@@ -214,7 +214,7 @@ class Deferred:
         return storage
 
     def _real(self, leaf: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
-        if not isinstance(leaf, _Piece):
+        if not isinstance(leaf, _DeferredTensor):
             return leaf
         if leaf.memory not in memory:
             memory[leaf.memory] = _storage(self._memory[leaf.memory].nbytes())
@@ -246,14 +246,14 @@ class _Unnoticed(TorchFunctionMode):
 
 
 def _memories(call: _Call) -> Iterator[int]:
-    return (leaf.memory for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, _Piece))
+    return (leaf.memory for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, _DeferredTensor))
 
 
 def _storage(num_bytes: int) -> torch.UntypedStorage:
     return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
 
 
-def _view(piece: _Piece, storage: torch.UntypedStorage) -> Tensor:
+def _view(piece: _DeferredTensor, storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=piece.dtype).set_(storage, piece.offset, piece.size, piece.stride)
 
 

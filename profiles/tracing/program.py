@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from parplan.profiles.tracing.traced_source import Workload
+from parplan.profiles.tracing.traced_source import TracedWorkload
 
 PARAMETER, BUFFER, CONSTANT = "parameter", "buffer", "constant"
 
@@ -36,7 +36,7 @@ class Program:
         depends         whether it depends on a parameter or on random numbers
     """
 
-    workload: Workload
+    workload: TracedWorkload
     micro_batch_size: int
     graph: fx.Graph
     constants: dict[str, Tensor]

@@ -22,17 +22,17 @@ from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.tracing.assigned_buffers import keep_assigned
 from parplan.profiles.tracing.program import BUFFER, PARAMETER, Program, memory_of
-from parplan.profiles.tracing.recorder import APPLY, Recorder
+from parplan.profiles.tracing.recorder import APPLY, CallRecorder
 from parplan.profiles.tracing.source_lines import Paths
 from parplan.profiles.tracing.stand_ins import stand_ins
-from parplan.profiles.tracing.traced_source import Workload
+from parplan.profiles.tracing.traced_source import TracedWorkload
 from parplan.profiles.tracing.user_code import users_code
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 
 
 def record(
-    workload: Workload, micro_batch_size: int, precision: Precision = Precision.FP32, *, on_cpu: bool = False,
+    workload: TracedWorkload, micro_batch_size: int, precision: Precision = Precision.FP32, *, on_cpu: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> Program:
     """The calls of one micro-batch with parameters and float inputs in `precision`.
@@ -47,12 +47,12 @@ def record(
 
 
 def _recorded(
-    workload: Workload, micro_batch_size: int, precision: Precision, counted: frozenset[str], *, on_cpu: bool,
+    workload: TracedWorkload, micro_batch_size: int, precision: Precision, counted: frozenset[str], *, on_cpu: bool,
     check: Callable[[], None],
 ) -> tuple[Program, frozenset[str]]:
     """The program, in which the buffers `counted` are no constants, and those that were read as constants and are none."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake, Paths(workload.module), on_cpu=on_cpu, check=check)
+    recorder = CallRecorder(fake, Paths(workload.module), on_cpu=on_cpu, check=check)
     recorder.changed |= {memory_of(value): value for name, value in workload.module.named_buffers() if name in counted}
     with torch.random.fork_rng(devices=[]):
         drawn = workload.batch(micro_batch_size)
@@ -85,7 +85,7 @@ def _fake_parameters(module: nn.Module, fake: FakeTensorMode, precision: Precisi
         return {name: nn.Parameter(torch.empty(p.shape, dtype=DTYPES[precision]), p.requires_grad) for name, p in module.named_parameters()}
 
 
-def _finished(workload: Workload, micro_batch_size: int, recorder: Recorder, loss: Any) -> Program:
+def _finished(workload: TracedWorkload, micro_batch_size: int, recorder: CallRecorder, loss: Any) -> Program:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or id(loss) not in recorder.nodes:
         found = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ConfigError(f"module: the loss of {workload.name} is {found}, it must be a scalar tensor that depends on the batch",
@@ -123,7 +123,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _functions_as_calls(recorder: Recorder) -> Iterator[None]:
+def _functions_as_calls(recorder: CallRecorder) -> Iterator[None]:
     """torch.autograd.Function.apply goes past __torch_function__: here it is handed to the recorder."""
     noted = classmethod(lambda kind, *args, **kwargs: recorder.function(kind, args, kwargs))
     torch.autograd.Function.apply = noted  # type: ignore[assignment,method-assign]

@@ -45,7 +45,7 @@ def set_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
     return tensor
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """nodes: by id, of every tensor that a call made or may read; each is held, so that no other gets its id.
     attributes: name and origin of parameters and buffers, which become nodes where they are used first.
     fakes: by id of a real tensor (a buffer or a constant) the one that stands for it; reals: and back.

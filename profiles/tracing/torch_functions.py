@@ -114,7 +114,7 @@ def _attention(node: fx.Node, dims_of: DimsOf) -> Computation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusedKernel:
+class SavedByFusedKernel:
     """What a kernel of GPUs keeps where that of a CPU, which was recorded, keeps something else.
 
     kept: the nodes whose values it keeps; rows: fp32 numbers for every row, where `normalized` dims make a row; mask: a byte an element
@@ -129,7 +129,7 @@ class FusedKernel:
 _STATISTICS = {"layer_norm": 2, "rms_norm": 1}  # mean and reciprocal deviation, or that alone
 
 
-def fused_kernel(node: fx.Node) -> FusedKernel | None:
+def fused_kernel(node: fx.Node) -> SavedByFusedKernel | None:
     """The kernel of GPUs for a call that keeps something; None where it keeps what was recorded.
 
     Attention keeps queries, keys, values, an additive mask, its output and one number a row (Dao 2023, arXiv 2307.08691, algorithm 1).
@@ -137,8 +137,8 @@ def fused_kernel(node: fx.Node) -> FusedKernel | None:
     function = str(node.meta["function"])
     if function == "scaled_dot_product_attention":
         given = (argument(node, place, name) for place, name in enumerate(("query", "key", "value", "attn_mask")))
-        return FusedKernel(kept=(*(each for each in given if isinstance(each, fx.Node)), node), rows=1)
+        return SavedByFusedKernel(kept=(*(each for each in given if isinstance(each, fx.Node)), node), rows=1)
     if function in _STATISTICS:
-        return FusedKernel(
+        return SavedByFusedKernel(
             kept=(argument(node, 0, "input"),), rows=_STATISTICS[function], normalized=len(argument(node, 1, "normalized_shape")))
-    return FusedKernel(mask=True) if "dropout" in function and isinstance(node.meta["val"], Tensor) else None
+    return SavedByFusedKernel(mask=True) if "dropout" in function and isinstance(node.meta["val"], Tensor) else None

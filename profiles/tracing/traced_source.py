@@ -1,7 +1,7 @@
 """A user's module without memory for its parameters, its batches and its loss: what a trace runs, and the executor after it.
 
 A Hugging Face model is the class that its config.json names in `architectures`. A function package.module:function returns a module
-(token ids in, logits out), (module, batch) or (module, batch, loss): see `Workload`.
+(token ids in, logits out), (module, batch) or (module, batch, loss): see `TracedWorkload`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class TracedWorkload:
     """What is trained: `loss_of(module, batch)` is the scalar mean loss.
 
     module: its parameters are on meta; buffers have their values
@@ -76,7 +76,7 @@ class Workload:
 
 def open_workload(
     source: ModuleSource, *, seq_length: int, attention: AttentionKernel = AttentionKernel.FLASH, deferred: Deferred | None = None,
-) -> Workload:
+) -> TracedWorkload:
     """The module of `source` in training mode, for sequences of `seq_length` tokens where it reads tokens.
 
     deferred: writes down what gives the parameters their values, for who makes some of them later; parameters that it finds to be
@@ -175,7 +175,7 @@ def function_of(factory: str) -> Callable[[], object]:
     return made
 
 
-def _of_factory(source: ModuleSource, seq_length: int, attention: AttentionKernel, making: _Making) -> Workload:
+def _of_factory(source: ModuleSource, seq_length: int, attention: AttentionKernel, making: _Making) -> TracedWorkload:
     function = function_of(source.factory or "")
     with users_code(f"{source.factory}()"):
         made = making(function)
@@ -189,11 +189,11 @@ def _of_factory(source: ModuleSource, seq_length: int, attention: AttentionKerne
     making.settle(module)
     name = type(module).__name__
     if not others:
-        return Workload(
+        return TracedWorkload(
             name=name, source=source, module=module, batch=next_token_batch(module, seq_length), loss_of=_next_token, unit=TOKENS,
             seq_length=seq_length)
     loss_of = _with_loss(module, others[1]) if len(others) > 1 else _own_loss
-    return Workload(
+    return TracedWorkload(
         name=name, source=source, module=module, batch=_checked(others[0], source), loss_of=loss_of, unit=SAMPLES, seq_length=1)
 
 
@@ -242,7 +242,7 @@ def _with_loss(module: nn.Module, loss: Callable[[Any, Batch], Any]) -> Callable
     return loss_of
 
 
-def _hugging_face(source: ModuleSource, seq_length: int, attention: AttentionKernel, making: _Making) -> Workload:
+def _hugging_face(source: ModuleSource, seq_length: int, attention: AttentionKernel, making: _Making) -> TracedWorkload:
     values = _in_fp32(source.huggingface or {})
     try:
         import transformers
@@ -259,7 +259,7 @@ def _hugging_face(source: ModuleSource, seq_length: int, attention: AttentionKer
             raise ConfigError(f"module: transformers has no fused attention for {kind.__name__}", hint="use --attention unfused")
         module = making(lambda: kind._from_config(config, attn_implementation=ATTENTION[attention]))
     batch, unit = drawn_batch(module, config, seq_length)
-    return Workload(
+    return TracedWorkload(
         name=_name(values, config), source=source, module=making.settle(module), batch=batch, loss_of=_own_loss, unit=unit,
         seq_length=seq_length if unit == TOKENS else 1)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from parplan.profiles.machines.measurements import Outcome
-from parplan.profiles.machines.user_profile import OwnProfile
+from parplan.profiles.machines.measurements import CaseOutcome
+from parplan.profiles.machines.user_profile import UserProfile
 from parplan.profiles.units import format_number
 from parplan.report.text import joined, print_table, say
 
@@ -20,7 +20,7 @@ _TIME = "time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class CurveDifference:
     """A curve (or the passes of a work that are no curve's): ratios of b over a by case, the slowest first; what only one has."""
 
     name: str
@@ -38,22 +38,22 @@ class Compared:
         return tuple(sorted(self.ratios, key=lambda item: -max(item[1], 1 / item[1]))[:WORST])
 
 
-def compared(a: OwnProfile, b: OwnProfile) -> tuple[Compared, ...]:
+def compared(a: UserProfile, b: UserProfile) -> tuple[CurveDifference, ...]:
     """Every curve that either has, in the order of the first file; times by case and pass."""
     there, here = _times(a), _times(b)
     found = []
     for name in dict.fromkeys((*there, *here)):
         one, other = there.get(name, {}), here.get(name, {})
         ratios = sorted(((case, other[case] / one[case]) for case in one if case in other), key=lambda item: -item[1])
-        found.append(Compared(name=name, ratios=tuple(ratios), only_a=len(one.keys() - other), only_b=len(other.keys() - one)))
+        found.append(CurveDifference(name=name, ratios=tuple(ratios), only_a=len(one.keys() - other), only_b=len(other.keys() - one)))
     return tuple(found)
 
 
-def _times(profile: OwnProfile) -> dict[str, dict[str, float]]:
+def _times(profile: UserProfile) -> dict[str, dict[str, float]]:
     """Microseconds by curve and case; passes that are no curve's go by their work."""
     found: dict[str, dict[str, float]] = {}
     for record in profile.records:
-        if record.outcome is Outcome.MEASURED and record.measured is not None:
+        if record.outcome is CaseOutcome.MEASURED and record.measured is not None:
             curves = {one.name: one.curve for one in record.case.passes}
             for name, timing in record.measured.times.items():
                 curve = curves.get(name) or (record.case.work if name == _TIME else f"{record.case.work}.{name}")
@@ -61,30 +61,30 @@ def _times(profile: OwnProfile) -> dict[str, dict[str, float]]:
     return found
 
 
-def changed_environment(a: OwnProfile, b: OwnProfile) -> dict[str, tuple[Any, Any]]:
+def changed_environment(a: UserProfile, b: UserProfile) -> dict[str, tuple[Any, Any]]:
     """The fields in which the two machines, or what ran on them, differ."""
     there, here = _fields(a), _fields(b)
     both = {name: (there.get(name), here.get(name)) for name in dict.fromkeys((*there, *here))}
     return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
 
 
-def _fields(profile: OwnProfile) -> dict[str, Any]:
+def _fields(profile: UserProfile) -> dict[str, Any]:
     here = asdict(profile.environment) if profile.environment else {}
     return {"profile of": profile.device, "precision": profile.precision, **here}
 
 
-def changed_figures(a: OwnProfile, b: OwnProfile) -> dict[str, tuple[float, float]]:
+def changed_figures(a: UserProfile, b: UserProfile) -> dict[str, tuple[float, float]]:
     """Figures of cases that both have, by case and name: the value in each."""
     there, here = _figures(a), _figures(b)
     return {name: (value, here[name]) for name, value in there.items() if name in here}
 
 
-def _figures(profile: OwnProfile) -> dict[str, float]:
+def _figures(profile: UserProfile) -> dict[str, float]:
     return {f"{record.case.key}: {name}": value for record in profile.records if record.measured
             for name, value in record.measured.figures.items()}
 
 
-def print_diff(a: OwnProfile, b: OwnProfile, names: tuple[str, str], out: Console) -> None:
+def print_diff(a: UserProfile, b: UserProfile, names: tuple[str, str], out: Console) -> None:
     """Print the comparison for a person; `names` of the files. A ratio over 1: b takes longer."""
     say(out, f"{names[1]} over {names[0]}: over 1 it takes longer", "bold")
     changed = changed_environment(a, b)
@@ -97,7 +97,7 @@ def print_diff(a: OwnProfile, b: OwnProfile, names: tuple[str, str], out: Consol
     _print_figures(changed_figures(a, b), names, out)
 
 
-def _print_ratios(found: Iterable[Compared], names: tuple[str, str], out: Console) -> None:
+def _print_ratios(found: Iterable[CurveDifference], names: tuple[str, str], out: Console) -> None:
     both = [one for one in found if one.ratios]
     if not both:
         say(out, "no case was measured in both")
@@ -133,7 +133,7 @@ def _text(value: Any) -> str:
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def diff_document(a: OwnProfile, b: OwnProfile) -> dict[str, Any]:
+def diff_document(a: UserProfile, b: UserProfile) -> dict[str, Any]:
     """The same for programs."""
     return {
         "environment": {name: {"a": there, "b": here} for name, (there, here) in changed_environment(a, b).items()},

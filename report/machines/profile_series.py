@@ -20,13 +20,13 @@ from parplan.profiles.machines.curves import (
     memory_bound_s,
 )
 from parplan.profiles.machines.measured_points import curves_of
-from parplan.profiles.machines.user_profile import OwnProfile
+from parplan.profiles.machines.user_profile import UserProfile
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GB, TERA, US_PER_S
 
 
 @dataclass(frozen=True, slots=True)
-class Rated:
+class RatedPoint:
     """One measured point of a curve: its sizes, the FLOPs that it does or the bytes that it moves, its seconds and those fitted."""
 
     sizes: tuple[int, ...]
@@ -45,12 +45,12 @@ class Rated:
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class CurveSeries:
     """A curve with its points by rising work."""
 
     name: str
     curve: Curve
-    points: tuple[Rated, ...]
+    points: tuple[RatedPoint, ...]
 
     @property
     def unit(self) -> str:
@@ -62,7 +62,7 @@ class Series:
         return GB if isinstance(self.curve, MemoryCurve) else TERA
 
 
-def chip_of(profile: OwnProfile) -> Chip | None:
+def chip_of(profile: UserProfile) -> Chip | None:
     """The datasheet that the curves' shares are of, None where the file has no machine. Raises ConfigError: no such arithmetic."""
     if profile.cluster is None or profile.precision is None:
         return None
@@ -71,7 +71,7 @@ def chip_of(profile: OwnProfile) -> Chip | None:
         peak_flops_per_s=device.peak(profile.precision), bytes_per_s=device.memory_bytes_per_s, num_sms=max(1, device.num_sms))
 
 
-def series_of(profile: OwnProfile) -> tuple[Series, ...]:
+def series_of(profile: UserProfile) -> tuple[CurveSeries, ...]:
     """The curves that have points, in the order of the file. Raises ConfigError, as `chip_of` does."""
     chip = chip_of(profile)
     if profile.profile is None or chip is None or profile.precision is None:
@@ -82,24 +82,24 @@ def series_of(profile: OwnProfile) -> tuple[Series, ...]:
         rate = _rater(name, curve, chip, element_bytes)
         points = sorted((rate(tuple(map(int, sizes)), time_us / US_PER_S) for *sizes, time_us in curve.points), key=lambda one: one.work)
         if points:
-            found.append(Series(name, curve, tuple(points)))
+            found.append(CurveSeries(name, curve, tuple(points)))
     return tuple(found)
 
 
-def _rater(name: str, curve: Curve, chip: Chip, element_bytes: int) -> Callable[[tuple[int, ...], float], Rated]:
+def _rater(name: str, curve: Curve, chip: Chip, element_bytes: int) -> Callable[[tuple[int, ...], float], RatedPoint]:
     """What makes a point of its sizes and seconds."""
 
-    def rate(sizes: tuple[int, ...], time_s: float) -> Rated:
+    def rate(sizes: tuple[int, ...], time_s: float) -> RatedPoint:
         if isinstance(curve, MatmulCurve):
             product = product_of(sizes, element_bytes)
-            return Rated(sizes, product.flops, time_s, matmul_s(product, curve, chip))
+            return RatedPoint(sizes, product.flops, time_s, matmul_s(product, curve, chip))
         if isinstance(curve, FlashCurve):
             heads, seq, head_dim = sizes
             flops = (FLASH_BACKWARD_FLOPS if name.endswith("backward") else 1.0) * 2.0 * heads * seq * seq * head_dim
             fitted_s = flash_attention_s(flops, heads=heads, seq=seq, keys=seq / 2, head_dim=head_dim, curve=curve, chip=chip)
-            return Rated(sizes, flops, time_s, fitted_s)
+            return RatedPoint(sizes, flops, time_s, fitted_s)
         assert isinstance(curve, MemoryCurve)
-        return Rated(sizes, sizes[0], time_s, memory_bound_s(sizes[0], curve, chip.bytes_per_s))
+        return RatedPoint(sizes, sizes[0], time_s, memory_bound_s(sizes[0], curve, chip.bytes_per_s))
 
     return rate
 

@@ -11,18 +11,18 @@ from rich.console import Console
 from parplan.profiles.documents.schema import document
 from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.measured_points import curves_of
-from parplan.profiles.machines.measurements import Outcome, Record
-from parplan.profiles.machines.user_profile import Environment, OwnProfile
+from parplan.profiles.machines.measurements import CaseOutcome, Record
+from parplan.profiles.machines.user_profile import ProfileEnvironment, UserProfile
 from parplan.profiles.units import GB, TERA, US_PER_S, format_bytes, format_number
-from parplan.report.machines.profile_series import Series, chip_of, series_of
+from parplan.report.machines.profile_series import CurveSeries, chip_of, series_of
 from parplan.report.text import joined, labelled, percent, print_table, say, seconds_text
 
 _MEMORY = ("allocator_share", "context_bytes", "communicator_bytes", "granularity_bytes")
 
 
-def print_profile(profile: OwnProfile, out: Console) -> None:
+def print_profile(profile: UserProfile, out: Console) -> None:
     """Print a profile for a person. Raises ConfigError: its machine has no arithmetic of its precision."""
-    measured = sum(record.outcome is Outcome.MEASURED for record in profile.records)
+    measured = sum(record.outcome is CaseOutcome.MEASURED for record in profile.records)
     cases = f"{measured:,} of {len(profile.records):,} cases measured" if profile.records else "nothing measured"
     say(out, f"{', '.join(filter(None, (profile.device, profile.precision)))}: {cases}", "bold")
     for label, phrases in _facts(profile):
@@ -32,7 +32,7 @@ def print_profile(profile: OwnProfile, out: Console) -> None:
     _print_failures(profile, out)
 
 
-def _facts(profile: OwnProfile) -> Iterator[tuple[str, list[str]]]:
+def _facts(profile: UserProfile) -> Iterator[tuple[str, list[str]]]:
     """The labelled lines over the table."""
     here = profile.environment
     if here is not None:
@@ -52,7 +52,7 @@ def _facts(profile: OwnProfile) -> Iterator[tuple[str, list[str]]]:
             f"host {seconds_text(in_step.forward_s)} an operator forward, {seconds_text(in_step.backward_s)} backward"]
 
 
-def _machine(here: Environment) -> Iterator[tuple[str, list[str]]]:
+def _machine(here: ProfileEnvironment) -> Iterator[tuple[str, list[str]]]:
     software = (("torch", here.torch), ("CUDA", here.cuda), ("driver", here.driver), ("NCCL", here.nccl), ("cuDNN", here.cudnn),
                 ("Python", here.python))
     yield "software", [f"{name} {version}" for name, version in software if version]
@@ -69,14 +69,14 @@ def _of(now: float | None, most: float | None) -> str:
     return f"{now:g} of {most:g}" if now and most else f"{now or most:g}"
 
 
-def _memory(profile: OwnProfile) -> list[str]:
+def _memory(profile: UserProfile) -> list[str]:
     texts = (
         ("reserved beyond allocated", profile.allocator_share, percent), ("context", profile.context_bytes, format_bytes),
         ("communicator", profile.communicator_bytes, format_bytes), ("granularity", profile.granularity_bytes, format_bytes))
     return [f"{name} {text(value)}" for name, value, text in texts if value is not None]
 
 
-def _rates(profile: OwnProfile) -> list[str]:
+def _rates(profile: UserProfile) -> list[str]:
     """The figures of the machine itself: bandwidths, and the host's time for one operator."""
     return [f"{name} {text}" for name, text in (
         (_words(name), f"{rate_text(value / GB)} GB/s" if name.endswith("_bytes_per_s") else seconds_text(value))
@@ -87,7 +87,7 @@ def _words(name: str) -> str:
     return name.removesuffix("_bytes_per_s").removesuffix("_s").replace("_", " ")
 
 
-def figures_of(profile: OwnProfile) -> dict[str, float]:
+def figures_of(profile: UserProfile) -> dict[str, float]:
     """The largest of each figure that the records have by name: that of the largest size, where there are several."""
     found: dict[str, float] = {}
     for record in profile.records:
@@ -97,7 +97,7 @@ def figures_of(profile: OwnProfile) -> dict[str, float]:
     return found
 
 
-def _print_curves(profile: OwnProfile, out: Console) -> None:
+def _print_curves(profile: UserProfile, out: Console) -> None:
     if profile.profile is None:
         return
     found = series_of(profile)
@@ -111,7 +111,7 @@ def _print_curves(profile: OwnProfile, out: Console) -> None:
         say(out, joined(assumed, ", ", out.width, start="assumed, not measured: ", indent=2), "dim")
 
 
-def _cells(one: Series) -> tuple[str, ...]:
+def _cells(one: CurveSeries) -> tuple[str, ...]:
     first, last = one.points[0], one.points[-1]
     rates = (rate_text(point.rate / one.scale) for point in (first, last))
     curve = one.curve
@@ -119,11 +119,11 @@ def _cells(one: Series) -> tuple[str, ...]:
     return one.name, str(len(one.points)), _sizes(one, first.sizes), _sizes(one, last.sizes), *rates, one.unit, *errors
 
 
-def _sizes(one: Series, sizes: tuple[int, ...]) -> str:
+def _sizes(one: CurveSeries, sizes: tuple[int, ...]) -> str:
     return format_bytes(sizes[0]) if one.unit == "GB/s" else " x ".join(map(str, sizes))
 
 
-def collectives_of(profile: OwnProfile) -> tuple[CollectiveCurve, ...]:
+def collectives_of(profile: UserProfile) -> tuple[CollectiveCurve, ...]:
     """The curves of collectives inside nodes and, where there are any, across them."""
     if profile.profile is None:
         return ()
@@ -136,7 +136,7 @@ def placement_text(curve: CollectiveCurve) -> str:
     return f"{nodes}{curve.ranks} ranks" + (f", {curve.groups} groups" if curve.groups > 1 else "")
 
 
-def _print_collectives(profile: OwnProfile, out: Console) -> None:
+def _print_collectives(profile: UserProfile, out: Console) -> None:
     curves = collectives_of(profile)
     if not curves:
         return
@@ -149,8 +149,8 @@ def _print_collectives(profile: OwnProfile, out: Console) -> None:
     print_table(out, heading, rows, left=("collective", "group"), indent=0)
 
 
-def _print_failures(profile: OwnProfile, out: Console) -> None:
-    failed = [record for record in profile.records if record.outcome is not Outcome.MEASURED]
+def _print_failures(profile: UserProfile, out: Console) -> None:
+    failed = [record for record in profile.records if record.outcome is not CaseOutcome.MEASURED]
     if not failed:
         return
     say(out)
@@ -168,7 +168,7 @@ def rate_text(rate: float) -> str:
     return format_number(rate, 3)
 
 
-def profile_document(profile: OwnProfile) -> dict[str, Any]:
+def profile_document(profile: UserProfile) -> dict[str, Any]:
     """The same for programs: rates in FLOP/s and bytes/s, seconds, bytes."""
     curves = [{
         "name": one.name, "points": len(one.points), "fitted_points": one.curve.rows, "kind": str(one.curve.kind),
@@ -177,7 +177,7 @@ def profile_document(profile: OwnProfile) -> dict[str, Any]:
            for name, value in (("sizes", list(point.sizes)), ("rate", point.rate))},
         "median_error": one.curve.median_error, "worst_error": one.curve.worst_error} for one in series_of(profile)]
     failures = [{"case": record.case.key, "outcome": record.outcome.value, "detail": record.detail}
-                for record in profile.records if record.outcome is not Outcome.MEASURED]
+                for record in profile.records if record.outcome is not CaseOutcome.MEASURED]
     return {
         "device": profile.device, "precision": profile.precision, "environment": document(profile.environment),
         "cases": len(profile.records), "curves": curves, "collectives": document(collectives_of(profile)), "failures": failures,

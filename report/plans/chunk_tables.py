@@ -9,21 +9,21 @@ from typing import Any
 from rich.console import Console
 
 from parplan.costmodels.chunks.chunk_operations import RankChunks
-from parplan.costmodels.host.state_location import OFFLOAD_OF, Home
-from parplan.planner.plan.chunk_levels import CLASSES, Level
-from parplan.planner.plan.plan import ChunkGroup, Chunks, Plan
+from parplan.costmodels.host.state_location import OFFLOAD_OF, StateLocation
+from parplan.planner.plan.chunk_levels import CLASSES, ChunkLevel
+from parplan.planner.plan.plan import ChunkGroup, ChunkPlan, Plan
 from parplan.profiles.documents.schema import document
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import format_bytes, gib
 from parplan.report.text import gib_text, percent, print_table, say
 
 MOST_ROWS = 8  # of the fullest moments
-_HOMES = {Home.DEVICE: "device", Home.OPTIMIZER: "optimizer on the host", Home.HOST: "host"}
+_HOMES = {StateLocation.DEVICE: "device", StateLocation.OPTIMIZER: "optimizer on the host", StateLocation.HOST: "host"}
 
 
-def home_blocks(plan: Plan) -> dict[tuple[int, Home], list[int]]:
+def home_blocks(plan: Plan) -> dict[tuple[int, StateLocation], list[int]]:
     """By pipeline rank and home the blocks in chunks, in the order of the model."""
-    found: dict[tuple[int, Home], list[int]] = {}
+    found: dict[tuple[int, StateLocation], list[int]] = {}
     for stage in plan.stages:
         for run in stage.layers:
             layer_plan = plan.layer_plans[run.plan]
@@ -34,13 +34,13 @@ def home_blocks(plan: Plan) -> dict[tuple[int, Home], list[int]]:
     return found
 
 
-def chunks_fact(plan: Plan, chunks: Chunks) -> tuple[str, str, str]:
+def chunks_fact(plan: Plan, chunks: ChunkPlan) -> tuple[str, str, str]:
     """The line of the summary: how many blocks leave the device, and what the rank moves that moves most."""
-    counts = Counter[Home]()
+    counts = Counter[StateLocation]()
     for (_, home), blocks in home_blocks(plan).items():
         counts[home] += len(blocks)
     busiest = max(chunks.ranks, key=lambda rank: rank.in_bytes + rank.out_bytes)
-    host, optimizer = counts[Home.HOST], counts[Home.OPTIMIZER]
+    host, optimizer = counts[StateLocation.HOST], counts[StateLocation.OPTIMIZER]
     whose, more = f"{host} of {plan.model.num_layers} blocks on the host", f"the optimizer of {optimizer} more, " if optimizer else ""
     if optimizer and not host:
         whose, more = f"the optimizer of {optimizer} of {plan.model.num_layers} blocks on the host", ""
@@ -80,15 +80,15 @@ def spans_text(blocks: Sequence[int]) -> str:
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in pairs)
 
 
-def fullest_levels(levels: Sequence[Level]) -> list[Level]:
+def fullest_levels(levels: Sequence[ChunkLevel]) -> list[ChunkLevel]:
     """The fullest moments, the first of each pass of a block, in the order of the step."""
-    found: dict[tuple[str, int], Level] = {}
+    found: dict[tuple[str, int], ChunkLevel] = {}
     for level in sorted(levels, key=lambda level: (-level.total, level.moment)):
         found.setdefault((level.work, level.block), level)
     return sorted(list(found.values())[:MOST_ROWS], key=lambda level: level.moment)
 
 
-def print_levels(levels: Sequence[Level], rank: int, chunks: RankChunks, out: Console) -> None:
+def print_levels(levels: Sequence[ChunkLevel], rank: int, chunks: RankChunks, out: Console) -> None:
     """The fullest moments of one device of a pipeline rank, in GiB, and what is moved around all of them and after the update."""
     shown, budget = fullest_levels(levels), gib_text(gib(chunks.device_bytes))
     say(out, f"  fullest of {len(levels):,} moments of stage {rank}, GiB of one GPU; the budget is {budget}", "dim")
@@ -100,12 +100,12 @@ def print_levels(levels: Sequence[Level], rank: int, chunks: RankChunks, out: Co
     say(out, f"  in all {text} around the moments of a step{f'; {format_bytes(after)} in after the update' if after else ''}", "dim")
 
 
-def _level_row(level: Level) -> tuple[str, ...]:
+def _level_row(level: ChunkLevel) -> tuple[str, ...]:
     sizes = (*(getattr(level, name) for name in CLASSES), level.total, level.in_bytes, level.out_bytes)
     return (
         f"{level.moment}", level.work, f"{level.micro_batch}", f"{level.block}", *(gib_text(gib(size)) if size else "-" for size in sizes))
 
 
-def levels_document(levels: Sequence[Level], rank: int, budget_bytes: int) -> dict[str, Any]:
+def levels_document(levels: Sequence[ChunkLevel], rank: int, budget_bytes: int) -> dict[str, Any]:
     """The same for programs: every moment, in bytes."""
     return {"stage": rank, "device_bytes": budget_bytes, "moments": [document(level) for level in levels]}

@@ -12,7 +12,7 @@ from parplan.profiles.profiler.communication.comm_cases import TIMED
 from parplan.profiles.provenance import Kind
 
 
-def found_coverage(plan: Plan) -> Coverage | None:
+def coverage_of_profile(plan: Plan) -> Coverage | None:
     """What the plan's own profile has of it, None without a profile, or where layers were changed by hand to what has no price."""
     try:
         return coverage(plan)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import StageMemory
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.report.text import aligned, gib_text, say
 
@@ -19,7 +19,7 @@ MOST_ROWS = 12  # of the short form: the fullest rows, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MemoryRow:
     """Pipeline stages `first` to `last`, alike in memory and in number of blocks (`blocks` first and last block).
 
     chunks: model chunks a stage holds, more than one when interleaved; ends: embedding, head, or neither
@@ -43,12 +43,12 @@ class Row:
         return tuple(f"{getattr(self.memory, name):.{digits}f}" for name in CLASSES)
 
 
-def fullest(plan: Plan | ModulePlan) -> StageMemory:
+def fullest(plan: Plan | TracedPlan) -> StageMemory:
     """The memory of the stage that needs most of its device."""
     return max(plan.predicted.memory_gib, key=lambda memory: memory.total)
 
 
-def _row(plan: Plan, memory: StageMemory) -> Row:
+def _row(plan: Plan, memory: StageMemory) -> MemoryRow:
     chunks = [stage for stage in plan.stages if stage.rank == memory.stage]
     runs = [run for chunk in chunks for run in chunk.layers]
     held = [block for run in runs if run.blocks is not None for block in run.blocks]
@@ -56,11 +56,11 @@ def _row(plan: Plan, memory: StageMemory) -> Row:
     kinds = [plan.layer_plans[run.plan].layer for run in runs if run.blocks is None]
     ends = tuple(str(kind) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD) if kind in kinds)
     blocks = (held[0], held[-1]) if held and len(chunks) == 1 else None
-    return Row(
+    return MemoryRow(
         first=memory.stage, last=memory.stage, blocks=blocks, num_blocks=num_blocks, chunks=len(chunks), ends=ends, memory=memory)
 
 
-def rows(plan: Plan) -> list[Row]:
+def rows(plan: Plan) -> list[MemoryRow]:
     """One row a pipeline stage; consecutive ones that would print the same numbers are one row."""
     single = [_row(plan, memory) for memory in plan.predicted.memory_gib]
     return [
@@ -69,13 +69,13 @@ def rows(plan: Plan) -> list[Row]:
     ]
 
 
-def _merged(alike: list[Row]) -> Row:
+def _merged(alike: list[MemoryRow]) -> MemoryRow:
     first, last = alike[0], alike[-1]
     blocks = (first.blocks[0], last.blocks[1]) if first.blocks and last.blocks else None
     return replace(first, last=last.last, blocks=blocks)
 
 
-def layers_text(row: Row, *, short: bool) -> str:
+def layers_text(row: MemoryRow, *, short: bool) -> str:
     """`embedding, 0-10`; `11-43 (11 each)` for a merged row; `embedding, 11 x 2 blocks` for interleaved
     chunks, `embedding, 7 blocks in 4` when the first or the last chunk has one block less."""
     if row.blocks is None:
@@ -91,7 +91,7 @@ def layers_text(row: Row, *, short: bool) -> str:
     return ", ".join((*before, text, *after))
 
 
-def _selected(table: list[Row]) -> list[Row]:
+def _selected(table: list[MemoryRow]) -> list[MemoryRow]:
     """At most MOST_ROWS rows: the first, the last and the fullest of the others, in the order of the stages."""
     if len(table) <= MOST_ROWS:
         return table
@@ -114,7 +114,7 @@ def print_stages(plan: Plan, out: Console, *, whole: bool) -> None:
         say(out, f"  ({hidden} less full stages left out: plan show lists them all)", "dim")
 
 
-def _lines(shown: list[Row], width: int) -> list[str]:
+def _lines(shown: list[MemoryRow], width: int) -> list[str]:
     """Heading and rows, in whole words where they fit."""
     for names, short in ((CLASSES, False), (SHORT, True)):
         heading = ("stage", "layers", *names)

@@ -13,7 +13,7 @@ from parplan.costmodels.host.offload import Offload
 from parplan.planner.calibration.profile_coverage import Coverage
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Objective, RunnerUp, Status
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import format_count, gib
 from parplan.report.names import (
@@ -28,7 +28,7 @@ from parplan.report.names import (
     zero_text,
 )
 from parplan.report.plans.chunk_tables import chunks_fact
-from parplan.report.plans.coverage_notes import coverage_notes, coverage_text, found_coverage
+from parplan.report.plans.coverage_notes import coverage_notes, coverage_text, coverage_of_profile
 from parplan.report.plans.memory_table import fullest, print_stages
 from parplan.report.text import (
     LABEL_WIDTH,
@@ -42,7 +42,7 @@ from parplan.report.text import (
     seconds_text,
 )
 
-AnyPlan = Plan | ModulePlan
+AnyPlan = Plan | TracedPlan
 RUNNERS_UP = 3  # of the short form
 NOTHING = 1e-9  # share of the step below which a time is rounding
 _CAUSES = (
@@ -58,7 +58,7 @@ _PRICE_NOTES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class SummaryContext:
     """What the summary says that the plan does not hold: defaults taken, how long it took, whether Ctrl-C ended it.
 
     whole: every stage and every runner-up, however many
@@ -73,10 +73,10 @@ class Context:
     plan_file: str = ""
 
 
-def print_summary(plan: Plan, out: Console, context: Context) -> None:
+def print_summary(plan: Plan, out: Console, context: SummaryContext) -> None:
     """Print the plan for a person."""
     print_header(plan, out, context)
-    measured = found_coverage(plan)
+    measured = coverage_of_profile(plan)
     facts = _facts(plan, context, measured)
     for line in aligned(((f"{label:{LABEL_WIDTH - 4}}", *fact) for label, *fact in facts), out.width, left=(0, 1, 2)):
         say(out, line)
@@ -93,7 +93,7 @@ def print_summary(plan: Plan, out: Console, context: Context) -> None:
         say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
 
 
-def print_header(plan: Plan, out: Console, context: Context) -> None:
+def print_header(plan: Plan, out: Console, context: SummaryContext) -> None:
     """What is trained on what, the defaults that were taken, and an empty line."""
     say(out, header(plan, out.width), "bold")
     if context.assumed:
@@ -155,7 +155,7 @@ def _parameters(plan: Plan) -> str:
     return f"{format_count(graph.num_parameters)} parameters{active}"
 
 
-def _facts(plan: Plan, context: Context, measured: Coverage | None) -> Iterator[tuple[str, str, str]]:
+def _facts(plan: Plan, context: SummaryContext, measured: Coverage | None) -> Iterator[tuple[str, str, str]]:
     predicted, worst = plan.predicted, fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield ("layers", *layers_phrases(plan))
@@ -213,7 +213,7 @@ def _shares(counts: Counter[str]) -> Iterator[str]:
         yield name if len(counts) == 1 else f"{name} on {count}{' blocks' if index == 0 else ''}"
 
 
-def proof(plan: AnyPlan, context: Context) -> tuple[str, str, str]:
+def proof(plan: AnyPlan, context: SummaryContext) -> tuple[str, str, str]:
     """What the search proved, of how many candidates."""
     search = plan.search
     if search.status is Status.ESTIMATE:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from parplan.planner.plan.traced_plan import ModulePlan, ShardStage
+from parplan.planner.plan.traced_plan import TracedPlan, ShardStage
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import counted, format_count, format_number
 from parplan.report.names import pipeline_phrases
 from parplan.report.plans.memory_table import CLASSES, MOST_ROWS, SHORT, fullest
 from parplan.report.plans.summary import (
     EXECUTORS_STACK,
-    Context,
+    SummaryContext,
     print_runners_up,
     proof,
     redundancy_line,
@@ -38,9 +38,9 @@ _PRICE_NOTES = {
     Kind.INTERPOLATED: "the step time is a price between measured tables, not a measurement of this step"}
 
 
-def print_module_summary(plan: ModulePlan, out: Console, context: Context) -> None:
+def print_traced_summary(plan: TracedPlan, out: Console, context: SummaryContext) -> None:
     """Print the plan for a person."""
-    say(out, module_header(plan, out.width), "bold")
+    say(out, traced_header(plan, out.width), "bold")
     if context.assumed:
         say(out, joined(context.assumed, ", ", out.width, start="assumed: "), "dim")
     say(out)
@@ -57,7 +57,7 @@ def print_module_summary(plan: ModulePlan, out: Console, context: Context) -> No
         say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
 
 
-def module_header(plan: ModulePlan, width: int) -> str:
+def traced_header(plan: TracedPlan, width: int) -> str:
     """Module, cluster and what a step trains on."""
     traced, cluster, training = plan.traced, plan.cluster, plan.training
     of = f"{training.global_batch_size} sequences of {training.seq_length}" if traced.unit == "tokens" else (
@@ -69,7 +69,7 @@ def module_header(plan: ModulePlan, width: int) -> str:
     ), "; ", width)
 
 
-def _facts(plan: ModulePlan, context: Context) -> Iterator[tuple[str, str, str]]:
+def _facts(plan: TracedPlan, context: SummaryContext) -> Iterator[tuple[str, str, str]]:
     predicted, worst = plan.predicted, fullest(plan)
     yield "mesh", str(plan.mesh), ", ".join(pipeline_phrases(plan.pipeline, plan.mesh))
     yield "stages", *_stage_phrases(plan)
@@ -84,7 +84,7 @@ def _facts(plan: ModulePlan, context: Context) -> Iterator[tuple[str, str, str]]
     yield proof(plan, context)
 
 
-def _stage_phrases(plan: ModulePlan) -> tuple[str, str]:
+def _stage_phrases(plan: TracedPlan) -> tuple[str, str]:
     """ZeRO stages, and how many shards run again."""
     zero = Counter(f"ZeRO {stage.zero}" for stage in plan.stages)
     again, whole = sum(len(stage.recompute) for stage in plan.stages), len(plan.shards)
@@ -93,7 +93,7 @@ def _stage_phrases(plan: ModulePlan) -> tuple[str, str]:
     return ", ".join(phrases), f"recompute {recompute}"
 
 
-def _print_stages(plan: ModulePlan, out: Console, *, whole: bool) -> None:
+def _print_stages(plan: TracedPlan, out: Console, *, whole: bool) -> None:
     """Memory of each pipeline rank in GiB, with the shards that it holds; of a long pipeline the fullest ranks."""
     ranks = list(plan.predicted.memory_gib)
     if not whole and len(ranks) > MOST_ROWS:
@@ -112,13 +112,13 @@ def _print_stages(plan: ModulePlan, out: Console, *, whole: bool) -> None:
         say(out, f"  ({counted(plan.mesh.pp - len(ranks), 'less full stage')} left out: plan show lists them all)", "dim")
 
 
-def _shards_text(plan: ModulePlan, stage: ShardStage) -> str:
+def _shards_text(plan: TracedPlan, stage: ShardStage) -> str:
     """`12: h.0 (ln_1, attn) to h.5 (ln_2, mlp)`."""
     first, last = plan.shards[stage.first].name, plan.shards[stage.end - 1].name
     return f"{stage.end - stage.first}: {first}" + (f" to {last}" if last != first else "")
 
 
-def _notes(plan: ModulePlan) -> Iterator[str]:
+def _notes(plan: TracedPlan) -> Iterator[str]:
     """What the solver failed on, what kind of number the step time is, and that nobody measured such steps."""
     if plan.search.solver_failure:
         yield plan.search.solver_failure

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parplan.planner.plan.chunk_levels import CLASSES, Level
+from parplan.planner.plan.chunk_levels import CLASSES, ChunkLevel
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.units import format_number, gib
 from parplan.report.plots.scatter_plot import save
@@ -22,7 +22,7 @@ _COLOURS = {"always": "#0072B2", "other": "#BBBBBB", "gathered": "#E69F00", "poo
 _LIMIT_COLOUR = "#D55E00"
 
 
-def draw_levels(levels: Sequence[Level], plan: Plan, rank: int, budget_bytes: int, path: Path) -> None:
+def draw_levels(levels: Sequence[ChunkLevel], plan: Plan, rank: int, budget_bytes: int, path: Path) -> None:
     """Draw the moments and write them to `path`. Raises ConfigError when it cannot be written."""
     from matplotlib.figure import Figure
 
@@ -36,7 +36,7 @@ def draw_levels(levels: Sequence[Level], plan: Plan, rank: int, budget_bytes: in
     save(figure, path)
 
 
-def _draw_bytes(axes: Axes, levels: Sequence[Level], budget_bytes: int) -> None:
+def _draw_bytes(axes: Axes, levels: Sequence[ChunkLevel], budget_bytes: int) -> None:
     """A step a moment, the classes on top of each other, those that change least below."""
     edges = [level.moment for level in levels] + [len(levels)]
     floor = [0.0] * len(edges)
@@ -53,7 +53,7 @@ def _draw_bytes(axes: Axes, levels: Sequence[Level], budget_bytes: int) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_marks(axes: Axes, levels: Sequence[Level]) -> None:
+def _draw_marks(axes: Axes, levels: Sequence[ChunkLevel]) -> None:
     """A mark in every moment that waits for a chunk from the host, and below in every one that sends gradients there."""
     for height, (field, name) in enumerate((("out_bytes", "sent"), ("in_bytes", "fetched"))):
         moved = [level.moment + 0.5 for level in levels if getattr(level, field)]

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parplan.planner.search.pareto import Front, Point
+from parplan.planner.search.pareto import ParetoFront, ParetoPoint
 from parplan.profiles.units import counted, format_number
 from parplan.report.names import FASTEST, found_text
 from parplan.report.plots.scatter_plot import save
@@ -25,7 +25,7 @@ _REDUNDANT = "redundant memory over all GPUs, GiB"
 _TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
 
 
-def draw_front(front: Front, path: Path) -> None:
+def draw_front(front: ParetoFront, path: Path) -> None:
     """Draw the front and write it to `path`. Raises ConfigError when it cannot be written."""
     from matplotlib.figure import Figure
 
@@ -40,11 +40,11 @@ def draw_front(front: Front, path: Path) -> None:
     save(figure, path)
 
 
-def _capacity_gib(front: Front) -> float:
+def _capacity_gib(front: ParetoFront) -> float:
     return front.points[0].plan.predicted.memory_gib[0].capacity
 
 
-def _draw_scales(axes: Axes, front: Front) -> float:
+def _draw_scales(axes: Axes, front: ParetoFront) -> float:
     """Axes around the points that are not far slower than the fastest; the step time of the upper edge."""
     fastest_s = front.points[0].step_time_s
     near_s = max(point.step_time_s for point in front.points if point.step_time_s <= _FAR * fastest_s)
@@ -59,16 +59,16 @@ def _draw_scales(axes: Axes, front: Front) -> float:
     return top_s
 
 
-def front_steps(front: Front) -> list[Point]:
+def front_steps(front: ParetoFront) -> list[ParetoPoint]:
     """The points that are fastest within their own peak memory, by peak: what redundancy alone keeps on the front is left out."""
-    steps: list[Point] = []
+    steps: list[ParetoPoint] = []
     for point in sorted(front.points, key=lambda point: (point.peak_memory_gib, point.step_time_s)):
         if not steps or point.step_time_s < steps[-1].step_time_s:
             steps.append(point)
     return steps
 
 
-def _draw_steps(axes: Axes, front: Front, top_s: float) -> None:
+def _draw_steps(axes: Axes, front: ParetoFront, top_s: float) -> None:
     """The fastest known step within a peak: level until more memory makes it faster."""
     steps = front_steps(front)
     peaks = [*(point.peak_memory_gib for point in steps), max(front.usable_gib, steps[-1].peak_memory_gib)]
@@ -76,7 +76,7 @@ def _draw_steps(axes: Axes, front: Front, top_s: float) -> None:
     axes.step(peaks, times_s, where="post", color="0.45", linewidth=1.2, zorder=2, label="fastest found within a peak")
 
 
-def _draw_points(figure: Figure, axes: Axes, front: Front, top_s: float) -> None:
+def _draw_points(figure: Figure, axes: Axes, front: ParetoFront, top_s: float) -> None:
     """The points, with a bar that says what redundancy a colour is; triangles at the edge are far slower, squares use the host.
 
     The scale is logarithmic, but where devices hold less than one copy.
@@ -115,13 +115,13 @@ def _draw_bar(figure: Figure, axes: Axes, colours: ScalarMappable, low: float, h
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_limits(axes: Axes, front: Front) -> None:
+def _draw_limits(axes: Axes, front: ParetoFront) -> None:
     capacity = _capacity_gib(front)
     axes.axvline(front.usable_gib, color=_LIMIT_COLOUR, linewidth=1, linestyle="--", zorder=1, label=f"usable, {front.usable_gib:.1f} GiB")
     axes.axvline(capacity, color=_LIMIT_COLOUR, linewidth=1.4, zorder=1, label=f"the GPU has {capacity:.1f} GiB")
 
 
-def end_names(front: Front) -> dict[int, str]:
+def end_names(front: ParetoFront) -> dict[int, str]:
     """The number of the points at the ends of the front, and what they are."""
     found: dict[int, str] = {}
     default = found_text(front.points[0].plan.search) == FASTEST
@@ -135,7 +135,7 @@ def end_names(front: Front) -> dict[int, str]:
     return found
 
 
-def _name_points(axes: Axes, front: Front, top_s: float) -> None:
+def _name_points(axes: Axes, front: ParetoFront, top_s: float) -> None:
     """Every point by its number, the ends by what they are; where no step line is."""
     from matplotlib.patheffects import withStroke
 
@@ -151,7 +151,7 @@ def _name_points(axes: Axes, front: Front, top_s: float) -> None:
             path_effects=[withStroke(linewidth=2, foreground="white")])
 
 
-def _name_axes(figure: Figure, axes: Axes, front: Front) -> None:
+def _name_axes(figure: Figure, axes: Axes, front: ParetoFront) -> None:
     plan, prediction = front.points[0].plan, front.points[0].plan.predicted
     partial = ", incomplete" if front.stopped else ""
     plans = counted(len(front.points), "plan")

@@ -18,10 +18,10 @@ from parplan.profiles.machines.curves import (
     matmul_s,
     memory_bound_s,
 )
-from parplan.profiles.machines.user_profile import OwnProfile
+from parplan.profiles.machines.user_profile import UserProfile
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GB, TERA, US_PER_S, format_bytes, format_number
-from parplan.report.machines.profile_series import Series, chip_of, product_of, series_of
+from parplan.report.machines.profile_series import CurveSeries, chip_of, product_of, series_of
 from parplan.report.machines.profile_tables import collectives_of, placement_text
 from parplan.report.plots.scatter_plot import save
 
@@ -48,7 +48,7 @@ class _Panel:
     bytes_across: bool = True
 
 
-def draw_profile(profile: OwnProfile, path: Path) -> None:
+def draw_profile(profile: UserProfile, path: Path) -> None:
     """Draw a profile and write it to `path`. Raises ConfigError: nothing was measured, or the file cannot be written."""
     from matplotlib.figure import Figure
 
@@ -68,13 +68,13 @@ def draw_profile(profile: OwnProfile, path: Path) -> None:
     save(figure, path)
 
 
-def _title(profile: OwnProfile) -> str:
+def _title(profile: UserProfile) -> str:
     here = profile.environment
     parts = (profile.device, profile.precision, *((f"torch {here.torch}", here.date) if here else ()))
     return ", ".join(part for part in parts if part)
 
 
-def _speeds(profile: OwnProfile) -> Iterable[_Panel]:
+def _speeds(profile: UserProfile) -> Iterable[_Panel]:
     """The panels of what one device does alone."""
     found, chip = series_of(profile), chip_of(profile)
     if chip is None:
@@ -92,7 +92,7 @@ def _speeds(profile: OwnProfile) -> Iterable[_Panel]:
         yield _Panel("operations bound by memory, by size", "bytes moved at least", "GB/s", limit, _streams(streams, chip))
 
 
-def _fitted_points(series: Sequence[Series], line: tuple[list[float], list[float]] | None) -> Callable[[Axes], None]:
+def _fitted_points(series: Sequence[CurveSeries], line: tuple[list[float], list[float]] | None) -> Callable[[Axes], None]:
     """Measured points filled, what the curve says of the same shapes as rings; a line of the curve where one is given."""
 
     def draw(axes: Axes) -> None:
@@ -113,7 +113,7 @@ def _fitted_points(series: Sequence[Series], line: tuple[list[float], list[float
     return draw
 
 
-def _streams(series: Sequence[Series], chip: Chip) -> Callable[[Axes], None]:
+def _streams(series: Sequence[CurveSeries], chip: Chip) -> Callable[[Axes], None]:
     """Measured points, and the fitted curve through them: forward filled and drawn through, backward hollow and dashed."""
 
     def draw(axes: Axes) -> None:
@@ -130,7 +130,7 @@ def _streams(series: Sequence[Series], chip: Chip) -> Callable[[Axes], None]:
     return draw
 
 
-def _stream_line(one: Series, chip: Chip) -> tuple[list[float], list[float]]:
+def _stream_line(one: CurveSeries, chip: Chip) -> tuple[list[float], list[float]]:
     """Bytes from the smallest to the largest point, and GB/s of the curve there."""
     sizes = _between(one)
     curve = one.curve
@@ -138,12 +138,12 @@ def _stream_line(one: Series, chip: Chip) -> tuple[list[float], list[float]]:
     return sizes, [n_bytes / memory_bound_s(n_bytes, curve, chip.bytes_per_s) / GB for n_bytes in sizes]
 
 
-def _between(one: Series) -> list[float]:
+def _between(one: CurveSeries) -> list[float]:
     low, high = one.points[0].work, one.points[-1].work
     return [low * (high / low) ** (step / _STEPS) for step in range(_STEPS + 1)]
 
 
-def _cubes(one: Series, chip: Chip, element_bytes: int) -> tuple[list[float], list[float]]:
+def _cubes(one: CurveSeries, chip: Chip, element_bytes: int) -> tuple[list[float], list[float]]:
     """FLOPs and TFLOP/s of products with m = n = k as the curve has them."""
     curve = one.curve
     assert isinstance(curve, MatmulCurve)

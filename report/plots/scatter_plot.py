@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parplan.planner.validation.priced_rows import Priced
+from parplan.planner.validation.priced_rows import PricedRow
 from parplan.profiles.documents.files import replacing, require_writable
 from parplan.profiles.errors import ConfigError
 
@@ -43,7 +43,7 @@ def require_plot(path: Path) -> None:
         raise ConfigError("--plot needs matplotlib, which is not installed", hint="pip install 'parplan[plot]'") from None
 
 
-def draw(priced: Sequence[Priced], path: Path) -> None:
+def draw(priced: Sequence[PricedRow], path: Path) -> None:
     """The step times of the rows, and their memory where some have it, one marker a source, written to `path`."""
     from matplotlib.figure import Figure
 

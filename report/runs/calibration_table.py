@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from parplan.profiles.machines.calibration_factors import CAUSES
-from parplan.profiles.machines.user_profile import OwnProfile
+from parplan.profiles.machines.user_profile import UserProfile
 from parplan.report.text import percent, print_table, say, seconds_text
 
 _NAMES = {
@@ -13,7 +13,7 @@ _NAMES = {
     "data": "data-parallel communication", "pipeline": "transfers between stages", "optimizer": "optimizer"}
 
 
-def print_calibration(profile: OwnProfile, out: Console) -> None:
+def print_calibration(profile: UserProfile, out: Console) -> None:
     """Print a profile for a person."""
     calibration = profile.calibration
     if calibration is None:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from parplan.planner.plan.plan import Plan
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.planner.runs.run_file import ChunkMoved
 from parplan.report.text import joined, print_table, say
 
@@ -34,8 +34,8 @@ class Parity:
     moved: of the ranks that have chunks, what they moved in a step
     """
 
-    plan: Plan | ModulePlan
-    small: Plan | ModulePlan
+    plan: Plan | TracedPlan
+    small: Plan | TracedPlan
     losses: tuple[tuple[float, float], ...]
     gradients: Mapping[str, float]
     agree: bool
@@ -78,16 +78,16 @@ def print_parity(parity: Parity, out: Console) -> None:
     if parity.moved:
         say(out, joined(_moved(parity.moved), ", ", out.width, start="  chunks    ", indent=12))
         say(out)
-    say(out, joined(verdict(parity).split(" "), " ", out.width, indent=2), "bold")
+    say(out, joined(parity_verdict(parity).split(" "), " ", out.width, indent=2), "bold")
 
 
-def _name(plan: Plan | ModulePlan) -> str:
-    return plan.traced.name if isinstance(plan, ModulePlan) else plan.model.name
+def _name(plan: Plan | TracedPlan) -> str:
+    return plan.traced.name if isinstance(plan, TracedPlan) else plan.model.name
 
 
 def _kept(parity: Parity) -> list[str]:
     plan, small = parity.plan, parity.small
-    if isinstance(plan, ModulePlan) or isinstance(small, ModulePlan):
+    if isinstance(plan, TracedPlan) or isinstance(small, TracedPlan):
         return [*_changed(parity), "the module as it is", f"all {len(plan.stages)} stages kept"]
     parts = [f"{plan.mesh} to {small.mesh}", f"{plan.model.num_layers} blocks to {small.model.num_layers}"]
     parts += [f"hidden {plan.model.hidden_size} to {small.model.hidden_size}", *_changed(parity)]
@@ -118,7 +118,7 @@ def _moved(ranks: Sequence[ChunkMoved]) -> list[str]:
 
 def _gradient_rows(parity: Parity) -> list[tuple[str, str, str]]:
     """One row for each parameter of a layer, with the layer where its error is worst; of a module the worst ones."""
-    if isinstance(parity.small, ModulePlan):
+    if isinstance(parity.small, TracedPlan):
         worst = sorted(parity.gradients.items(), key=lambda item: -item[1])[:WORST]
         return [(name, f"{error:.1e}", "") for name, error in worst]
     found: dict[str, tuple[float, str]] = {}
@@ -129,7 +129,7 @@ def _gradient_rows(parity: Parity) -> list[tuple[str, str, str]]:
     return [(name, f"{error:.1e}", layer) for name, (error, layer) in found.items()]
 
 
-def verdict(parity: Parity) -> str:
+def parity_verdict(parity: Parity) -> str:
     """One line: whether the shrunk plan trains as one process does, and within what."""
     name, error = parity.worst
     bytes_text = "" if parity.as_predicted else "; bytes of states are NOT as predicted"
@@ -144,9 +144,9 @@ def verdict(parity: Parity) -> str:
 def parity_document(parity: Parity) -> dict[str, Any]:
     """The same for programs."""
     small = parity.small
-    size = {} if isinstance(small, ModulePlan) else {"num_layers": small.model.num_layers}
+    size = {} if isinstance(small, TracedPlan) else {"num_layers": small.model.num_layers}
     return {
-        "passed": parity.passed, "verdict": verdict(parity), "ranks_agree": parity.agree, "states_as_predicted": parity.as_predicted,
+        "passed": parity.passed, "verdict": parity_verdict(parity), "ranks_agree": parity.agree, "states_as_predicted": parity.as_predicted,
         "mesh": str(small.mesh), **size,
         "losses": [{"found": _number(found), "one_process": _number(expected)} for found, expected in parity.losses],
         **({"moved_as_predicted": all(rank.as_predicted for rank in parity.moved)} if parity.moved else {}),

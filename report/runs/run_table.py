@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from rich.console import Console
 
-from parplan.planner.plan.traced_plan import ModulePlan
-from parplan.planner.runs.run_file import Beside, ChunkMoved, Run
+from parplan.planner.plan.traced_plan import TracedPlan
+from parplan.planner.runs.run_file import Beside, ChunkMoved, RunFile
 from parplan.profiles.units import format_bytes
 from parplan.report.text import joined, labelled, percent, print_table, say, seconds_text
 
@@ -20,7 +20,7 @@ _MOVED = {
 MOST_STAGES, MOST_RANKS = 8, 16  # in a table; the file has all
 
 
-def print_run(run: Run, out: Console) -> None:
+def print_run(run: RunFile, out: Console) -> None:
     """Print what was predicted of the step and of memory, and what was measured."""
     say(out)
     rows = [*_step(run), *_parts(run), *_memory(run)]
@@ -29,11 +29,11 @@ def print_run(run: Run, out: Console) -> None:
         say(out, joined(note.split(" "), " ", out.width, start=labelled("" if index else "note")), "dim")
 
 
-def print_record(run: Run, out: Console) -> None:
+def print_record(run: RunFile, out: Console) -> None:
     """A run that was read back: what was run, its losses, the table, and what the chunks of every rank moved."""
     steps, where = run.steps, run.environment
     plan = run.any_plan()
-    name = plan.traced.name if isinstance(plan, ModulePlan) else plan.model.name
+    name = plan.traced.name if isinstance(plan, TracedPlan) else plan.model.name
     say(out, f"{name}, {plan.mesh}: a run of {run.date} on {where.world_size} x {where.device}, torch {where.torch}", "bold")
     skipped = f", {len(steps.skipped)} skipped" if steps.skipped else ""
     say(out, f"  {len(steps.seconds)} steps{skipped}, loss {steps.loss[0]:.6f} to {steps.loss[-1]:.6f}")
@@ -63,7 +63,7 @@ def _row(name: str, figure: Beside, show: Callable[[float], str]) -> tuple[str, 
     return name, predicted, measured, off
 
 
-def _step(run: Run) -> Iterator[tuple[str, str, str, str]]:
+def _step(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
     figures = run.figures
     yield _row(f"step, median of {len(run.steps.seconds) - run.steps.warm_up}", figures.step_time_s, seconds_text)
     yield _row("tokens/s", figures.tokens_per_s, "{:,.0f}".format)
@@ -72,14 +72,14 @@ def _step(run: Run) -> Iterator[tuple[str, str, str, str]]:
     yield (*_row("idle", figures.idle_share, percent)[:3], "")
 
 
-def _parts(run: Run) -> Iterator[tuple[str, str, str, str]]:
+def _parts(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
     for part in sorted(run.parts, key=lambda part: (list(_PARTS).index(part.work) if part.work in _PARTS else len(_PARTS), part.stage)):
         if part.stage < MOST_STAGES:
             name = f"{_PARTS.get(part.work, part.work)} {part.stage}"
             yield _row(name, Beside(predicted=part.predicted_s, measured=part.measured_s), seconds_text)
 
 
-def _memory(run: Run) -> Iterator[tuple[str, str, str, str]]:
+def _memory(run: RunFile) -> Iterator[tuple[str, str, str, str]]:
     def fullest(name: str) -> Beside:
         figures = [getattr(rank, name) for rank in run.ranks]
         most = max(figures, key=lambda figure: (figure.measured or 0, figure.predicted or 0))
@@ -100,7 +100,7 @@ def _measured(figure: Beside) -> float:
     return figure.measured or 0
 
 
-def _notes(run: Run) -> Iterator[str]:
+def _notes(run: RunFile) -> Iterator[str]:
     if run.environment.device == "cpu":
         most = max(rank.host_rss_bytes for rank in run.ranks)
         yield f"host memory of a process at most {format_bytes(most)}, with Python and its libraries: no figure that is predicted"

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from parplan.costmodels.step_breakdown import NAMES
 from parplan.planner.baselines.optimum import Leanest
-from parplan.planner.search.comparison import MEMORY_NAMES, Comparison, Row, Side
+from parplan.planner.search.comparison import MEMORY_NAMES, Comparison, ComparisonRow, ComparedPlan
 from parplan.profiles.units import gib
 from parplan.report.names import pipeline_phrases
 from parplan.report.plans.summary import header, layers_phrases
@@ -61,7 +61,7 @@ def _say_words(out: Console, text: str, style: str = "") -> None:
     say(out, joined(text.split(" "), " ", out.width, start="  ", indent=4), style)
 
 
-def _sides(found: Comparison) -> list[Side]:
+def _sides(found: Comparison) -> list[ComparedPlan]:
     return [found.ours, *(row.side for row in found.rows if row.side)]
 
 
@@ -74,14 +74,14 @@ def _overview(found: Comparison) -> Iterator[tuple[str, ...]]:
             yield _numbers(row.side, _slower(found, row.side))
 
 
-def _slower(found: Comparison, other: Side) -> str:
+def _slower(found: Comparison, other: ComparedPlan) -> str:
     slower = other.step_s / found.ours.step_s - 1
     if abs(slower) < SAME_STEP:
         return "the same"
     return f"{'tie ' if found.is_tie(other) else ''}{100 * slower:+.1f} %"
 
 
-def _numbers(side: Side, against: str) -> tuple[str, ...]:
+def _numbers(side: ComparedPlan, against: str) -> tuple[str, ...]:
     predicted = side.plan.predicted
     return (
         side.name, seconds_text(side.step_s), against, f"{predicted.tokens_per_s_per_gpu.value:,.0f}", percent(predicted.mfu.value),
@@ -95,7 +95,7 @@ def _layouts(found: Comparison) -> Iterator[tuple[str, str]]:
 
 
 def _print_parts(
-    out: Console, title: str, whole: str, sides: Sequence[Side], names: Sequence[str], values: Sequence[tuple[float, ...]],
+    out: Console, title: str, whole: str, sides: Sequence[ComparedPlan], names: Sequence[str], values: Sequence[tuple[float, ...]],
 ) -> None:
     """One line a part, one column a side: the first as it is, the others as differences, which add up to the last line."""
     rows = []
@@ -116,7 +116,7 @@ def _verdicts(found: Comparison) -> Iterator[str]:
         yield _verdict(found, row.side) if row.side else _shortfall(found, row)
 
 
-def _verdict(found: Comparison, other: Side) -> str:
+def _verdict(found: Comparison, other: ComparedPlan) -> str:
     """How much more or less another side needs than ours, and in what ours loses."""
     ours = found.ours
     slower, more_gib = other.step_s / ours.step_s - 1, gib(other.fullest.total - ours.fullest.total)
@@ -138,7 +138,7 @@ def _amount(difference_gib: float) -> str:
     return f"{gib_text(abs(difference_gib))} GiB {'more' if difference_gib > 0 else 'less'}"
 
 
-def _shortfall(found: Comparison, row: Row) -> str:
+def _shortfall(found: Comparison, row: ComparisonRow) -> str:
     """Why a baseline has no plan: by how much its leanest is short, or that it has no legal strategy."""
     lean, plan = row.baseline.leanest, found.ours.plan
     if lean is None:
@@ -155,8 +155,8 @@ def _short_gib(found: Comparison, lean: Leanest) -> float:
 
 
 def _lean_text(lean: Leanest) -> str:
-    frame = lean.strategy.frame
-    return f"{frame.mesh}, micro-batch {frame.micro_batch_size} x {frame.num_micro_batches}"
+    layout = lean.strategy.layout
+    return f"{layout.mesh}, micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}"
 
 
 def _notes(found: Comparison, *, pinned: bool) -> Iterator[str]:
@@ -176,7 +176,7 @@ def _notes(found: Comparison, *, pinned: bool) -> Iterator[str]:
         else "the error band is unknown: no measured steps on this device")
 
 
-def _meaning(row: Row) -> str:
+def _meaning(row: ComparisonRow) -> str:
     """What a baseline is, and how much of it was priced."""
     baseline, optimum = row.baseline, row.baseline.optimum
     strategies = f"{baseline.candidates:,} strategies"
@@ -197,7 +197,7 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
         "baselines": [_row_document(found, row) for row in found.rows], **unpriced}
 
 
-def _side_document(side: Side) -> dict[str, Any]:
+def _side_document(side: ComparedPlan) -> dict[str, Any]:
     predicted, plan = side.plan.predicted, side.plan
     zero, recompute = layers_phrases(plan)
     return {
@@ -209,7 +209,7 @@ def _side_document(side: Side) -> dict[str, Any]:
         "memory_gib": dict(zip(MEMORY_NAMES, map(gib, side.memory_bytes), strict=True))}
 
 
-def _row_document(found: Comparison, row: Row) -> dict[str, Any]:
+def _row_document(found: Comparison, row: ComparisonRow) -> dict[str, Any]:
     baseline, lean = row.baseline, row.baseline.leanest
     document = {"name": baseline.name, "what": baseline.what, "candidates": baseline.candidates, "fits": row.side is not None}
     if row.side is None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.planner.plan.plan import Plan
-from parplan.planner.search.pareto import HOST_SHARE, HOST_SLOWDOWN, Front, Point
+from parplan.planner.search.pareto import HOST_SHARE, HOST_SLOWDOWN, ParetoFront, ParetoPoint
 from parplan.profiles.units import counted, gib
 from parplan.report.names import (
     blocks_by_plan,
@@ -21,7 +21,7 @@ from parplan.report.names import (
     recompute_names,
     recompute_text,
 )
-from parplan.report.plans.summary import Context, print_header
+from parplan.report.plans.summary import SummaryContext, print_header
 from parplan.report.text import (
     asked_width,
     band_text,
@@ -40,7 +40,7 @@ _TEXTS = ("pp x dp x tp", "ZeRO", "recompute", "found by")
 _SHORT = 20  # characters of a name for what blocks recompute; a list of operators that is longer is counted
 
 
-def print_front(front: Front, paths: Sequence[Path], out: Console, context: Context) -> None:
+def print_front(front: ParetoFront, paths: Sequence[Path], out: Console, context: SummaryContext) -> None:
     """Print the front for a person, fastest first."""
     print_header(front.points[0].plan, out, context)
     rows, host = [_row(front, point, number) for number, point in enumerate(front.points, 1)], front.uses_host
@@ -52,7 +52,7 @@ def print_front(front: Front, paths: Sequence[Path], out: Console, context: Cont
         say(out, joined(text.split(" "), " ", width, start=labelled(label)))
 
 
-def _row(front: Front, point: Point, number: int) -> tuple[str, ...]:
+def _row(front: ParetoFront, point: ParetoPoint, number: int) -> tuple[str, ...]:
     plan, tie = point.plan, front.leaner_tie(point)
     mesh, slower = plan.mesh, point.step_time_s / front.points[0].step_time_s - 1
     found = found_text(plan.search)
@@ -64,14 +64,14 @@ def _row(front: Front, point: Point, number: int) -> tuple[str, ...]:
         str(number), seconds_text(point.step_time_s), f"{100 * slower:+.1f} %" if number > 1 else "", percent(plan.predicted.mfu.value),
         gib_text(point.peak_memory_gib), gib_text(point.redundancy_gib),
         *((gib_text(point.host_gib) if point.host_gib else "-",) if front.uses_host else ()),
-        _mesh_text(mesh), zero_text(plan), recompute_counts(plan), found)
+        _mesh_text(mesh), front_zero_text(plan), recompute_counts(plan), found)
 
 
 def _mesh_text(mesh: Mesh) -> str:
     return f"{mesh.pp} x {mesh.dp} x {mesh.tp}" + (f" (ep {mesh.ep})" if mesh.ep > 1 else "")
 
 
-def zero_text(plan: Plan) -> str:
+def front_zero_text(plan: Plan) -> str:
     """The ZeRO stages of the blocks: `3`, or `1, 3` where they differ."""
     return ", ".join(map(str, sorted({plan.layer_plans[name].zero for name in blocks_by_plan(plan)})))
 
@@ -85,7 +85,7 @@ def recompute_counts(plan: Plan) -> str:
     return next(iter(counts)).removeprefix("with ") if len(counts) == 1 else ", ".join(f"{count} {text}" for text, count in counts.items())
 
 
-def _facts(front: Front, paths: Sequence[Path], context: Context) -> Iterator[tuple[str, str]]:
+def _facts(front: ParetoFront, paths: Sequence[Path], context: SummaryContext) -> Iterator[tuple[str, str]]:
     """The lines under the table: units, what is proven, ties, the kind of the numbers, the files."""
     first = front.points[0].plan
     device = first.predicted.memory_gib[0]
@@ -108,7 +108,7 @@ def _facts(front: Front, paths: Sequence[Path], context: Context) -> Iterator[tu
     yield "files", f"{paths[0]} to {paths[-1]}" if len(paths) > 1 else f"{paths[0]}"
 
 
-def _tie_facts(front: Front) -> Iterator[tuple[str, str]]:
+def _tie_facts(front: ParetoFront) -> Iterator[tuple[str, str]]:
     band = next((band for point in front.points if (band := point.plan.predicted.error_band)), None)  # none of what the host keeps
     if band is None:
         yield "ties", "unknown: no measured steps on this device"
@@ -120,7 +120,7 @@ def _tie_facts(front: Front) -> Iterator[tuple[str, str]]:
             "that needs no more memory of either kind: take that one")
 
 
-def front_document(front: Front, paths: Sequence[Path], elapsed_s: float) -> dict[str, Any]:
+def front_document(front: ParetoFront, paths: Sequence[Path], elapsed_s: float) -> dict[str, Any]:
     """The front as JSON values; the plans themselves are in their files."""
     points = zip(front.points, paths, strict=True)
     return {
@@ -129,7 +129,7 @@ def front_document(front: Front, paths: Sequence[Path], elapsed_s: float) -> dic
         "points": [_point_document(front, point, path) for point, path in points]}
 
 
-def _point_document(front: Front, point: Point, path: Path) -> dict[str, Any]:
+def _point_document(front: ParetoFront, point: ParetoPoint, path: Path) -> dict[str, Any]:
     plan, search = point.plan, point.plan.search
     assert search.front is not None, "a point of a front"
     return {

@@ -11,7 +11,7 @@ from rich.console import Console
 from parplan.commands.requests.described import Question
 from parplan.costmodels.host.offload import Offload
 from parplan.planner.plan.plan import Plan, host_gib
-from parplan.planner.search.largest_model import LEVELS, Largest
+from parplan.planner.search.largest_model import LEVELS, LargestModel
 from parplan.profiles.units import format_count, gib, tflops
 from parplan.report.names import graph_of, pipeline_phrases
 from parplan.report.text import (
@@ -50,7 +50,7 @@ def host_text(offload: Sequence[Offload]) -> str:
     return ", ".join(offload) or "nothing"
 
 
-def print_largest(rows: Sequence[Largest], question: Question, out: Console, *, assumed: Sequence[str], elapsed_s: float) -> None:
+def print_largest(rows: Sequence[LargestModel], question: Question, out: Console, *, assumed: Sequence[str], elapsed_s: float) -> None:
     """What each choice can train, what it costs, and why no larger model fits."""
     cluster, training = question.cluster, question.training
     say(out, joined((
@@ -68,7 +68,7 @@ def print_largest(rows: Sequence[Largest], question: Question, out: Console, *, 
         say(out, joined(text.split(" "), " ", out.width, start=labelled(label)))
 
 
-def _cells(row: Largest) -> tuple[str, ...]:
+def _cells(row: LargestModel) -> tuple[str, ...]:
     plan = row.plan
     if plan is None:
         return (host_text(row.offload), "none", *("" for _ in _HEADING[2:]))
@@ -83,7 +83,7 @@ def _plan_text(plan: Plan) -> str:
     return ", ".join((str(plan.mesh), *pipeline_phrases(plan.pipeline, plan.mesh)))
 
 
-def _facts(rows: Sequence[Largest], elapsed_s: float, *, wide: bool) -> Iterator[tuple[str, str]]:
+def _facts(rows: Sequence[LargestModel], elapsed_s: float, *, wide: bool) -> Iterator[tuple[str, str]]:
     """The lines under the table: the plans where a terminal has no room for them, why nothing larger fits, what the columns are."""
     label = "plan"
     for row in rows if not wide else ():
@@ -106,7 +106,7 @@ def _facts(rows: Sequence[Largest], elapsed_s: float, *, wide: bool) -> Iterator
         "GPU, host: GiB of the fullest GPU and of a node's host")
 
 
-def largest_document(rows: Sequence[Largest], question: Question, elapsed_s: float) -> dict[str, Any]:
+def largest_document(rows: Sequence[LargestModel], question: Question, elapsed_s: float) -> dict[str, Any]:
     """The rows as JSON values."""
     return {
         "gpus": question.cluster.num_gpus, "device": question.cluster.device.name,
@@ -114,7 +114,7 @@ def largest_document(rows: Sequence[Largest], question: Question, elapsed_s: flo
         "largest": [_row_document(row) for row in rows]}
 
 
-def _row_document(row: Largest) -> dict[str, Any]:
+def _row_document(row: LargestModel) -> dict[str, Any]:
     error = row.next_error
     body = {
         "offload": [str(what) for what in row.offload], "proven": row.proven, "searches": row.num_searches,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.search.attacks import change
-from benchmarks.search.attacks.allowed import LEFT_OUT, frames, left_out
+from benchmarks.search.attacks.allowed import LEFT_OUT, layouts, left_out
 from benchmarks.search.attacks.moves import (
     block_counts,
     carried,
@@ -25,8 +25,8 @@ from parplan.commands.requests.described import Asked
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.request import Constraints
 from parplan.planner.search.find_plan import find_plan
@@ -43,11 +43,11 @@ def tiny(**pins: object) -> Request:
 
 
 def two_stages() -> Strategy:
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=8,
         sequence_parallel=False)
     embedding, head = (LayerChoice(kind, Recompute.NONE, 2) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD))
-    return Strategy(frame=frame, stages=((embedding, BLOCK, BLOCK, BLOCK), (OTHER, head)))
+    return Strategy(layout=layout, stages=((embedding, BLOCK, BLOCK, BLOCK), (OTHER, head)))
 
 
 @pytest.mark.parametrize("request_", mostly_slow(SMALL, SMALL[1:3]), ids=str)
@@ -114,19 +114,19 @@ def test_the_most_and_the_fewest_that_fit_are_those_of_trying_all(limit: int) ->
 
 def test_frames_are_all_that_the_search_has_and_those_that_it_does_not_try() -> None:
     asked = Request(Asked(model="gpt-tiny", gpus=4, gpu="a100-80gb", stack="parplan"))
-    every = set(frames(asked.question, asked.pins))
+    every = set(layouts(asked.question, asked.pins))
 
-    searched = enumerate_space(asked.question.model, asked.question.cluster, asked.question.training, asked.pins).frames
+    searched = enumerate_candidates(asked.question.model, asked.question.cluster, asked.question.training, asked.pins).layouts
 
     assert set(searched) <= every
-    assert any(frame.schedule is Schedule.GPIPE and frame.num_micro_batches > frame.mesh.pp for frame in every)
-    assert not set(frames(asked.question, Constraints(pp=(1,)))) & {frame for frame in every if frame.mesh.pp > 1}
+    assert any(layout.schedule is Schedule.GPIPE and layout.num_micro_batches > layout.mesh.pp for layout in every)
+    assert not set(layouts(asked.question, Constraints(pp=(1,)))) & {layout for layout in every if layout.mesh.pp > 1}
 
 
 def test_what_is_left_out_has_a_reason_and_all_else_counts() -> None:
     strategy, pins = two_stages(), Constraints()
-    ahead = replace(strategy, frame=replace(strategy.frame, schedule=Schedule.EARLY_RECOMPUTE))
-    large = replace(strategy, frame=replace(strategy.frame, micro_batch_size=128))
+    ahead = replace(strategy, layout=replace(strategy.layout, schedule=Schedule.EARLY_RECOMPUTE))
+    large = replace(strategy, layout=replace(strategy.layout, micro_batch_size=128))
 
     assert left_out(strategy, pins) is None
     assert left_out(ahead, pins) is None

@@ -18,7 +18,7 @@ from benchmarks.papers.patrickstar_published import (
     searched_size,
     states_fit,
 )
-from parplan.costmodels.chunks.chunk_layout import Sized, pack
+from parplan.costmodels.chunks.chunk_layout import SizedTensor, pack
 from parplan.profiles.catalog import load_model
 
 STATED = {("v100-32gb", 8): "18B", ("a100-40gb", 8): "68B", ("a100-40gb", 32): "175B"}  # docs/patrickstar.md
@@ -42,7 +42,7 @@ def test_every_figure_belongs_to_a_size():
 def test_utilisation_is_that_of_packing_every_tensor(label, size):
     model = load_model(MEMBERS[label]).spec
     block = patrickstar_published.tensors_of(model)
-    every = [Sized(f"{number}.{tensor.name}", tensor.elements) for number in range(model.num_layers) for tensor in block]
+    every = [SizedTensor(f"{number}.{tensor.name}", tensor.elements) for number in range(model.num_layers) for tensor in block]
 
     chunks = pack(every, size << 20)
     filled_up = -(-chunks.num_chunks // 8) * 8

@@ -18,7 +18,7 @@ from benchmarks.prices.published_ranking import (
 )
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.units import gib
@@ -44,8 +44,8 @@ def named(name: str) -> Published:
 
 
 def asked(request):
-    book = request.book
-    return book.model, book.machine.cluster, book.training
+    price_cache = request.price_cache
+    return price_cache.model, price_cache.machine.cluster, price_cache.training
 
 
 @pytest.mark.parametrize(("name", "mesh", "schedule", "virtual_stages", "micro_batch_size", "num_micro_batches"), [
@@ -55,43 +55,43 @@ def asked(request):
 def test_a_published_configuration_costs_what_an_estimate_says(
     request_20b, name, mesh, schedule, virtual_stages, micro_batch_size, num_micro_batches,
 ):
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
         num_micro_batches=num_micro_batches, sequence_parallel=True)
 
-    predicted = estimate_plan(*asked(request_20b), frame, zero=1).predicted
+    predicted = estimate_plan(*asked(request_20b), layout, zero=1).predicted
 
-    assert frames_of(named(name), request_20b) == [frame]
-    price = as_published(frame, request_20b.book)
+    assert frames_of(named(name), request_20b) == [layout]
+    price = as_published(layout, request_20b.price_cache)
     assert price.step_s == pytest.approx(predicted.step_time_s.value, rel=1e-5)
     assert gib(peak_bytes(price)) == pytest.approx(max(stage.total for stage in predicted.memory_gib), abs=1e-3)
 
 
 def test_a_row_without_a_micro_batch_stands_for_all_of_its_mesh(request_20b):
-    frames = frames_of(named("Megatron-LM 32B"), request_20b)
+    layouts = frames_of(named("Megatron-LM 32B"), request_20b)
 
-    assert [frame.micro_batch_size for frame in frames] == [1, 2, 4, 8, 16, 32]
-    assert {(frame.mesh.tp, frame.mesh.pp, frame.sequence_parallel) for frame in frames} == {(8, 1, True)}
+    assert [layout.micro_batch_size for layout in layouts] == [1, 2, 4, 8, 16, 32]
+    assert {(layout.mesh.tp, layout.mesh.pp, layout.sequence_parallel) for layout in layouts} == {(8, 1, True)}
 
 
 def test_the_first_candidate_is_the_plan_of_the_search(small, candidates):
     plan = find_plan(*asked(small))
 
     assert candidates[0].step_s == pytest.approx(plan.predicted.step_time_s.value, rel=1e-3)
-    assert candidates[0].frame.mesh == plan.mesh
+    assert candidates[0].layout.mesh == plan.mesh
     assert all(peak_bytes(candidate.price) <= small.limit_bytes * (1 + 1e-9) for candidate in candidates)
 
 
 def test_a_row_ranks_behind_the_candidates_that_are_faster(small, candidates):
-    row = replace(named("NeMo gpt3-20b"), num_layers=small.book.model.num_layers)
+    row = replace(named("NeMo gpt3-20b"), num_layers=small.price_cache.model.num_layers)
 
     placing = place(row, candidates, small)
 
     assert placing is not None
     assert placing.fits
-    faster = [candidate for candidate in candidates if candidate.step_s < placing.price.step_s and candidate.frame != placing.frame]
+    faster = [candidate for candidate in candidates if candidate.step_s < placing.price.step_s and candidate.layout != placing.layout]
     assert placing.rank == len(faster) + 1
-    assert placing.mesh_rank == len({candidate.frame.mesh for candidate in faster} - {placing.frame.mesh}) + 1
+    assert placing.mesh_rank == len({candidate.layout.mesh for candidate in faster} - {placing.layout.mesh}) + 1
     assert placing.own is not None
     assert placing.own.step_s <= placing.price.step_s * (1 + 1e-9)
     assert candidates[placing.own_rank - 1] is placing.own

@@ -15,13 +15,13 @@ from parplan import cli
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
-from parplan.costmodels.usage.rank_traffic import Sent
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.costmodels.usage.rank_traffic import SentBytes
 from parplan.costmodels.usage.rank_usage import RankUse
 from parplan.executor.checking.parity import gradient_error
 from parplan.executor.pipeline import pipeline
 from parplan.executor.training import train
-from parplan.planner.plan.plan import Plan, write
+from parplan.planner.plan.plan import Plan, write_plan
 from parplan.planner.runs.rank_checks import RankCheck, matches, sent_checks, worst
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
@@ -30,7 +30,7 @@ from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB
 from parplan.report.runs.check_tables import verdict
 from parplan.report.runs.parity_table import Parity, parity_document
-from parplan.report.runs.parity_table import verdict as parity_verdict
+from parplan.report.runs.parity_table import parity_verdict as parity_verdict
 from tests.helpers.executor_plans import GPT, make_plan
 
 pytestmark = [
@@ -41,16 +41,16 @@ pytestmark = [
 
 def tiny(dp: int = 2, pp: int = 1) -> Plan:
     entry = load_model("gpt-tiny")
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=2,
         sequence_parallel=False)
     training = TrainingSpec(global_batch_size=4 * dp, seq_length=entry.seq_length, precision="fp32", stack=NEUTRAL)
-    return estimate_plan(entry.spec, with_gpus(load_cluster("cpu"), dp * pp), training, frame, zero=1)
+    return estimate_plan(entry.spec, with_gpus(load_cluster("cpu"), dp * pp), training, layout, zero=1)
 
 
 def run(plan: Plan, folder, *options: str):
     path = folder / "plan.yaml"
-    write(plan, path)
+    write_plan(plan, path)
     return CliRunner().invoke(cli.main, ["check", str(path), *options])
 
 
@@ -178,7 +178,7 @@ def test_a_gradient_that_is_not_finite_is_the_worst():
     assert [gradient_error(*pair) for pair in ((good, good), (bad, good), (bad, bad))] == [0.0, math.inf, math.inf]
 
 
-def use(activations: int, *sent: Sent, gradients: int = 4) -> RankUse:
+def use(activations: int, *sent: SentBytes, gradients: int = 4) -> RankUse:
     return RankUse(states=StateBytes(2, gradients, 8), activations=activations, temporaries=10, saved=5, sent=sent)
 
 
@@ -219,7 +219,7 @@ def test_the_worst_deviation_of_all_stages_counts():
 
 
 def test_a_collective_that_only_one_side_has_is_shown_with_nothing_on_the_other():
-    (reduced, gathered) = sent_checks(a_check(use(1, Sent("tp", "all_reduce", 2, 8)), use(1, Sent("dp", "all_gather", 3, 6))))[::-1]
+    (reduced, gathered) = sent_checks(a_check(use(1, SentBytes("tp", "all_reduce", 2, 8)), use(1, SentBytes("dp", "all_gather", 3, 6))))[::-1]
 
     assert (reduced.predicted.calls, reduced.found.calls) == (2, 0)
     assert (gathered.predicted.calls, gathered.found.calls) == (0, 3)

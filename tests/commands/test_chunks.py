@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.runs.run_file import Beside, ChunkMoved, write
+from parplan.planner.runs.run_file import Beside, ChunkMoved, write_run
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.synthetic_runs import estimated, run_of
 
@@ -114,7 +114,7 @@ def test_show_of_a_run_has_what_chunks_moved_beside_what_was_predicted(counted, 
     same, run = Beside(predicted=7, measured=7), run_of(estimated(pp=2, dp=2))
     moved = ChunkMoved(
         in_bytes=Beside(predicted=5000, measured=counted), out_bytes=same, gathered_bytes=same, reduced_bytes=same, device_bytes=same)
-    write(replace(run, ranks=tuple(replace(rank, chunks=moved) for rank in run.ranks)), tmp_path / "run.json")
+    write_run(replace(run, ranks=tuple(replace(rank, chunks=moved) for rank in run.ranks)), tmp_path / "run.json")
 
     text = succeed("show", str(tmp_path / "run.json")).stdout
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parplan.planner.master import Master
-from parplan.planner.plan.plan import read
+from parplan.planner.plan.plan import read_plan
 from parplan.planner.search.pareto import ANY_SLOWDOWN, DEFAULT_POINTS, SLOWDOWNS
 from tests.helpers.command_runs import run, succeed
 
@@ -32,7 +32,7 @@ def test_a_front_is_a_table_and_a_file_for_every_point_that_show_prints():
     result = succeed(*FRONT)
 
     files = written()
-    plans = [read(Path(name)) for name in files]
+    plans = [read_plan(Path(name)) for name in files]
     assert result.stderr == ""
     assert files == [f"plan-{number:02}.yaml" for number in range(1, len(files) + 1)]
     assert len(files) > 1
@@ -75,7 +75,7 @@ def test_json_is_one_document_and_the_files_are_written_all_the_same():
     assert result.stderr == "wrote front.svg\n"
     assert [point["plan_file"] for point in body["points"]] == [name for name in written() if name != "front.svg"]
     for point in body["points"]:
-        plan = read(Path(point["plan_file"]))
+        plan = read_plan(Path(point["plan_file"]))
         assert point["step_time_s"]["value"] == plan.predicted.step_time_s.value
         assert point["peak_memory_gib"] == max(stage.total for stage in plan.predicted.memory_gib)
         assert point["redundancy_gib"] == plan.predicted.redundancy_gib.total
@@ -93,7 +93,7 @@ def test_ctrl_c_writes_the_points_so_far_and_says_that_the_front_is_incomplete(m
 
     assert result.exit_code == 130
     assert "early (Ctrl-C): the front is incomplete" in result.stdout
-    assert read(Path("plan-01.yaml")).search.front.complete is False
+    assert read_plan(Path("plan-01.yaml")).search.front.complete is False
     assert "the front is incomplete" in succeed("show", "plan-01.yaml").stdout
 
 

@@ -21,7 +21,7 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.planner.master import Master
 from parplan.planner.plan.error_band import margin_text
-from parplan.planner.plan.plan import read
+from parplan.planner.plan.plan import read_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import SolverName
 from parplan.profiles.catalog import load_stack, stack_names
@@ -61,7 +61,7 @@ def searched(tmp_path_factory) -> tuple[Result, Path]:
 def test_a_search_writes_the_plan_and_prints_its_summary_and_how_to_run_it(searched):
     result, path = searched
 
-    plan = read(path)
+    plan = read_plan(path)
     assert plan.model.name == "gpt-20b"
     assert plan.mesh.num_ranks == 64
     assert plan.search.status is Status.OPTIMAL
@@ -121,7 +121,7 @@ def test_pins_and_options_reach_the_search():
         *TINY, "--tp", "2", "--micro-batch-size", "2,4", "--zero", "0", "--recompute", "full", "--sequence-parallel", "--precision", "fp32",
         "--seq-length", "32", "--objective", "memory", "--max-slowdown", "0.5", "--solver", "cbc", "--time-limit", "60")
 
-    plan = read(Path("plan.yaml"))
+    plan = read_plan(Path("plan.yaml"))
     assert (plan.mesh.tp, plan.training.seq_length, plan.training.precision) == (2, 32, Precision.FP32)
     assert plan.pipeline.micro_batch_size in (2, 4)
     assert plan.search.objective is Objective.MEMORY
@@ -132,13 +132,13 @@ def test_pins_and_options_reach_the_search():
 def test_pipeline_pins_reach_the_search():
     succeed(*TINY, "--pp", "2", "--schedule", "interleaved", "--virtual-stages", "2")
 
-    assert read(Path("plan.yaml")).pipeline.schedule is Schedule.INTERLEAVED
+    assert read_plan(Path("plan.yaml")).pipeline.schedule is Schedule.INTERLEAVED
 
 
 def test_the_stack_decides_attention_and_overlap_unless_they_are_asked_for():
     def trained(*arguments: str) -> tuple[str, str, bool]:
         succeed(*TINY, *DP_ONLY, *arguments)
-        training = read(Path("plan.yaml")).training
+        training = read_plan(Path("plan.yaml")).training
         return training.stack.name, training.attention, training.overlap_grad_reduce
 
     assert trained() == ("megatron-core", "flash", True)
@@ -152,7 +152,7 @@ def test_a_stack_file_is_taken_whole():
 
     succeed(*TINY, "--stack", "mine.yaml")
 
-    assert read(Path("plan.yaml")).training.stack == Stack(
+    assert read_plan(Path("plan.yaml")).training.stack == Stack(
         name="mine", attention="unfused", kernel_slowdown=1.5, partitioned_transfers=True)
 
 
@@ -160,7 +160,7 @@ def test_a_stack_file_is_taken_whole():
 def test_a_memory_limit_is_kept():
     succeed(*MIDDLE, "--memory-limit", "14GiB")
 
-    assert max(stage.total for stage in read(Path("plan.yaml")).predicted.memory_gib) <= 14.001
+    assert max(stage.total for stage in read_plan(Path("plan.yaml")).predicted.memory_gib) <= 14.001
 
 
 def test_a_cluster_file_says_what_and_how_many():
@@ -169,7 +169,7 @@ def test_a_cluster_file_says_what_and_how_many():
 
     def planned(*arguments: str) -> tuple[str, int, int]:
         succeed("--model", "gpt-tiny", "--cluster", "mine.yaml", *DP_ONLY, *arguments)
-        cluster = read(Path("plan.yaml")).cluster
+        cluster = read_plan(Path("plan.yaml")).cluster
         return cluster.name, cluster.nodes, cluster.gpus_per_node
 
     assert planned() == ("mine", 2, 2)
@@ -207,7 +207,7 @@ def test_show_names_the_stack_and_no_kernel_of_gpus_on_a_cpu():
 def test_the_error_band_is_in_the_file_and_the_summary(searched):
     summary, path = searched[0].stdout, searched[1]
 
-    plan, residuals = read(path), shipped_terms().residuals_of("megatron-core")
+    plan, residuals = read_plan(path), shipped_terms().residuals_of("megatron-core")
     band = plan.predicted.error_band
     assert (band.time.share, band.time.rows) == (residuals.time_band, residuals.time_rows)
     assert (band.memory.share, band.memory.rows) == (residuals.memory_band, residuals.memory_rows)
@@ -231,7 +231,7 @@ def test_estimate_prices_a_layout_and_derives_the_data_parallel_degree():
         "estimate", "--model", "gpt-22b", "--gpus", "16", "--tp", "4", "--pp", "2", "--micro-batch-size", "2", "--recompute", "full",
         "--zero", "1", "--sequence-parallel", "--output", "hand.yaml").stdout
 
-    plan = read(Path("hand.yaml"))
+    plan = read_plan(Path("hand.yaml"))
     assert plan.mesh.dp == 2
     assert plan.search.status is Status.ESTIMATE
     assert "priced by hand, not searched" in output
@@ -450,7 +450,7 @@ def test_a_time_limit_ends_the_search_with_what_was_found_and_its_gap():
     output = succeed(*MIDDLE, "--time-limit", "0.000001").stdout
 
     assert re.search(r"gap [\d.]+ % +stopped early; [\d,]+ candidates", output)
-    assert read(Path("plan.yaml")).search.status is Status.FEASIBLE
+    assert read_plan(Path("plan.yaml")).search.status is Status.FEASIBLE
 
 
 # Ctrl-C and pipes
@@ -472,7 +472,7 @@ def test_ctrl_c_and_sigterm_print_and_write_the_best_plan_so_far(number, monkeyp
 
     assert result.exit_code == 130
     assert re.search(r"gap [\d.]+ %.*stopped early \(Ctrl-C\)", result.stdout)
-    assert read(Path("plan.yaml")).search.status is Status.FEASIBLE
+    assert read_plan(Path("plan.yaml")).search.status is Status.FEASIBLE
 
 
 def test_ctrl_c_before_the_first_plan_is_one_line(monkeypatch):
@@ -537,7 +537,7 @@ def test_a_closed_pipe_is_silent():
 
 
 def test_fp8_products_are_in_the_plan_and_a_device_without_them_is_an_error():
-    plan = read(plan_file("--model", "gpt-1.5b", "--gpus", "8", "--gpu", "h100-80gb", "--fp8"))
+    plan = read_plan(plan_file("--model", "gpt-1.5b", "--gpus", "8", "--gpu", "h100-80gb", "--fp8"))
     assert plan.training.fp8_matmuls
     assert "bf16 with fp8 products" in succeed("show", "plan.yaml").stdout
 
@@ -546,6 +546,6 @@ def test_fp8_products_are_in_the_plan_and_a_device_without_them_is_an_error():
 
 def test_gradients_in_16_bits_are_asked_for_and_need_less_memory():
     def gradients_gib(*more):
-        return read(plan_file("--model", "gpt-1.5b", "--gpus", "8", "--dp", "8", "--zero", "0", *more)).predicted.memory_gib[0].gradients
+        return read_plan(plan_file("--model", "gpt-1.5b", "--gpus", "8", "--dp", "8", "--zero", "0", *more)).predicted.memory_gib[0].gradients
 
     assert gradients_gib("--gradient-precision", "bf16") == pytest.approx(gradients_gib() / 2, rel=0.01)

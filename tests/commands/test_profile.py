@@ -7,23 +7,23 @@ import json
 import pytest
 
 from parplan.planner.calibration.profiling import fitted
-from parplan.profiles.machines.user_profile import PROFILE_VERSION, Environment, OwnProfile, write
+from parplan.profiles.machines.user_profile import PROFILE_VERSION, ProfileEnvironment, UserProfile, write_profile
 from tests.helpers.command_runs import fail, run, succeed
 from tests.helpers.synthetic_profiles import Machine
 
-HERE = Environment(date="2026-01-01", device="NVIDIA A100-SXM4-80GB", num_devices=8, torch="2.13.0")
+HERE = ProfileEnvironment(date="2026-01-01", device="NVIDIA A100-SXM4-80GB", num_devices=8, torch="2.13.0")
 
 
 @pytest.fixture(scope="module")
 def measured():
-    return fitted(OwnProfile(
+    return fitted(UserProfile(
         profile_version=PROFILE_VERSION, device="a100-80gb", precision="bf16", environment=HERE, records=Machine().every()))
 
 
 @pytest.fixture
 def mine(tmp_path, measured):
     path = tmp_path / "mine.yaml"
-    write(measured, path)
+    write_profile(measured, path)
     return path
 
 
@@ -96,7 +96,7 @@ def test_what_nccl_tests_printed_joins_a_profile(tmp_path, mine):
 
 def test_a_profile_without_measurements_takes_none(tmp_path):
     path = tmp_path / "mine.yaml"
-    write(OwnProfile(profile_version=PROFILE_VERSION, device="cpu"), path)
+    write_profile(UserProfile(profile_version=PROFILE_VERSION, device="cpu"), path)
     (tmp_path / "all_reduce.txt").write_text(NCCL)
 
     message = fail(2, "profile", "--nccl-tests", str(tmp_path / "all_reduce.txt"), "--nodes", "1", "--ranks-per-node", "8", "-o", str(path))

@@ -11,8 +11,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from parplan import cli
-from parplan.planner.plan.plan import write as write_plan
-from parplan.planner.runs.run_file import write as write_run
+from parplan.planner.plan.plan import write_plan as write_plan
+from parplan.planner.runs.run_file import write_run as write_run
 from tests.helpers.synthetic_runs import estimated, factors, run_of
 
 ESTIMATE = ("estimate", "--model", "gpt-2.5b", "--gpu", "a100-80gb", "--gpus", "1", "--stack", "torchtitan", "--global-batch-size", "8",

@@ -20,7 +20,7 @@ from parplan.planner.validation import step_rows as table_rows
 from parplan.planner.validation import step_table as table
 from parplan.planner.validation.configuration import OPTIONAL
 from parplan.planner.validation.fitted_terms import FittedTerm
-from parplan.planner.validation.priced_rows import Priced
+from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.step_rows import read_table
 from parplan.planner.validation.step_table import price_table
 from parplan.profiles.errors import ConfigError
@@ -74,9 +74,9 @@ def printed(priced, width: int = 100, **options: object) -> str:
     return out.file.getvalue()
 
 
-def graded(source: str, count: int) -> list[Priced]:
+def graded(source: str, count: int) -> list[PricedRow]:
     """Rows of one grid with every figure that a row can have."""
-    return [Priced(
+    return [PricedRow(
         f"{source}-{n}", source, measured_s=1.0 + n, predicted_s=1.1 + n, measured_gib=10.0, predicted_gib=11.0, kind="interpolated",
         grid=f"{source}|gpt|8", out_of_memory=n == 0, predicted_fits=n > 0, assumed=("zero 1",)) for n in range(count)]
 

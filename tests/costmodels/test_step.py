@@ -34,14 +34,14 @@ from tests.helpers.uniform_strategies import A100, TINY, book_of, frame_of, unif
 @pytest.mark.parametrize("level", list(Recompute))
 def test_equal_stages_without_transfers_take_the_closed_form_of_the_papers(schedule, pp, v, m, level):
     free = {"intra_node": replace(A100.intra_node, bytes_per_s=1e30, latency_s=0.0)}
-    book = book_of(TINY, pp, **free)
-    frame = frame_of(pp=pp, schedule=schedule, v=v, m=m)
+    price_cache = book_of(TINY, pp, **free)
+    layout = frame_of(pp=pp, schedule=schedule, v=v, m=m)
 
-    price = price_step(uniform(frame, 8, recompute=level, ends=False), book)
+    price = price_step(uniform(layout, 8, recompute=level, ends=False), price_cache)
 
-    block = book.layer_time(LayerKind.BLOCK, 1, frame.sharding, level)
-    tied_s = book.tied_reduction(frame.mesh, frame.sharding).value_s if pp > 1 else 0.0  # the only message that is left
-    tail_s = 8 // pp * book.data_parallel(LayerKind.BLOCK, 1, frame.mesh, frame.sharding, 0).optimizer.value_s + tied_s
+    block = price_cache.layer_time(LayerKind.BLOCK, 1, layout.sharding, level)
+    tied_s = price_cache.tied_reduction(layout.mesh, layout.sharding).value_s if pp > 1 else 0.0  # the only message that is left
+    tail_s = 8 // pp * price_cache.data_parallel(LayerKind.BLOCK, 1, layout.mesh, layout.sharding, 0).optimizer.value_s + tied_s
     papers_s = uniform_step_s(schedule, pp, m, v, 8 // pp * block.total_s) + tail_s
     assert price.closed_form_s == pytest.approx(papers_s, rel=1e-12)
     assert price.step_s == pytest.approx(papers_s, rel=1e-12)
@@ -69,7 +69,7 @@ def test_the_stash_that_is_priced_is_never_below_the_simulated_peak(seed):
     for strategy, price in every_price(random_instance(seed)):
         for memory, timeline in zip(price.memory, price.simulated.ranks, strict=True):
             assert memory.activations >= timeline.peak_stash_bytes * (1 - 1e-12)
-            if strategy.frame.virtual_stages == 1:
+            if strategy.layout.virtual_stages == 1:
                 assert memory.activations == pytest.approx(timeline.peak_stash_bytes, rel=1e-12)
 
 
@@ -82,34 +82,34 @@ def test_the_stash_that_is_priced_is_never_below_the_simulated_peak(seed):
 ])
 def test_mfu_of_published_steps_is_the_published_one(name, num_gpus, batch, step_s, mfu):
     training = TrainingSpec(global_batch_size=batch, seq_length=2048, stack=NEUTRAL)
-    book = book_of(load_model(name).spec, num_gpus, training)
+    price_cache = book_of(load_model(name).spec, num_gpus, training)
 
-    assert model_flops_utilization(step_s, num_gpus, book) == pytest.approx(mfu, abs=0.002)  # the step is given to 3 or 4 digits
+    assert model_flops_utilization(step_s, num_gpus, price_cache) == pytest.approx(mfu, abs=0.002)  # the step is given to 3 or 4 digits
 
 
 def test_nothing_is_received_at_the_two_ends_of_the_model():
-    book, frame = book_of(TINY, 4), frame_of(pp=4, schedule=Schedule.INTERLEAVED, v=2)
+    price_cache, layout = book_of(TINY, 4), frame_of(pp=4, schedule=Schedule.INTERLEAVED, v=2)
 
-    times = [receive_times(stage, frame, book) for stage in range(8)]
+    times = [receive_times(stage, layout, price_cache) for stage in range(8)]
 
     assert times[0][0] == times[7][1] == ZERO
     assert all(forward.value_s > 0 for forward, _ in times[1:])
     assert all(backward.value_s > 0 for _, backward in times[:7])
-    assert receive_times(0, frame_of(), book) == (ZERO, ZERO)
+    assert receive_times(0, frame_of(), price_cache) == (ZERO, ZERO)
 
 
 def test_the_ranks_of_a_stage_share_the_nics_of_their_node():
-    frame = frame_of(pp=2, dp=8, m=4)
-    many = transfer_time(0, frame, book_of(TINY, 16, nic=replace(A100.nic, latency_s=0.0)))
-    one = transfer_time(0, frame, book_of(TINY, 16, nics_per_node=1, nic=replace(A100.nic, latency_s=0.0)))
+    layout = frame_of(pp=2, dp=8, m=4)
+    many = transfer_time(0, layout, book_of(TINY, 16, nic=replace(A100.nic, latency_s=0.0)))
+    one = transfer_time(0, layout, book_of(TINY, 16, nics_per_node=1, nic=replace(A100.nic, latency_s=0.0)))
 
     assert one.value_s == pytest.approx(8 * many.value_s)
 
 
 def test_a_boundary_between_nodes_is_slower_than_one_inside():
-    book, frame = book_of(TINY, 16), frame_of(pp=4, dp=4)  # two stages to a node
+    price_cache, layout = book_of(TINY, 16), frame_of(pp=4, dp=4)  # two stages to a node
 
-    inside, between, back = (transfer_time(rank, frame, book).value_s for rank in (0, 1, 3))
+    inside, between, back = (transfer_time(rank, layout, price_cache).value_s for rank in (0, 1, 3))
 
     assert inside < between
     assert back == between  # the last rank sends to the first one when interleaved

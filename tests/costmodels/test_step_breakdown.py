@@ -6,11 +6,11 @@ import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.step_breakdown import NAMES, Parts, parts_of
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.step_breakdown import NAMES, StepParts, parts_of
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.search.estimate import uniform_strategy
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -21,15 +21,15 @@ ENTRY = load_model("gpt-2.5b")
 CLUSTER = with_gpus(load_cluster("a100-80gb"), 8)
 
 
-def parts(blocks: tuple[int, ...], *, tp: int = 1, virtual_stages: int = 1, level: Recompute = Recompute.NONE, batch: int = 32) -> Parts:
+def parts(blocks: tuple[int, ...], *, tp: int = 1, virtual_stages: int = 1, level: Recompute = Recompute.NONE, batch: int = 32) -> StepParts:
     pp = len(blocks)
     dp = 8 // pp // tp
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
         virtual_stages=virtual_stages, micro_batch_size=1, num_micro_batches=batch // dp, sequence_parallel=tp > 1)
-    book = PriceBook(ENTRY.spec, TrainingSpec(global_batch_size=batch, seq_length=1024, stack=NEUTRAL), machine_for(CLUSTER))
-    price = price_step(uniform_strategy(frame, blocks, zero=1, recompute=level, book=book), book)
-    found = parts_of(frame, price)
+    price_cache = PriceCache(ENTRY.spec, TrainingSpec(global_batch_size=batch, seq_length=1024, stack=NEUTRAL), machine_for(CLUSTER))
+    price = price_step(uniform_strategy(layout, blocks, zero=1, recompute=level, price_cache=price_cache), price_cache)
+    found = parts_of(layout, price)
     assert found.step_s == pytest.approx(price.step_s, rel=1e-12)
     return found
 

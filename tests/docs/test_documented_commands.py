@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from parplan import cli
-from parplan.planner.runs.run_file import write
+from parplan.planner.runs.run_file import write_run
 from parplan.planner.search.relaxations import relaxations
 from parplan.report.searches import infeasible_text as relaxations_report
 from tests.helpers.documented import ROOT, documented, shape
@@ -125,7 +125,7 @@ def _give_files(command: str, folder: Path) -> None:
         made = CliRunner().invoke(cli.main, ["estimate", "--model", "gpt-tiny", "--gpus", "2", *chunks, "-o", "plan.yaml"])
         assert made.exit_code == 0, made.output
     if "run.json" in command:
-        write(run_of(estimated()), folder / "run.json")
+        write_run(run_of(estimated()), folder / "run.json")
 
 
 @pytest.mark.parametrize("command", NOT_RUN)

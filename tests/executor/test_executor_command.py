@@ -17,8 +17,8 @@ import pytest
 from parplan.executor.__main__ import run
 from parplan.executor.launch import local_rank
 from parplan.executor.pipeline.loss_scale import LossScale
-from parplan.planner.plan.plan import read, write
-from parplan.planner.runs.run_file import read as read_run
+from parplan.planner.plan.plan import read_plan, write_plan
+from parplan.planner.runs.run_file import read_run as read_run
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
 from tests.helpers.executor_plans import LLAMA, SEQ_LENGTH, make_plan
@@ -34,7 +34,7 @@ def _run(monkeypatch, *arguments: object) -> int:
 
 def _write(plan, tmp_path) -> Path:
     path = tmp_path / "plan.yaml"
-    write(plan, path)
+    write_plan(plan, path)
     return path
 
 
@@ -77,7 +77,7 @@ def test_a_run_leaves_its_file_and_a_trace_and_shows_predicted_beside_measured(t
     assert f"wrote {tmp_path / 'run.json'}\nwrote {tmp_path / 't.json'}; open it in https://ui.perfetto.dev\n" in out
     run = read_run(tmp_path / "run.json")
     assert run.recorded_steps == 2
-    assert run.the_plan() == read(plan)
+    assert run.the_plan() == read_plan(plan)
     assert {event["ph"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"]} == {"M", "X"}
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.host.state_location import Eviction, Home
+from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.executor.__main__ import run
 from parplan.executor.checking import parity
 from parplan.executor.checking.shrunk_plan import shrunk
@@ -30,11 +30,11 @@ from parplan.executor.tensors import forget_meshes, local
 from parplan.executor.training.compiled import validate_compiled
 from parplan.executor.training.optimizer import build_optimizer
 from parplan.executor.training.train import Trainer, build_trainer
-from parplan.executor.watch.allocated import held_bytes
-from parplan.planner.plan.plan import Plan, frame_of, write
+from parplan.executor.watch.allocated import allocated_bytes
+from parplan.planner.plan.plan import Plan, layout_of, write_plan
 from parplan.planner.plan.plan_chunks import rank_chunks_of
 from parplan.planner.runs.run_file import Beside, ChunkMoved
-from parplan.planner.runs.run_file import read as read_run
+from parplan.planner.runs.run_file import read_run as read_run
 from parplan.planner.search.estimate import ChunkRequest
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import Precision
@@ -147,7 +147,7 @@ def test_a_step_that_overflows_changes_nothing_in_chunks(alone, choices):
     skipping, plain = trainer(tight(MIXED, **choices)), trainer(tight(MIXED, **choices))
     skipping.gradients(0)
     chunk = skipping.adam.manager.chunks[-1]  # of a home on the host
-    assert chunk.home is Home.HOST
+    assert chunk.home is StateLocation.HOST
     chunk.gradient.fill_(torch.inf)
 
     norm = skipping.update(0)
@@ -290,9 +290,9 @@ def test_ranks_train_like_one_process_and_move_and_hold_what_is_predicted(name):
 @pytest.mark.slow
 def test_a_run_leaves_what_it_moved_beside_what_was_predicted_and_stays_in_its_budget(tmp_path, monkeypatch, capsys):
     plan = tight(MIXED, num_micro_batches=2)
-    write(plan, tmp_path / "plan.yaml")
+    write_plan(plan, tmp_path / "plan.yaml")
     gc.collect()
-    others = held_bytes(gc.get_objects())  # all tensors of the process are counted, those of other tests too
+    others = allocated_bytes(gc.get_objects())  # all tensors of the process are counted, those of other tests too
     monkeypatch.setattr(sys, "argv", ["executor", str(tmp_path / "plan.yaml"), "--steps", "3"])
 
     assert run() == 0
@@ -343,7 +343,7 @@ def test_the_small_plan_has_the_homes_of_the_large_one_in_the_smallest_budget():
 
     validate(small)
     assert small.chunks.eviction is plan.chunks.eviction
-    assert {group.home for group in small.chunks.groups} == {group.home for group in plan.chunks.groups} == set(Home)
+    assert {group.home for group in small.chunks.groups} == {group.home for group in plan.chunks.groups} == set(StateLocation)
     assert [rank.device_bytes for rank in small.chunks.ranks] == [max(rank.smallest_bytes for rank in small.chunks.ranks)]
 
 
@@ -369,7 +369,7 @@ def test_what_chunks_do_not_go_with_is_refused_with_the_nearest_plan(plan, messa
     assert any(rule == "chunks" and message in text for text, rule in found.items())
     nearest = nearest_legal(plan)
     validate(nearest)
-    assert frame_of(nearest).chunked == ("experts" not in message)
+    assert layout_of(nearest).chunked == ("experts" not in message)
 
 
 def test_16_bit_gradients_are_of_chunks_alone():

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
-from parplan.costmodels.host.state_location import Eviction, Home
+from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.strategy import Strategy
 from parplan.profiles.errors import InfeasibleError
@@ -17,20 +17,20 @@ from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision
 from tests.helpers.uniform_strategies import TINY, TRAINING, book_of, frame_of, uniform
 
-DEV, OPT, HOST = Home.DEVICE, Home.OPTIMIZER, Home.HOST
+DEV, OPT, HOST = StateLocation.DEVICE, StateLocation.OPTIMIZER, StateLocation.HOST
 HALF = replace(TRAINING, precision=Precision.FP16, gradient_precision=Precision.FP16)
 MIXED = replace(HALF, gradient_precision=Precision.FP32)
 FULL = replace(MIXED, precision=Precision.FP32)
 BOOKS = {name: book_of(TINY, 8, training) for name, training in {"half": HALF, "mixed": MIXED, "full": FULL}.items()}
 
 
-def chunked(homes, *, dp=1, recompute=Recompute.FULL, ends=True, **frame):
+def chunked(homes, *, dp=1, recompute=Recompute.FULL, ends=True, **layout):
     """One block of each of `homes`, in model order, on equal stages."""
-    plain = uniform(frame_of(dp=dp, **frame), len(homes), recompute=recompute, zero=3 if dp > 1 else 0, ends=ends)
+    plain = uniform(frame_of(dp=dp, **layout), len(homes), recompute=recompute, zero=3 if dp > 1 else 0, ends=ends)
     left = iter(homes)
     stages = tuple(
         tuple(replace(layer, home=next(left)) if layer.kind is LayerKind.BLOCK else layer for layer in stage) for stage in plain.stages)
-    return Strategy(frame=replace(plain.frame, chunked=True), stages=stages)
+    return Strategy(layout=replace(plain.layout, chunked=True), stages=stages)
 
 
 def smallest_bytes(strategy, rank, prices):

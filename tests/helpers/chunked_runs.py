@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parplan.costmodels.chunks.chunk_operations import Does
+from parplan.costmodels.chunks.chunk_operations import ChunkAction
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.checking.parity import run_ranks
 from parplan.executor.data.batches import synthetic
-from parplan.executor.pipeline.pipeline import Pipeline, build_pipeline
+from parplan.executor.pipeline.pipeline import RankPipeline, build_pipeline
 from parplan.executor.run_options import Options
 from parplan.executor.training.optimizer import build_optimizer
 from parplan.executor.training.train import ranks_of
@@ -41,7 +41,7 @@ def chunked_plan(
     offload: tuple[Offload, ...] = (),
 ) -> Plan:
     """A plan of a tiny model; without a request the same plan without chunks."""
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=batch // num_micro_batches // dp,
         num_micro_batches=num_micro_batches, sequence_parallel=sp)
     training = TrainingSpec(
@@ -49,7 +49,7 @@ def chunked_plan(
         stack=load_stack("parplan"))
     name = "v100-32gb" if precision is Precision.FP16 else "cpu"  # a CPU computes in fp16, but has no peak in the catalog
     cluster = with_gpus(load_cluster(name), pp * dp * tp, pp * dp * tp)
-    return estimate_plan(model, cluster, training, frame, recompute=recompute, offload=offload, chunks=request)
+    return estimate_plan(model, cluster, training, layout, recompute=recompute, offload=offload, chunks=request)
 
 
 def smallest(request: ChunkRequest, **choices: Any) -> int:
@@ -92,13 +92,13 @@ def first_step(plan: Plan) -> Found:
     counts = chunks.counts
     moved = {
         "in": (counts.in_bytes, predicted.in_bytes), "out": (counts.out_bytes, predicted.out_bytes),
-        "gather": (counts.gathered_bytes, predicted.moved(Does.GATHER)), "reduce": (counts.reduced_bytes, predicted.moved(Does.REDUCE))}
+        "gather": (counts.gathered_bytes, predicted.moved(ChunkAction.GATHER)), "reduce": (counts.reduced_bytes, predicted.moved(ChunkAction.REDUCE))}
     return Found(
         loss=loss, gradients=gradients, moved=moved, chunk_bytes=chunks.ledger.most_bytes,
         device_bytes=_second_step(pipeline, batch), budget_bytes=predicted.device_bytes)
 
 
-def _second_step(pipeline: Pipeline, batch: tuple[Tensor, Tensor]) -> int:
+def _second_step(pipeline: RankPipeline, batch: tuple[Tensor, Tensor]) -> int:
     """The most that tensors held in a step but for what chunks hold of the host."""
     assert pipeline.chunks is not None
     optimizer = build_optimizer(pipeline.parameters, Options()) if pipeline.parameters else None
@@ -113,7 +113,7 @@ def _second_step(pipeline: Pipeline, batch: tuple[Tensor, Tensor]) -> int:
     return peak.num_bytes - pipeline.chunks.host_bytes
 
 
-def _gradients(pipeline: Pipeline) -> dict[str, Tensor]:
+def _gradients(pipeline: RankPipeline) -> dict[str, Tensor]:
     """This rank's: of chunks those of parameters that it owns."""
     found = dict(pipeline.chunks.gradients()) if pipeline.chunks is not None else {}
     for stage in pipeline.stages:

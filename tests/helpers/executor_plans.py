@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.operators.sharding import Sharding, placements
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
-from parplan.planner.plan.pipeline_plan import Pipeline
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.plan.pipeline_plan import PipelinePlan
 from parplan.planner.plan.plan import (
     PLAN_VERSION,
     LayerPlan,
@@ -74,13 +74,13 @@ def make_plan(
     """
     training = TrainingSpec(
         global_batch_size=global_batch_size, seq_length=SEQ_LENGTH, precision=precision, attention=attention, stack=NEUTRAL)
-    pipeline = Pipeline(
+    pipeline = PipelinePlan(
         schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=global_batch_size // dp // num_micro_batches,
         num_micro_batches=num_micro_batches, actions=actions)
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=pipeline.micro_batch_size,
         num_micro_batches=num_micro_batches, sequence_parallel=sp, actions=actions)
-    ranks = [frame.rank_of(stage) for stage in range(pp * virtual_stages)]
+    ranks = [layout.rank_of(stage) for stage in range(pp * virtual_stages)]
     layer_plans = {}
     for kind in LayerKind:
         for stage in sorted(set(zero)):

@@ -18,7 +18,7 @@ from parplan.executor.checking.parity import (
     OPTIONS,
     STEPS,
     CountCollectives,
-    Outcome,
+    TrainingOutcome,
     forward,
     gradient_error,
     reference_layers,
@@ -31,7 +31,7 @@ from parplan.profiles.models.spec import Precision
 
 __all__ = [
     "BF16_GRADIENT_TOLERANCE", "BF16_LOSS_TOLERANCE", "GRADIENT_TOLERANCE", "LOSS_TOLERANCE", "OPTIONS", "STEPS", "CountCollectives",
-    "Outcome", "Worlds", "forward", "gradient_error", "reference_layers", "reference_optimizer", "require_parity", "run_plans",
+    "TrainingOutcome", "Worlds", "forward", "gradient_error", "reference_layers", "reference_optimizer", "require_parity", "run_plans",
     "run_reference", "whole_gradients", "worst_gradient"]
 
 # of EXECUTOR.md in fp32: max |g - ref| / max(|ref| max, 1e-4) of first-step gradients, relative error of losses
@@ -44,7 +44,7 @@ BF16_LOSS_TOLERANCE = 1e-3
 BF16_NORM_TOLERANCE = 0.02
 
 
-def run_plans(plans: Sequence[Plan]) -> list[Outcome]:
+def run_plans(plans: Sequence[Plan]) -> list[TrainingOutcome]:
     """Train every plan in one world; its ranks must agree."""
     found = parity.run_plans(plans)
     assert all(outcome.agree for outcome in found)
@@ -56,13 +56,13 @@ class Worlds:
 
     def __init__(self, plans: Mapping[str, Plan], slow: Collection[str] = ()) -> None:
         self.plans, self.slow = plans, slow
-        self._found: dict[str, Outcome] = {}
+        self._found: dict[str, TrainingOutcome] = {}
 
     def params(self) -> list[object]:
         """The names, the slow ones marked so."""
         return [pytest.param(name, marks=pytest.mark.slow if name in self.slow else ()) for name in self.plans]
 
-    def outcome(self, name: str) -> Outcome:
+    def outcome(self, name: str) -> TrainingOutcome:
         if name not in self._found:
             ranks, slow = self.plans[name].mesh.num_ranks, name in self.slow
             together = {
@@ -71,12 +71,12 @@ class Worlds:
         return self._found[name]
 
 
-def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:
+def worst_gradient(found: TrainingOutcome, expected: TrainingOutcome) -> tuple[float, str]:
     """The largest gradient error and its parameter."""
     return max((error, name) for name, error in parity.gradient_errors(found, expected).items())
 
 
-def require_parity(plan: Plan, found: Outcome, expected: Outcome) -> None:
+def require_parity(plan: Plan, found: TrainingOutcome, expected: TrainingOutcome) -> None:
     """The gradients of the first step and all losses are equal as far as the precision of `plan` carries."""
     exact = plan.training.precision is Precision.FP32
     error, parameter = worst_gradient(found, expected)
@@ -91,7 +91,7 @@ def _silent_rank(*arguments: object) -> None:
     parity._rank(*arguments)
 
 
-def attempt(plan: Plan, limit_s: float = 20.0) -> Outcome | str:
+def attempt(plan: Plan, limit_s: float = 20.0) -> TrainingOutcome | str:
     """Run `plan` in a world of its own, whatever comes of it: what it gives, or the traceback of an error, or "hangs"."""
     world = plan.mesh.num_ranks
     with tempfile.TemporaryDirectory() as folder:

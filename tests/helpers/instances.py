@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.request import Constraints
 from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.machines.hardware import Cluster
@@ -31,8 +31,8 @@ class Instance:
     cluster: Cluster
     training: TrainingSpec
 
-    def book(self) -> PriceBook:
-        return PriceBook(self.model, self.training, machine_for(self.cluster))
+    def price_cache(self) -> PriceCache:
+        return PriceCache(self.model, self.training, machine_for(self.cluster))
 
 
 def random_instance(seed: int) -> Instance:
@@ -63,17 +63,17 @@ def _mixes(count: int) -> list[tuple[Recompute, ...]]:
     return list(itertools.combinations_with_replacement(tuple(Recompute), count))
 
 
-def _rank_options(count: int, frame: Frame) -> list[tuple[int, tuple[Recompute, ...]]]:
-    zeros = range(4) if frame.mesh.dp > 1 else (0,)
-    return list(itertools.product(zeros, _mixes(count // frame.virtual_stages)))
+def _rank_options(count: int, layout: ParallelLayout) -> list[tuple[int, tuple[Recompute, ...]]]:
+    zeros = range(4) if layout.mesh.dp > 1 else (0,)
+    return list(itertools.product(zeros, _mixes(count // layout.virtual_stages)))
 
 
-def every_strategy(frame: Frame, num_layers: int) -> Iterator[Strategy]:
-    """All strategies of a frame with one ZeRO stage for each rank: splits of the blocks, and a recompute mix for every rank."""
-    pp, v = frame.mesh.pp, frame.virtual_stages
+def every_strategy(layout: ParallelLayout, num_layers: int) -> Iterator[Strategy]:
+    """All strategies of a layout with one ZeRO stage for each rank: splits of the blocks, and a recompute mix for every rank."""
+    pp, v = layout.mesh.pp, layout.virtual_stages
     short = v > 1 and num_layers % (pp * v) > 0  # the first and the last virtual stage hold one block less
     for split in [(-(-(num_layers + 2 * short) // pp),) * pp] if v > 1 else _splits(num_layers, pp):
-        for ranks in itertools.product(*(_rank_options(count, frame) for count in split)):
+        for ranks in itertools.product(*(_rank_options(count, layout) for count in split)):
             stages = []
             for stage in range(pp * v):
                 zero, mix = ranks[stage % pp]
@@ -82,14 +82,14 @@ def every_strategy(frame: Frame, num_layers: int) -> Iterator[Strategy]:
                 first = (LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero),) if stage == 0 else ()
                 last = (LayerChoice(LayerKind.HEAD, Recompute.NONE, zero),) if stage == pp * v - 1 else ()
                 stages.append(first + blocks + last)
-            yield Strategy(frame=frame, stages=tuple(stages))
+            yield Strategy(layout=layout, stages=tuple(stages))
 
 
-def mixed_strategies(frame: Frame, num_layers: int, count: int, seed: int = 0) -> Iterator[Strategy]:
+def mixed_strategies(layout: ParallelLayout, num_layers: int, count: int, seed: int = 0) -> Iterator[Strategy]:
     """Strategies in which every block has a level and a ZeRO stage of its own, and embedding and head have theirs, at random."""
-    draw = random.Random(f"{seed} {frame}")
-    zeros = range(4) if frame.mesh.dp > 1 else (0,)
-    for strategy in draw.choices(list(itertools.islice(every_strategy(frame, num_layers), 4000)), k=count):
+    draw = random.Random(f"{seed} {layout}")
+    zeros = range(4) if layout.mesh.dp > 1 else (0,)
+    for strategy in draw.choices(list(itertools.islice(every_strategy(layout, num_layers), 4000)), k=count):
         yield replace(strategy, stages=tuple(tuple(
             _redrawn(choice, zeros, draw) for choice in stage) for stage in strategy.stages))
 
@@ -97,20 +97,20 @@ def mixed_strategies(frame: Frame, num_layers: int, count: int, seed: int = 0) -
 def with_other_ends(strategies: Iterable[Strategy]) -> Iterator[Strategy]:
     """The strategies, and each with every other ZeRO stage of embedding and head, which have the same on one rank."""
     for strategy in strategies:
-        (first, *others), zeros = strategy.stages, range(4) if strategy.frame.mesh.dp > 1 else (0,)
-        for embedding, head in ((e, h) for e, h in itertools.product(zeros, zeros) if e == h or strategy.frame.mesh.pp > 1):
+        (first, *others), zeros = strategy.stages, range(4) if strategy.layout.mesh.dp > 1 else (0,)
+        for embedding, head in ((e, h) for e, h in itertools.product(zeros, zeros) if e == h or strategy.layout.mesh.pp > 1):
             stages = [(replace(first[0], zero=embedding), *first[1:]), *others]
             stages[-1] = (*stages[-1][:-1], replace(stages[-1][-1], zero=head))
             yield replace(strategy, stages=tuple(stages))
 
 
 def least_peak(instance: Instance) -> float:
-    """The peak of the leanest strategy, with embedding and head at any ZeRO stage: of each frame the leanest ten have other ends."""
-    book, layers, found = instance.book(), instance.model.num_layers, []
-    for frame in enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames:
-        leanest = sorted(every_strategy(frame, layers), key=lambda strategy: peak_bytes(price_step(strategy, book)))[:10]
+    """The peak of the leanest strategy, with embedding and head at any ZeRO stage: of each layout the leanest ten have other ends."""
+    price_cache, layers, found = instance.price_cache(), instance.model.num_layers, []
+    for layout in enumerate_candidates(instance.model, instance.cluster, instance.training, PINS).layouts:
+        leanest = sorted(every_strategy(layout, layers), key=lambda strategy: peak_bytes(price_step(strategy, price_cache)))[:10]
         found += [
-            peak_bytes(price_step(strategy, book)) for strategy in with_other_ends(leanest) if not book.tied or same_sharding(strategy)]
+            peak_bytes(price_step(strategy, price_cache)) for strategy in with_other_ends(leanest) if not price_cache.tied or same_sharding(strategy)]
     return min(found)
 
 
@@ -120,11 +120,11 @@ def _redrawn(choice: LayerChoice, zeros: Sequence[int], draw: random.Random) -> 
 
 
 def every_price(instance: Instance, mixed: int = 0) -> list[tuple[Strategy, StepPrice]]:
-    """Every strategy of every frame of the instance with one ZeRO stage for a rank, and `mixed` others of each frame, priced in whole."""
-    book, layers = instance.book(), instance.model.num_layers
-    frames = enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames
-    every = (strategy for frame in frames for strategy in (*every_strategy(frame, layers), *mixed_strategies(frame, layers, mixed)))
-    return [(strategy, price_step(strategy, book)) for strategy in every if not book.tied or same_sharding(strategy)]
+    """Every strategy of every layout of the instance with one ZeRO stage for a rank, and `mixed` others of each layout, priced in whole."""
+    price_cache, layers = instance.price_cache(), instance.model.num_layers
+    layouts = enumerate_candidates(instance.model, instance.cluster, instance.training, PINS).layouts
+    every = (strategy for layout in layouts for strategy in (*every_strategy(layout, layers), *mixed_strategies(layout, layers, mixed)))
+    return [(strategy, price_step(strategy, price_cache)) for strategy in every if not price_cache.tied or same_sharding(strategy)]
 
 
 def same_sharding(strategy: Strategy) -> bool:
@@ -139,7 +139,7 @@ def same_zero_of_ends(strategy: Strategy) -> bool:
 
 def redundant_bytes(strategy: Strategy, price: StepPrice) -> float:
     """Redundant bytes of the cluster."""
-    return strategy.frame.mesh.dp * strategy.frame.mesh.tp * sum(rank.total for rank in price.redundant)
+    return strategy.layout.mesh.dp * strategy.layout.mesh.tp * sum(rank.total for rank in price.redundant)
 
 
 def peak_bytes(price: StepPrice) -> float:

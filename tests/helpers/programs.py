@@ -15,7 +15,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from parplan.profiles.machines.measurements import Case, Measured, Pass, Timing, UnsupportedCase
+from parplan.profiles.machines.measurements import Case, CaseFigures, CasePass, Timing, UnsupportedCase
 from parplan.profiles.profiler import worker
 from parplan.profiles.profiler.journal import open_journal
 from parplan.profiles.profiler.measuring_session import run_session
@@ -24,16 +24,16 @@ ASKED = {"device": "none", "precision": "fp32"}
 
 
 def case(work: str, size: int = 1) -> Case:
-    return Case(work=work, sizes=(("size", size),), precision="fp32", passes=(Pass(name="time"),))
+    return Case(work=work, sizes=(("size", size),), precision="fp32", passes=(CasePass(name="time"),))
 
 
-def steady(case: Case, device: str) -> Measured:
+def steady(case: Case, device: str) -> CaseFigures:
     """Figures that follow from the case alone, and the process that they came from."""
     size = case.size("size")
-    return Measured(times={"time": Timing(median_us=1.5 * size, spread=0.25 / size, repeats=size)}, saved_bytes=3 * size)
+    return CaseFigures(times={"time": Timing(median_us=1.5 * size, spread=0.25 / size, repeats=size)}, saved_bytes=3 * size)
 
 
-def logged(path: str, case: Case, device: str) -> Measured:
+def logged(path: str, case: Case, device: str) -> CaseFigures:
     """`steady` after some milliseconds; says in a file first that it runs."""
     with open(path, "a") as log:
         log.write(f"{case.key} on {device}\n")
@@ -41,7 +41,7 @@ def logged(path: str, case: Case, device: str) -> Measured:
     return steady(case, device)
 
 
-def by_work(case: Case, device: str) -> Measured:
+def by_work(case: Case, device: str) -> CaseFigures:
     """What the case's work says: a failure, or `steady`."""
     failure = globals().get(f"_{case.work}")
     return failure(case) if failure else steady(case, device)
@@ -130,11 +130,11 @@ def _returns_nothing(case: Case) -> None:
     return None
 
 
-def _measures_nonsense(case: Case) -> Measured:
-    return Measured(figures={"copied_bytes_per_s": float("nan")})
+def _measures_nonsense(case: Case) -> CaseFigures:
+    return CaseFigures(figures={"copied_bytes_per_s": float("nan")})
 
 
-def _babbles(case: Case) -> Measured:
+def _babbles(case: Case) -> CaseFigures:
     for stream in (1, 2):
         os.write(stream, b"\x00\xff garbage \x1b[31m\n" * 20000)
     with contextlib.redirect_stdout(sys.stderr):
@@ -142,7 +142,7 @@ def _babbles(case: Case) -> Measured:
     return steady(case, "cpu")
 
 
-def apart(folder: str, case: Case, device: str) -> Measured:
+def apart(folder: str, case: Case, device: str) -> CaseFigures:
     """Fails where another case runs on its device, and `launch` where any other runs."""
     kind = fcntl.LOCK_EX if case.work == "launch" else fcntl.LOCK_SH
     with open(f"{folder}/{device}", "w") as own, open(f"{folder}/all", "w") as shared:
@@ -152,12 +152,12 @@ def apart(folder: str, case: Case, device: str) -> Measured:
     return steady(case, device)
 
 
-def meeting(folder: str, case: Case, device: str) -> Measured:
+def meeting(folder: str, case: Case, device: str) -> CaseFigures:
     """Waits until there are cases on as many devices as its size says."""
     Path(folder, device).touch()
     while len(list(Path(folder).iterdir())) < case.size("size"):
         time.sleep(0.005)
-    return Measured(saved_bytes=1)
+    return CaseFigures(saved_bytes=1)
 
 
 def main(journal: str, log: str, num_cases: int) -> None:
@@ -197,7 +197,7 @@ def _lives_in(pid: int, session: int) -> bool:
     return state != "Z" and int(its_session) == session
 
 
-def machine(case: Case, device: str) -> Measured:
+def machine(case: Case, device: str) -> CaseFigures:
     """A machine of 0.1 TFLOP/s and 20 GB/s that launches in 10 us, on which gelu does not fit and attention hangs."""
     if case.work == "gelu":
         raise MemoryError("the activation does not fit")
@@ -205,10 +205,10 @@ def machine(case: Case, device: str) -> Measured:
         time.sleep(1000)
     figures = {"device_copy": {"copied_bytes_per_s": 20e9}, "launch": {"host_launch_s": 1e-6}, "allocator": {"context_bytes": 2.0**28}}
     times = {asked.name: Timing(median_us=_taken_us(case, asked), spread=0.01, repeats=7) for asked in case.passes}
-    return Measured(times=times, figures=figures.get(case.work, {}))
+    return CaseFigures(times=times, figures=figures.get(case.work, {}))
 
 
-def _taken_us(case: Case, asked: Pass) -> float:
+def _taken_us(case: Case, asked: CasePass) -> float:
     if case.work in ("linear", "block"):
         sizes = dict(case.sizes)
         flops = 24 * sizes["batch"] * sizes["seq"] * sizes["hidden"] ** 2 if case.work == "block" else math.prod(asked.sizes) * 2

@@ -16,7 +16,7 @@ from parplan.profiles.machines.curves import (
 )
 from parplan.profiles.machines.hardware import Cluster
 from parplan.profiles.machines.measured_points import NAMED
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Pass, Record, Timing
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, CasePass, Record, Timing
 from parplan.profiles.machines.shipped_profiles import shipped_profile
 from parplan.profiles.machines.speeds import Compute
 from parplan.profiles.models.spec import Precision
@@ -46,18 +46,18 @@ class Machine:
         self.element_bytes = Precision(precision).num_bytes
         self.draw = random.Random(0)
 
-    def record(self, work: str, sizes: dict[str, int], passes: Sequence[tuple[Pass, float]]) -> Record:
+    def record(self, work: str, sizes: dict[str, int], passes: Sequence[tuple[CasePass, float]]) -> Record:
         """A measured case: passes with their seconds."""
         times = {
             one.name: Timing(median_us=round(1e6 * time_s * self.draw.gauss(1.0, self.noise), 3), spread=0.01, repeats=20)
             for one, time_s in passes}
         case = Case(work=work, sizes=tuple(sizes.items()), precision=self.precision, passes=tuple(one for one, _ in passes))
-        return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times=times, saved_bytes=4096, clock_mhz=1410.0))
+        return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times, saved_bytes=4096, clock_mhz=1410.0))
 
     def linear(self, m: int, n: int, k: int) -> Record:
         shapes = {"forward": (m, n, k), "input_gradient": (m, k, n), "weight_gradient": (k, n, m)}
         return self.record("linear", {"m": m, "n": n, "k": k, "bias": 0}, [
-            (Pass(name=name, curve=name, sizes=shape), self.product_s(shape, name)) for name, shape in shapes.items()])
+            (CasePass(name=name, curve=name, sizes=shape), self.product_s(shape, name)) for name, shape in shapes.items()])
 
     def product_s(self, shape: tuple[int, int, int], curve: str, batch: int = 1) -> float:
         m, n, k = shape
@@ -67,7 +67,7 @@ class Machine:
     def batched(self, batch: int, m: int, n: int, k: int) -> Record:
         names = ("batched_forward", "batched_backward")
         return self.record("batched", {"batch": batch, "m": m, "n": n, "k": k}, [
-            (Pass(name=name.removeprefix("batched_"), curve=name, sizes=(batch, m, n, k)), self.product_s((m, n, k), name, batch))
+            (CasePass(name=name.removeprefix("batched_"), curve=name, sizes=(batch, m, n, k)), self.product_s((m, n, k), name, batch))
             for name in names])
 
     def attention(self, heads: int, seq: int, head_dim: int, dropout: int = 0) -> Record:
@@ -76,7 +76,7 @@ class Machine:
         for name, direction, curve, work in zip(names, ("forward", "backward"), curves, (1.0, 2.5), strict=True):
             flops = work * 2.0 * heads * seq * seq * head_dim
             time_s = flash_attention_s(flops, heads=heads, seq=seq, keys=seq / 2, head_dim=head_dim, curve=curve, chip=self.chip)
-            passes.append((Pass(name=direction, curve=name, sizes=(heads, seq, head_dim)), time_s * (1.5 if dropout else 1.0)))
+            passes.append((CasePass(name=direction, curve=name, sizes=(heads, seq, head_dim)), time_s * (1.5 if dropout else 1.0)))
         sizes = {"batch": 1, "heads": heads, "kv_heads": heads, "seq": seq, "head_dim": head_dim, "dropout": dropout}
         return self.record("attention", sizes, passes)
 
@@ -84,20 +84,20 @@ class Machine:
         """An operation bound by memory, at the speed of its class."""
         passes = getattr(self.compute, NAMED.get(work, work))
         return self.record(work, {"elements": n_bytes // self.element_bytes}, [
-            (Pass(name=direction, curve=f"{work}.{direction}", sizes=(n_bytes,)),
+            (CasePass(name=direction, curve=f"{work}.{direction}", sizes=(n_bytes,)),
              memory_bound_s(n_bytes, getattr(passes, direction), self.chip.bytes_per_s)) for direction in directions])
 
     def adamw(self, parameters: int) -> Record:
         n_bytes = 28 * parameters
         time_s = memory_bound_s(n_bytes, self.compute.optimizer, self.chip.bytes_per_s)
-        return self.record("adamw", {"parameters": parameters}, [(Pass(name="time", curve="optimizer", sizes=(n_bytes,)), time_s)])
+        return self.record("adamw", {"parameters": parameters}, [(CasePass(name="time", curve="optimizer", sizes=(n_bytes,)), time_s)])
 
     def figures(self, work: str, sizes: dict[str, int], **figures: float) -> Record:
         """A case that gives figures and no times."""
         case = Case(work=work, sizes=tuple(sizes.items()), precision=self.precision, passes=())
-        return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(figures=figures))
+        return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(figures=figures))
 
-    def failed(self, outcome: Outcome, detail: str, m: int = 65536) -> Record:
+    def failed(self, outcome: CaseOutcome, detail: str, m: int = 65536) -> Record:
         record = self.linear(m, 65536, 65536)
         return replace(record, outcome=outcome, measured=None, detail=detail)
 
@@ -115,5 +115,5 @@ class Machine:
             self.figures("launch", {}, host_launch_s=8e-6),
             self.figures("allocator", {}, granularity_bytes=512.0, reserved_share=0.04, context_bytes=5e8),
             self.figures("transfer", {"bytes": 2**28}, to_device_bytes_per_s=2.4e10, from_device_bytes_per_s=2.2e10),
-            self.failed(Outcome.OUT_OF_MEMORY, "tried to allocate 8.00 GiB"),
-            self.failed(Outcome.HUNG, "no answer in 60 s", m=131072))
+            self.failed(CaseOutcome.OUT_OF_MEMORY, "tried to allocate 8.00 GiB"),
+            self.failed(CaseOutcome.HUNG, "no answer in 60 s", m=131072))

@@ -9,10 +9,10 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.plan import Plan
 from parplan.planner.runs.run_account import RankMeasured, RecordedStep, make_run, predict
-from parplan.planner.runs.run_file import Environment, Run
+from parplan.planner.runs.run_file import RunEnvironment, RunFile
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.machines.calibration_factors import Calibration, Factor
@@ -30,11 +30,11 @@ def estimated(
     mesh = Mesh(pp=pp, dp=dp, tp=tp)
     entry = load_model("gpt-2.5b")
     training = TrainingSpec(global_batch_size=8 * dp, seq_length=1024, stack=load_stack(stack))
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=mesh, schedule=Schedule.INTERLEAVED if virtual_stages > 1 else schedule, virtual_stages=virtual_stages,
         micro_batch_size=2, num_micro_batches=4, sequence_parallel=False)
     return estimate_plan(
-        entry.spec, with_gpus(load_cluster(gpu), mesh.num_ranks), training, frame, zero=zero, recompute=recompute)
+        entry.spec, with_gpus(load_cluster(gpu), mesh.num_ranks), training, layout, zero=zero, recompute=recompute)
 
 
 def factors(plan: Plan, **values: float) -> Calibration:
@@ -43,7 +43,7 @@ def factors(plan: Plan, **values: float) -> Calibration:
     return Calibration(stack=plan.training.stack.name, precision=plan.training.precision.value, **off)
 
 
-def run_of(plan: Plan, truth: Calibration | None = None, *, allocated: int | None = None, reserved: int | None = None) -> Run:
+def run_of(plan: Plan, truth: Calibration | None = None, *, allocated: int | None = None, reserved: int | None = None) -> RunFile:
     """A run of `plan` on a machine of which `truth` holds: three recorded steps after a slow one, all ranks in step."""
     real = replace(plan, cluster=replace(plan.cluster, calibration=truth)) if truth else plan
     timeline = predict(real).timeline
@@ -62,7 +62,7 @@ def run_of(plan: Plan, truth: Calibration | None = None, *, allocated: int | Non
                     pp=pp, dp=dp, tp=tp, predicted=BYTES, held=BYTES, allocated_bytes=allocated, reserved_bytes=reserved,
                     host_rss_bytes=1000, steps=steps, ahead_s=ahead_s))
     step_s = timeline.step_s
-    environment = Environment(torch="2.13.0", device=f"NVIDIA {plan.cluster.device.name.upper()}", world_size=len(ranks), cpu_count=2)
+    environment = RunEnvironment(torch="2.13.0", device=f"NVIDIA {plan.cluster.device.name.upper()}", world_size=len(ranks), cpu_count=2)
     return make_run(
         plan, environment, ranks, seconds=[9 * step_s, step_s, step_s, step_s],
         losses=[4.0, 3.0, 2.0, 1.0], warm_up=1, clock_error_s=0.0, date="2026-11-01")

@@ -9,7 +9,7 @@ from typing import Any
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.traced.program_cut import cut
 from parplan.planner.plan.plan import PLAN_VERSION
-from parplan.planner.plan.traced_plan import ModulePlan, ShardPlan, ShardStage, TracedSummary
+from parplan.planner.plan.traced_plan import TracedPlan, ShardPlan, ShardStage, TracedSummary
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.spec import Precision
@@ -23,7 +23,7 @@ def hand_plan(
     module: str | Mapping[str, Any], *, pp: int = 1, dp: int = 1, virtual_stages: int = 1, shards_a_stage: int = 2, zero: int = 0,
     recompute: bool = False, num_micro_batches: int = 4, micro_batch_size: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B,
     precision: Precision = Precision.FP32,
-) -> ModulePlan:
+) -> TracedPlan:
     """A plan of a factory's module, or of a Hugging Face config's; with `recompute` the first shard of every stage runs again."""
     like = make_plan(
         pp=pp, dp=dp, num_micro_batches=num_micro_batches, global_batch_size=dp * num_micro_batches * micro_batch_size, schedule=schedule,
@@ -37,13 +37,13 @@ def hand_plan(
             recompute=(k * shards_a_stage,) if recompute else ())
         for k in range(count))
     summary = TracedSummary(name=source.text, num_parameters=0, num_operators=len(program.calls), flops_per_sequence=0, unit="samples")
-    plan = ModulePlan(
+    plan = TracedPlan(
         plan_version=PLAN_VERSION, module=source, traced=summary, cluster=like.cluster, training=like.training, mesh=like.mesh,
         pipeline=like.pipeline, shards=(), stages=stages, predicted=like.predicted, search=like.search)
     return _with_shards(plan, program, count * shards_a_stage)
 
 
-def _with_shards(plan: ModulePlan, program: Program, count: int) -> ModulePlan:
+def _with_shards(plan: TracedPlan, program: Program, count: int) -> TracedPlan:
     """Each end is moved on until the executor can cut there."""
     size = len(program.calls)
     ends: list[int] = []
@@ -55,7 +55,7 @@ def _with_shards(plan: ModulePlan, program: Program, count: int) -> ModulePlan:
     return replace(plan, shards=_shards(program, [*ends, size]))
 
 
-def _cuts(plan: ModulePlan, program: Program, ends: list[int]) -> bool:
+def _cuts(plan: TracedPlan, program: Program, ends: list[int]) -> bool:
     """Whether every end so far may be the end of a stage."""
     shards = _shards(program, [*ends, len(program.calls)])
     stages = tuple(ShardStage(rank=k, first=k, end=k + 1, zero=0) for k in range(len(shards)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from parplan.planner.dominance import front, new_lows
+from parplan.planner.dominance import undominated_rows, new_lows
 
 
 def test_a_new_low_is_below_all_before_it():
@@ -14,14 +14,14 @@ def test_a_new_low_is_below_all_before_it():
 
 def test_nothing_has_an_empty_front():
     assert new_lows(np.array([])).tolist() == []
-    assert front(np.array([]), np.array([])).tolist() == []
+    assert undominated_rows(np.array([]), np.array([])).tolist() == []
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_front_is_what_no_other_beats_or_equals_by_increasing_first_value(seed):
     first, second = np.random.default_rng(seed).integers(0, 6, (2, 12)).astype(float)
 
-    found = [(first[i], second[i]) for i in front(first, second)]
+    found = [(first[i], second[i]) for i in undominated_rows(first, second)]
 
     every = set(zip(first, second, strict=True))
     assert found == sorted(a for a in every if not any(b != a and b[0] <= a[0] and b[1] <= a[1] for b in every))

@@ -6,7 +6,7 @@ import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.forbid import Ban, parse_bans
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
@@ -65,22 +65,22 @@ def test_what_is_written_wrong_is_refused_with_a_suggestion(text, message, hint)
     pytest.param("sequence-parallel=false", lambda f: f.mesh.tp > 1 and not f.sequence_parallel, id="sequence-parallel"),
 ])
 def test_a_ban_takes_exactly_the_candidates_that_it_names_and_says_so(text, meets):
-    free = enumerate_space(*ASKED, Constraints())
-    left = enumerate_space(*ASKED, Constraints(forbid=parse_bans([text])))
+    free = enumerate_candidates(*ASKED, Constraints())
+    left = enumerate_candidates(*ASKED, Constraints(forbid=parse_bans([text])))
 
-    assert any(map(meets, free.frames))
-    assert list(left.frames) == [frame for frame in free.frames if not meets(frame)]
+    assert any(map(meets, free.layouts))
+    assert list(left.layouts) == [layout for layout in free.layouts if not meets(layout)]
     excluded = [pruned for pruned in left.pruned if pruned.reason.startswith("excluded by --forbid ")]
     assert {pruned.reason.split()[-1] for pruned in excluded} == set(map(str, parse_bans([text])))
 
 
 def test_gpipe_is_tried_where_1f1b_is_forbidden():
-    left = enumerate_space(*ASKED, Constraints(forbid=parse_bans(["schedule=1f1b"])))
+    left = enumerate_candidates(*ASKED, Constraints(forbid=parse_bans(["schedule=1f1b"])))
     others = (Schedule.GPIPE, Schedule.INTERLEAVED, Schedule.EARLY_RECOMPUTE, Schedule.SCP, Schedule.ZBV)
-    pinned = enumerate_space(*ASKED, Constraints(schedule=others))
+    pinned = enumerate_candidates(*ASKED, Constraints(schedule=others))
 
-    assert set(left.frames) == set(pinned.frames)
-    assert any(frame.schedule is Schedule.GPIPE and frame.num_micro_batches >= frame.mesh.pp for frame in left.frames)
+    assert set(left.layouts) == set(pinned.layouts)
+    assert any(layout.schedule is Schedule.GPIPE and layout.num_micro_batches >= layout.mesh.pp for layout in left.layouts)
 
 
 @pytest.mark.parametrize(("forbidden", "pinned"), [

@@ -10,10 +10,10 @@ import pytest
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import closed_form_s
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.master import Master, evaluate, lower_bound_s, redundancy_bound_bytes
 from parplan.planner.request import SolverName
-from parplan.planner.stage_columns.columns import Column
+from parplan.planner.stage_columns.columns import StageColumn
 from parplan.profiles.units import MIB
 from tests.helpers.cases import mostly_slow
 
@@ -22,13 +22,13 @@ SCALES = [pytest.param(1e-6, id="microseconds"), pytest.param(1e-1, id="tenths-o
 
 
 def frame_of(pp, v=1, m=8, dp=2, tp=2):
-    return Frame(
+    return ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
         micro_batch_size=1, num_micro_batches=m, sequence_parallel=False)
 
 
 def column(blocks, time_s, tail_s=0.0, redundant=0.0, zero=0):
-    return Column(((None, blocks),), zero, time_s, tail_s, 0.0, redundant, time_s, time_s)
+    return StageColumn(((None, blocks),), zero, time_s, tail_s, 0.0, redundant, time_s, time_s)
 
 
 def random_case(seed, scale_s):
@@ -45,20 +45,20 @@ def random_case(seed, scale_s):
     return frame_of(pp, v, m=pp * draw.choice((1, 4))), options, num_layers
 
 
-def every_choice(frame, options, num_layers):
+def every_choice(layout, options, num_layers):
     for columns in itertools.product(*options):
-        if frame.virtual_stages > 1 or sum(c.num_blocks for c in columns) == num_layers:
-            yield evaluate(frame, columns, proven=True)
+        if layout.virtual_stages > 1 or sum(c.num_blocks for c in columns) == num_layers:
+            yield evaluate(layout, columns, proven=True)
 
 
 @pytest.mark.parametrize("solver", list(SolverName))
 @pytest.mark.parametrize("scale_s", SCALES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_fastest_choice_is_that_of_brute_force(seed, scale_s, solver):
-    frame, options, num_layers = random_case(seed, scale_s)
-    best_s = min((choice.step_s for choice in every_choice(frame, options, num_layers)), default=None)
+    layout, options, num_layers = random_case(seed, scale_s)
+    best_s = min((choice.step_s for choice in every_choice(layout, options, num_layers)), default=None)
 
-    found = Master(frame, options, num_layers).fastest(solver)
+    found = Master(layout, options, num_layers).fastest(solver)
 
     if best_s is None:
         assert found is None
@@ -73,12 +73,12 @@ def test_the_fastest_choice_is_that_of_brute_force(seed, scale_s, solver):
 @pytest.mark.parametrize("slowdown", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_leanest_choice_within_a_slowdown_is_that_of_brute_force(seed, slowdown, solver):
-    frame, options, num_layers = random_case(seed, 1e-3)
-    choices = list(every_choice(frame, options, num_layers))
+    layout, options, num_layers = random_case(seed, 1e-3)
+    choices = list(every_choice(layout, options, num_layers))
     slowest_s = min((choice.step_s for choice in choices), default=1.0) * (1 + slowdown)
     allowed = [choice for choice in choices if choice.step_s <= slowest_s]
 
-    found = Master(frame, options, num_layers).leanest(slowest_s, solver)
+    found = Master(layout, options, num_layers).leanest(slowest_s, solver)
 
     if not allowed:
         assert found is None
@@ -92,10 +92,10 @@ def test_the_leanest_choice_within_a_slowdown_is_that_of_brute_force(seed, slowd
 @pytest.mark.parametrize("scale_s", SCALES)
 @pytest.mark.parametrize("seed", mostly_slow(range(40), range(10)))
 def test_the_lower_bounds_never_exceed_the_optimum_and_see_what_is_infeasible(seed, scale_s):
-    frame, options, num_layers = random_case(seed, scale_s)
-    choices = list(every_choice(frame, options, num_layers))
+    layout, options, num_layers = random_case(seed, scale_s)
+    choices = list(every_choice(layout, options, num_layers))
 
-    least_s, least_bytes = lower_bound_s(frame, options, num_layers), redundancy_bound_bytes(frame, options, num_layers)
+    least_s, least_bytes = lower_bound_s(layout, options, num_layers), redundancy_bound_bytes(layout, options, num_layers)
 
     if choices:
         assert least_s <= min(choice.step_s for choice in choices) * (1 + 1e-12)
@@ -105,10 +105,10 @@ def test_the_lower_bounds_never_exceed_the_optimum_and_see_what_is_infeasible(se
 
 
 def test_the_lower_bound_is_the_optimum_where_one_column_is_left():
-    frame = frame_of(2)
+    layout = frame_of(2)
     options = [[column(3, 3e-3, 1e-3)], [column(5, 4e-3, 2e-3)]]
 
-    assert lower_bound_s(frame, options, 8) == pytest.approx(closed_form_s([3e-3, 4e-3], [1e-3, 2e-3], 8, 1))
+    assert lower_bound_s(layout, options, 8) == pytest.approx(closed_form_s([3e-3, 4e-3], [1e-3, 2e-3], 8, 1))
 
 
 def test_the_price_of_a_choice_by_hand():

@@ -12,10 +12,10 @@ from parplan.costmodels.layers.layer_price import CONTENTION, price_operators
 from parplan.costmodels.operators.compute import operator_time
 from parplan.costmodels.operators.kernels import MISALIGNED, misaligned
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import transfer_time
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.profiles.catalog import (
     cluster_names,
     load_cluster,
@@ -121,12 +121,12 @@ def test_sequence_parallel_gathers_and_reductions_run_under_their_products_where
 @pytest.mark.parametrize(("virtual_stages", "share"), [(1, 1.0), (2, CONTENTION)])
 def test_transfers_are_hidden_under_the_interleaved_schedule_only(virtual_stages, share):
     schedule = Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=4, dp=1, tp=8), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=4, num_micro_batches=8,
         sequence_parallel=True)
 
     def seconds(stack, machine=MACHINE):
-        return transfer_time(0, frame, PriceBook(GPT, replace(TRAINING, stack=stack), machine)).value_s
+        return transfer_time(0, layout, PriceCache(GPT, replace(TRAINING, stack=stack), machine)).value_s
 
     hidden, measured = replace(NO_HOST, overlap_transfers=True), replace(MACHINE, profile=replace(MACHINE.profile, contention=0.5))
     assert seconds(hidden) == pytest.approx(share * seconds(NO_HOST))
@@ -134,8 +134,8 @@ def test_transfers_are_hidden_under_the_interleaved_schedule_only(virtual_stages
 
 
 def transfer(stack, *, sequence_parallel=False, crosses_nodes=True):
-    book = PriceBook(GPT, replace(TRAINING, stack=stack), MACHINE)
-    return book.transfer(4, Sharding(8, sequence_parallel), crosses_nodes=crosses_nodes, sharing=8).value_s
+    price_cache = PriceCache(GPT, replace(TRAINING, stack=stack), MACHINE)
+    return price_cache.transfer(4, Sharding(8, sequence_parallel), crosses_nodes=crosses_nodes, sharing=8).value_s
 
 
 def test_partitioned_transfers_send_a_part_a_rank_and_gather_it_inside_the_node():
@@ -188,7 +188,7 @@ def test_fused_attention_that_the_device_cannot_run_is_an_error():
     machine = machine_for(with_gpus(load_cluster("v100-32gb"), 8), Terms())
 
     with pytest.raises(ConfigError, match=r"no fused attention for v100-32gb of compute capability 7\.0 .*flash2 from 8") as error:
-        PriceBook(GPT, replace(TRAINING, precision="fp16", stack=load_stack("megatron-core")), machine)
+        PriceCache(GPT, replace(TRAINING, precision="fp16", stack=load_stack("megatron-core")), machine)
     assert error.value.hint == "use --attention unfused"
 
 

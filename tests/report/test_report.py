@@ -14,7 +14,7 @@ from parplan.commands.requests.described import Asked, parse_size, question
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import Pruned
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Band, ErrorBand, Objective, Quantity, RunnerUp, Status
@@ -31,7 +31,7 @@ from parplan.report.machines.catalogue_tables import print_stacks, stack_rows
 from parplan.report.plan_documents import plan_document, plan_schema
 from parplan.report.plans.layer_table import print_layers
 from parplan.report.plans.memory_table import layers_text, rows
-from parplan.report.plans.summary import Context, print_summary
+from parplan.report.plans.summary import SummaryContext, print_summary
 from parplan.report.progress_bars import profile_bar, progress_bar
 from parplan.report.searches.pruned_table import grouped
 from parplan.report.text import FIXED_WIDTH, aligned, console, gib_text, joined, seconds_text
@@ -41,10 +41,10 @@ def estimated(
     pp: int = 4, dp: int = 2, tp: int = 2, *, virtual_stages: int = 1, schedule: Schedule = Schedule.ONE_F_ONE_B, **choices: object,
 ) -> Plan:
     asked = question(Asked(model="gpt-20b", gpus=pp * dp * tp, gpu="a100-80gb", gpus_per_node=pp * dp * tp))
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=1,
         num_micro_batches=1024 // dp, sequence_parallel=tp > 1)
-    return estimate_plan(asked.model, asked.cluster, asked.training, frame, **choices)
+    return estimate_plan(asked.model, asked.cluster, asked.training, layout, **choices)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def plan() -> Plan:
 
 def text_of(plan: Plan, width: int, **context: object) -> str:
     out = Console(file=io.StringIO(), width=width, highlight=False)
-    print_summary(plan, out, Context(**context))
+    print_summary(plan, out, SummaryContext(**context))
     print_layers(plan, out)
     return out.file.getvalue()
 
@@ -368,7 +368,7 @@ def test_the_progress_of_a_session_says_what_runs_what_failed_and_the_time_left(
     monkeypatch.setenv("TERM", "xterm-256color")
     out = Console(file=Terminal(), width=160)
     with profile_bar(out) as on_progress:
-        on_progress(profiling.Progress(
+        on_progress(profiling.SessionProgress(
             done=3, total=40, failed=failed, running=("gelu tokens=8 width=16 bf16", "launch bf16"), expected_s=expected_s,
             budget_s=budget_s))
 

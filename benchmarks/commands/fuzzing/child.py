@@ -121,15 +121,15 @@ def _run(given: Input) -> int:
 def _rules(path: Path) -> None:
     """Refuse the plan as the executor does before it starts any rank."""
     from parplan.executor.rules.all_rules import validate
-    from parplan.executor.rules.traced_rules import validate_module_plan
+    from parplan.executor.rules.traced_rules import validate_traced_plan
     from parplan.executor.run_options import Options
-    from parplan.planner.plan.traced_plan import ModulePlan, read
+    from parplan.planner.plan.traced_plan import TracedPlan, read_any_plan
     from parplan.profiles.errors import PlannerError
 
     try:
-        plan = read(path)
-        if isinstance(plan, ModulePlan):
-            validate_module_plan(plan, Options())
+        plan = read_any_plan(path)
+        if isinstance(plan, TracedPlan):
+            validate_traced_plan(plan, Options())
         else:
             validate(plan)
     except PlannerError as error:

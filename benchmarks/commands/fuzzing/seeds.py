@@ -136,16 +136,16 @@ def _own_profile() -> bytes:
     from parplan.profiles.machines.shipped_profiles import shipped_profile
     from parplan.profiles.machines.user_profile import (
         PROFILE_VERSION,
-        Environment,
-        OwnProfile,
-        to_yaml,
+        ProfileEnvironment,
+        UserProfile,
+        profile_to_yaml,
     )
     from tests.helpers.synthetic_profiles import CLUSTER, Machine
 
-    here = Environment(
+    here = ProfileEnvironment(
         date="2026-11-21", device="NVIDIA A100-SXM4-80GB", num_devices=8, torch="2.13.0+cu130", num_sms=108, driver="580.10", cuda="13.0",
         gpu_links={"NV12": 28}, nic_links={"PXB": 16}, max_sm_clock_mhz=1410.0)
-    return to_yaml(OwnProfile(
+    return profile_to_yaml(UserProfile(
         profile_version=PROFILE_VERSION, device="a100-80gb", precision="bf16", environment=here, cluster=cluster_document(CLUSTER),
         profile=shipped_profile("a100-80gb"), records=Machine().every()[::9])).encode()
 
@@ -154,12 +154,12 @@ def _comm_file() -> bytes:
     """The file of parplan.profiles.profile_comm, with the records of nccl-tests."""
     from parplan.profiles.documents.schema import document
     from parplan.profiles.profiler.communication.comm_file import COMM_VERSION, CommFile
-    from parplan.profiles.profiler.communication.nccl_tests import records_of
+    from parplan.profiles.profiler.communication.nccl_tests import nccl_tests_records
 
     found = CommFile(
         comm_version=COMM_VERSION, date="2026-11-21", device="NVIDIA A100-SXM4-80GB", backend="nccl", torch="2.13.0", nodes=1,
         ranks_per_node=8,
-        records=tuple(records_of(NCCL.decode())))
+        records=tuple(nccl_tests_records(NCCL.decode())))
     return yaml.safe_dump(document(found), sort_keys=False, width=120).encode()
 
 

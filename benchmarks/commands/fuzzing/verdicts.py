@@ -46,7 +46,7 @@ def _death(ended: Ended) -> tuple[str, str]:
     if ended.hung:
         return "hang", _innermost(ended.stack, "no frame")
     if ended.code < 0 and -ended.code not in (signal.SIGINT, signal.SIGPIPE):
-        return "signal", f"{signal.Signals(-ended.code).name} {_innermost(ended.stack, 'no frame')}"
+        return "signal", f"{signal.Signals(-ended.code).name} {_innermost(ended.stack, 'no layout')}"
     return "", ""
 
 
@@ -106,21 +106,21 @@ def _command(given: Input) -> str:
 
 
 def _last(tail: str) -> str:
-    frames = _FRAME.findall(tail)
-    own = [frame for frame in frames if _OWN.search(frame[0])]
-    if not frames:
+    layouts = _FRAME.findall(tail)
+    own = [layout for layout in layouts if _OWN.search(layout[0])]
+    if not layouts:
         return "no frame"
-    shown = _frame(frames[-1])
-    return shown if frames[-1] in own[-1:] or not own else f"{_frame(own[-1])} > {shown}"
+    shown = _frame(layouts[-1])
+    return shown if layouts[-1] in own[-1:] or not own else f"{_frame(own[-1])} > {shown}"
 
 
 def _innermost(stack: str, otherwise: str) -> str:
-    """The innermost of our own frames that faulthandler wrote, which writes the innermost first."""
-    frames = _FRAME.findall(stack.partition("Current thread")[2] or stack)
-    own = [frame for frame in frames if _OWN.search(frame[0]) and "fuzzing" not in frame[0]]
-    if not frames:
+    """The innermost of our own layouts that faulthandler wrote, which writes the innermost first."""
+    layouts = _FRAME.findall(stack.partition("Current thread")[2] or stack)
+    own = [layout for layout in layouts if _OWN.search(layout[0]) and "fuzzing" not in layout[0]]
+    if not layouts:
         return otherwise
-    return _frame(own[0]) if own else _frame(frames[0])
+    return _frame(own[0]) if own else _frame(layouts[0])
 
 
 def _frame(found: tuple[str, str, str]) -> str:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from parplan.commands.requests.described import Question
 from parplan.costmodels.communication.mesh import Mesh, illegal_expert_parallel
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame, Strategy
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.planner.candidates.enumeration import (
     MAX_MICRO_BATCH_SIZE,
     expert_degrees,
-    illegal_frame,
+    illegal_layout,
     illegal_tensor_parallel,
 )
 from parplan.planner.candidates.stack_rules import lacking_schedule
@@ -34,24 +34,24 @@ class LeftOut:
 
 
 def _large_micro_batch(strategy: Strategy, pins: Constraints) -> bool:
-    return strategy.frame.micro_batch_size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None
+    return strategy.layout.micro_batch_size > MAX_MICRO_BATCH_SIZE and pins.micro_batch_size is None
 
 
 def _gathers_ahead(strategy: Strategy, pins: Constraints) -> bool:
-    frame = strategy.frame
-    return frame.recomputes_ahead and frame.mesh.dp > 1 and any(choice.zero == 3 for stage in strategy.stages for choice in stage)
+    layout = strategy.layout
+    return layout.recomputes_ahead and layout.mesh.dp > 1 and any(choice.zero == 3 for stage in strategy.stages for choice in stage)
 
 
 def _split_and_again(strategy: Strategy, pins: Constraints) -> bool:
     again = (choice.recompute for stage in strategy.stages for choice in stage if choice.kind is LayerKind.BLOCK)
-    return strategy.frame.splits_backward and any(names not in ((), "none") for names in again)
+    return strategy.layout.splits_backward and any(names not in ((), "none") for names in again)
 
 
 def _uneven_chunks(strategy: Strategy, pins: Constraints) -> bool:
     """Whether the stages between the first and the last hold different numbers of blocks under the interleaved schedule."""
     counts = [sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in strategy.stages]
     middle = counts[1:-1] or counts
-    return strategy.frame.equal_ranks and (len(set(middle)) > 1 or {counts[0], counts[-1]} not in ({middle[0]}, {middle[0] - 1}))
+    return strategy.layout.equal_ranks and (len(set(middle)) > 1 or {counts[0], counts[-1]} not in ({middle[0]}, {middle[0] - 1}))
 
 
 LEFT_OUT = (
@@ -67,12 +67,12 @@ def left_out(strategy: Strategy, pins: Constraints) -> LeftOut | None:
     return next((entry for entry in LEFT_OUT if entry.has(strategy, pins)), None)
 
 
-def zero_stages(frame: Frame, pins: Constraints) -> tuple[int, ...]:
-    """The ZeRO stages that layers of `frame` may have."""
-    if frame.mesh.dp == 1:
+def zero_stages(layout: ParallelLayout, pins: Constraints) -> tuple[int, ...]:
+    """The ZeRO stages that layers of `layout` may have."""
+    if layout.mesh.dp == 1:
         return (0,)
     allowed = pins.resolved().zero or (0, 1, 2, 3)
-    return tuple(zero for zero in allowed if zero < 3 or not (frame.splits_backward or frame.recomputes_ahead))
+    return tuple(zero for zero in allowed if zero < 3 or not (layout.splits_backward or layout.recomputes_ahead))
 
 
 def _meshes(asked: Question, pins: Constraints) -> Iterator[Mesh]:
@@ -98,18 +98,18 @@ def _schedules(mesh: Mesh, num_layers: int) -> Iterator[tuple[Schedule, int]]:
             yield schedule, 2 if schedule is Schedule.ZBV else 1
 
 
-def _within(frame: Frame, pins: Constraints) -> bool:
-    mesh, pipelined, divided = frame.mesh, frame.mesh.pp > 1, frame.mesh.tp > 1
+def _within(layout: ParallelLayout, pins: Constraints) -> bool:
+    mesh, pipelined, divided = layout.mesh, layout.mesh.pp > 1, layout.mesh.tp > 1
     values = {
-        "pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "ep": mesh.ep, "micro_batch_size": frame.micro_batch_size,
-        **({"schedule": frame.schedule, "virtual_stages": frame.virtual_stages} if pipelined else {}),
-        **({"sequence_parallel": frame.sequence_parallel, "tp_overlap": frame.tp_overlap} if divided else {})}
+        "pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp, "ep": mesh.ep, "micro_batch_size": layout.micro_batch_size,
+        **({"schedule": layout.schedule, "virtual_stages": layout.virtual_stages} if pipelined else {}),
+        **({"sequence_parallel": layout.sequence_parallel, "tp_overlap": layout.tp_overlap} if divided else {})}
     pinned = ((getattr(pins, name), value) for name, value in values.items())
     return all(allowed is None or value in allowed for allowed, value in pinned) and not pins.ban(**values)
 
 
-def frames(asked: Question, pins: Constraints) -> Iterator[Frame]:
-    """Every frame within the pins that estimate prices, and at no higher level of sub-pipelining than the stack runs, or pins say."""
+def layouts(asked: Question, pins: Constraints) -> Iterator[ParallelLayout]:
+    """Every layout within the pins that estimate prices, and at no higher level of sub-pipelining than the stack runs, or pins say."""
     levels = range(asked.training.stack.tp_overlap + 1) if pins.tp_overlap is None else pins.tp_overlap
     for mesh in _meshes(asked, pins):
         if asked.training.global_batch_size % mesh.dp:
@@ -119,9 +119,9 @@ def frames(asked: Question, pins: Constraints) -> Iterator[Frame]:
             for schedule, virtual_stages in _schedules(mesh, asked.model.num_layers):
                 for sequence_parallel in (False, True) if mesh.tp > 1 else (False,):
                     for level in levels if mesh.tp > 1 else (0,):
-                        frame = Frame(
+                        layout = ParallelLayout(
                             mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=micro_batch_size,
                             num_micro_batches=per_replica // micro_batch_size, sequence_parallel=sequence_parallel, tp_overlap=level)
-                        reason = lacking_schedule(frame, asked.training.stack) or illegal_frame(frame, asked.model, asked.training)
-                        if not reason and _within(frame, pins) and zero_stages(frame, pins):
-                            yield frame
+                        reason = lacking_schedule(layout, asked.training.stack) or illegal_layout(layout, asked.model, asked.training)
+                        if not reason and _within(layout, pins) and zero_stages(layout, pins):
+                            yield layout

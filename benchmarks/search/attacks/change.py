@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 from benchmarks.search.attacks.moves import block_counts, is_block
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
-from parplan.planner.candidates.enumeration import describe
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.planner.candidates.enumeration import layout_text
 
 
 def kinds(plan: Strategy, attack: Strategy) -> tuple[str, ...]:
-    """What differs: the frame's choices, else blocks by stage, ZeRO stages, recompute, and the ends."""
-    if plan.frame != attack.frame:
-        return tuple(_frame_kinds(plan.frame, attack.frame))
+    """What differs: the layout's choices, else blocks by stage, ZeRO stages, recompute, and the ends."""
+    if plan.layout != attack.layout:
+        return tuple(_frame_kinds(plan.layout, attack.layout))
     found = ["blocks moved"] if block_counts(plan) != block_counts(attack) else []
     for name, part in (("zero", lambda c: c.zero), ("recompute", lambda c: c.recompute), ("division", lambda c: c.sharding)):
         if Counter(map(part, _blocks(plan))) != Counter(map(part, _blocks(attack))):
@@ -24,7 +24,7 @@ def kinds(plan: Strategy, attack: Strategy) -> tuple[str, ...]:
     return tuple(found) or ("order",)
 
 
-def _frame_kinds(one: Frame, other: Frame) -> Iterator[str]:
+def _frame_kinds(one: ParallelLayout, other: ParallelLayout) -> Iterator[str]:
     names = {
         "mesh": "mesh", "schedule": "schedule", "virtual_stages": "virtual stages", "micro_batch_size": "micro-batch",
         "sequence_parallel": "sequence parallel", "tp_overlap": "tp overlap"}
@@ -40,11 +40,11 @@ def _ends(strategy: Strategy) -> tuple[int, ...]:
 
 
 def text(strategy: Strategy) -> str:
-    """The frame, and by pipeline rank the runs of equal blocks."""
-    frame = strategy.frame
+    """The layout, and by pipeline rank the runs of equal blocks."""
+    layout = strategy.layout
     stages = [f"{stage}: {_stage_text(layers)}" for stage, layers in enumerate(strategy.stages)]
     embedding, head = _ends(strategy)
-    return f"{describe(frame)}; ends ZeRO {embedding}, {head}; " + " | ".join(stages)
+    return f"{layout_text(layout)}; ends ZeRO {embedding}, {head}; " + " | ".join(stages)
 
 
 def _stage_text(layers: tuple[LayerChoice, ...]) -> str:

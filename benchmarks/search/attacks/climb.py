@@ -115,8 +115,8 @@ class Climb:
                 yield moved
 
     def _offered(self, strategy: Strategy, group: tuple[int, ...]) -> tuple[LayerChoice, ...]:
-        ranks = {strategy.frame.rank_of(stage) for stage in group}
-        offered = [self.palette.choices(strategy.frame, rank) for rank in ranks]
+        ranks = {strategy.layout.rank_of(stage) for stage in group}
+        offered = [self.palette.choices(strategy.layout, rank) for rank in ranks]
         return tuple(choice for choice in offered[0] if all(choice in others for others in offered[1:])) if len(ranks) > 1 else offered[0]
 
     def _gain(self, strategy: Strategy, old: LayerChoice, new: LayerChoice) -> float:
@@ -124,13 +124,13 @@ class Climb:
             return 0.0
         if self.prices.objective is Objective.MEMORY:
             return 1.0
-        return self.prices.block_s(old, strategy.frame) - self.prices.block_s(new, strategy.frame)
+        return self.prices.block_s(old, strategy.layout) - self.prices.block_s(new, strategy.layout)
 
     def _filled(self, strategy: Strategy, group: tuple[int, ...], old: LayerChoice, new: LayerChoice) -> Strategy:
         """On every rank of a group as many blocks on the new choice as fit its device."""
         last = self.chance.random() < 0.5
-        for rank in dict.fromkeys(strategy.frame.rank_of(stage) for stage in group):
-            own = [stage for stage in group if strategy.frame.rank_of(stage) == rank]
+        for rank in dict.fromkeys(strategy.layout.rank_of(stage) for stage in group):
+            own = [stage for stage in group if strategy.layout.rank_of(stage) == rank]
             count = max(sum(choice == old for choice in strategy.stages[stage]) for stage in own)
             kept = strategy
 
@@ -162,15 +162,15 @@ class Climb:
         moved = carried(strategy, giver, taker)
         if moved is None or not self.counts(moved):
             return None
-        rank = strategy.frame.rank_of(taker)
+        rank = strategy.layout.rank_of(taker)
         return moved if self.prices.fits(moved, rank) else self.relieved(moved, rank)
 
     def relieved(self, strategy: Strategy, rank: int, tries: int = 6) -> Strategy | None:
         """Blocks of one rank on another choice, as few as fit, at the least cost of some random choices; None where none fits."""
-        own, found = strategy.frame.stages_of(rank), []
+        own, found = strategy.layout.stages_of(rank), []
         olds = choices_of(strategy, own)
         for _ in range(tries):
-            old, new = self.chance.choice(olds), self.chance.choice(self.palette.choices(strategy.frame, rank))
+            old, new = self.chance.choice(olds), self.chance.choice(self.palette.choices(strategy.layout, rank))
             count = max(sum(choice == old for choice in strategy.stages[stage]) for stage in own)
             if old == new or not self.prices.fits(retuned(strategy, own, old, new, count, last=True), rank):
                 continue
@@ -179,9 +179,9 @@ class Climb:
         return min(found, key=self.prices.work_s, default=None)
 
     def _other_ends(self, strategy: Strategy) -> Strategy:
-        stages = [choice.zero for choice in self.palette.choices(strategy.frame, 0)]
+        stages = [choice.zero for choice in self.palette.choices(strategy.layout, 0)]
         embedding = self.chance.choice(stages)
-        alike = self.prices.book.tied or self.chance.random() < 0.5  # the executor adds a shared table's gradients as they are held
+        alike = self.prices.price_cache.tied or self.chance.random() < 0.5  # the executor adds a shared table's gradients as they are held
         return with_ends(strategy, embedding, embedding if alike else self.chance.choice(stages))
 
 

@@ -27,10 +27,10 @@ def choices_of(strategy: Strategy, stages: Collection[int]) -> tuple[LayerChoice
 
 def groups_of(strategy: Strategy) -> list[tuple[int, ...]]:
     """The stages that change together: one alone, those of a rank, and all."""
-    frame = strategy.frame
-    alone = [(stage,) for stage in range(frame.num_virtual_stages)]
-    ranks = [tuple(sorted(frame.stages_of(rank))) for rank in range(frame.mesh.pp)]
-    return list(dict.fromkeys((*alone, *ranks, tuple(range(frame.num_virtual_stages)))))
+    layout = strategy.layout
+    alone = [(stage,) for stage in range(layout.num_virtual_stages)]
+    ranks = [tuple(sorted(layout.stages_of(rank))) for rank in range(layout.mesh.pp)]
+    return list(dict.fromkeys((*alone, *ranks, tuple(range(layout.num_virtual_stages)))))
 
 
 def retuned(strategy: Strategy, stages: Collection[int], old: LayerChoice, new: LayerChoice, count: int, *, last: bool) -> Strategy:

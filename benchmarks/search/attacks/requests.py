@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
-from benchmarks.search.attacks.allowed import frames
+from benchmarks.search.attacks.allowed import layouts
 from parplan.commands.requests.described import Asked, Question, question
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
@@ -102,7 +102,7 @@ def drawn(seed: int) -> Iterator[Request]:
         per_node = 1 if chance.random() < 0.1 else None
         asked = _asked(model, gpus, gpu, stack=stack, global_batch_size=batch, gpus_per_node=per_node)
         request = Request(asked, pins)
-        if _has_room(request) and any(frames(request.question, request.pins)):
+        if _has_room(request) and any(layouts(request.question, request.pins)):
             yield request
 
 

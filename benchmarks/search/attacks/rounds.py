@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from benchmarks.search.attacks import change
-from benchmarks.search.attacks.allowed import frames, left_out
+from benchmarks.search.attacks.allowed import layouts, left_out
 from benchmarks.search.attacks.climb import (
     Alike,
     Climb,
@@ -23,13 +23,13 @@ from benchmarks.search.attacks.palette import Palette
 from benchmarks.search.attacks.prices import INFINITY, Candidate, Prices
 from benchmarks.search.attacks.requests import Request
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import Frame, Strategy
+from parplan.costmodels.strategy import ParallelLayout, Strategy
 from parplan.executor.rules.all_rules import refusals
-from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, enumerate_space
+from parplan.planner.candidates.enumeration import MAX_MICRO_BATCH_SIZE, enumerate_candidates
 from parplan.planner.infeasible.shortfall import limit_bytes
-from parplan.planner.plan.assemble import assemble, rounded
+from parplan.planner.plan.assemble import assemble, rounded_figures
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
 from parplan.planner.plan.reprice import Repriced, reprice
@@ -40,7 +40,7 @@ from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.units import GIB, gib
 
 ROUNDING = 2e-6  # relative: a gap has six decimals in a plan, a step six digits
-FRAMES = 10  # other frames that are filled and climbed from
+FRAMES = 10  # other layouts that are filled and climbed from
 SCREENED = 60  # of those that the search has not, and of those that it has, how many are looked at
 CLIMBED = 3  # of the filled ones
 NEAR = 1.02  # of the plan's step: what is further is not climbed from
@@ -94,11 +94,11 @@ class Attack:
         self.request, self.asked, self.plan, self.evaluations = request, asked, plan, evaluations
         self.chance = random.Random(f"{seed} {request}")
         self.given: Repriced | None = None if plan is None else reprice(plan)
-        book = PriceBook(asked.model, asked.training, machine_for(asked.cluster), zero_ranks=request.pins.zero_ranks)
+        price_cache = PriceCache(asked.model, asked.training, machine_for(asked.cluster), zero_ranks=request.pins.zero_ranks)
         limit = limit_bytes(asked.cluster, asked.training.stack, request.options)
         slowest_s = INFINITY if plan is None else plan.search.fastest_step_time_s * (1 + request.options.max_slowdown) * (1 + ROUNDING)
-        self.prices = Prices(book, limit, request.objective, slowest_s)
-        self.palette = Palette(MixTable(book, request.pins.resolved(asked.training.stack)), request.pins, seed)
+        self.prices = Prices(price_cache, limit, request.objective, slowest_s)
+        self.palette = Palette(MixTable(price_cache, request.pins.resolved(asked.training.stack)), request.pins, seed)
         self.layouts = Layouts(self.prices, self.palette, request.pins)
         self.excused = frozenset(rule.name for rule, _ in refusals(plan)) if plan else frozenset[str]()
 
@@ -108,7 +108,7 @@ class Attack:
             return None
         found = self.prices.price(self.given.strategy)
         assert found is not None, f"{self.request}: the plan does not fit its own limit"
-        assert rounded(found.step_s) == self.plan.predicted.step_time_s.value, f"{self.request}: {found.step_s} s is not what the plan says"
+        assert rounded_figures(found.step_s) == self.plan.predicted.step_time_s.value, f"{self.request}: {found.step_s} s is not what the plan says"
         self.prices.as_good = found.value * (1 + ROUNDING)
         self.prices.leanest = found.peak_bytes
         return found
@@ -119,7 +119,7 @@ class Attack:
 
     def runs(self, strategy: Strategy) -> bool:
         """Whether the executor has nothing against it that it has not against the plan."""
-        plan = assemble(strategy, price_step(strategy, self.prices.book), UNSEARCHED, self.prices.book)
+        plan = assemble(strategy, price_step(strategy, self.prices.price_cache), UNSEARCHED, self.prices.price_cache)
         return all(rule.name in self.excused for rule, _ in refusals(plan))
 
     def found(self) -> Iterator[tuple[str, Candidate]]:
@@ -127,7 +127,7 @@ class Attack:
         start = self.start()
         if start is not None:
             for name, alike in (("zero", same_recompute), ("recompute", same_zero), ("moved", no_change), ("blocks", any_change)):
-                moves_blocks = name in ("moved", "blocks") and start.strategy.frame.mesh.pp > 1
+                moves_blocks = name in ("moved", "blocks") and start.strategy.layout.mesh.pp > 1
                 if moves_blocks or name != "moved":
                     yield name, self._climb(alike).from_(start, int(SHARES[name] * self.evaluations), moves_blocks=moves_blocks)
         yield from (("frames", best) for best in self._of_frames(start))
@@ -137,46 +137,46 @@ class Attack:
         return Climb(self.prices, self.palette, self.chance, self.counts, self.runs, alike)
 
     def _of_frames(self, start: Candidate | None) -> Iterator[Candidate]:
-        """Other frames, filled and climbed from: those that the search does not have, and some that it has."""
-        own = start.strategy.frame if start else None
+        """Other layouts, filled and climbed from: those that the search does not have, and some that it has."""
+        own = start.strategy.layout if start else None
         cut = start.value if start and self.request.objective is Objective.THROUGHPUT else INFINITY
         filled: list[Candidate] = []
         stop = self.prices.evaluations + int(SHARES["frames"] * self.evaluations)
-        for frame in self._others(own, cut):
+        for layout in self._others(own, cut):
             if filled and self.prices.evaluations > stop:
                 break
-            found = self.layouts.best(frame, cut * NEAR)
+            found = self.layouts.best(layout, cut * NEAR)
             filled += [found] if found is not None and self.counts(found.strategy) else []
         filled.sort(key=lambda found: found.key)
         for found in filled[:CLIMBED]:
             yield self._climb(any_change).from_(found, int(SHARES["climbed"] * self.evaluations / CLIMBED))
 
-    def _others(self, own: Frame | None, cut: float) -> list[Frame]:
-        """Frames whose busiest rank would be below the cut if memory had no limit, of every mesh in turn."""
-        known = frozenset(enumerate_space(self.asked.model, self.asked.cluster, self.asked.training, self.request.pins).frames)
-        every = [frame for frame in self._frames() if frame != own]
+    def _others(self, own: ParallelLayout | None, cut: float) -> list[ParallelLayout]:
+        """Layouts whose busiest rank would be below the cut if memory had no limit, of every mesh in turn."""
+        known = frozenset(enumerate_candidates(self.asked.model, self.asked.cluster, self.asked.training, self.request.pins).layouts)
+        every = [layout for layout in self._layouts() if layout != own]
         self.chance.shuffle(every)
-        turn, seen = dict[Frame, int](), Counter[Mesh]()
-        for frame in every:
-            turn[frame], seen[frame.mesh] = seen[frame.mesh], seen[frame.mesh] + 1
-        every.sort(key=lambda frame: (turn[frame], own is None or frame.mesh != own.mesh))
-        chosen: list[Frame] = []
+        turn, seen = dict[ParallelLayout, int](), Counter[Mesh]()
+        for layout in every:
+            turn[layout], seen[layout.mesh] = seen[layout.mesh], seen[layout.mesh] + 1
+        every.sort(key=lambda layout: (turn[layout], own is None or layout.mesh != own.mesh))
+        chosen: list[ParallelLayout] = []
         for unknown, most in ((True, FRAMES), (False, FRAMES)):
-            wanted = [frame for frame in every if (frame not in known) is unknown][:SCREENED]
-            chosen += [frame for frame in wanted if self.layouts.roomy(frame) < cut][:most]
+            wanted = [layout for layout in every if (layout not in known) is unknown][:SCREENED]
+            chosen += [layout for layout in wanted if self.layouts.roomy(layout) < cut][:most]
         return chosen
 
-    def _frames(self) -> list[Frame]:
-        return [frame for frame in frames(self.asked, self.request.pins) if frame.micro_batch_size <= MAX_MICRO_BATCH_SIZE]
+    def _layouts(self) -> list[ParallelLayout]:
+        return [layout for layout in layouts(self.asked, self.request.pins) if layout.micro_batch_size <= MAX_MICRO_BATCH_SIZE]
 
     def _random(self) -> Iterator[Candidate]:
         """Random layouts as `estimate` prices them."""
-        possible = self._frames()
+        possible = self._layouts()
         for _ in range(RANDOM_LAYOUTS if possible else 0):
             plan = random_layout(self.chance, self.asked, self.request.pins, possible)
             found = plan and self.prices.price(reprice(plan).strategy)
             if found and plan:
-                assert self.prices.objective is Objective.MEMORY or rounded(found.value) == plan.predicted.step_time_s.value
+                assert self.prices.objective is Objective.MEMORY or rounded_figures(found.value) == plan.predicted.step_time_s.value
                 yield found
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Record, Timing
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.profiler.communication.collective_calls import Products, Run, call, zeros
 from parplan.profiles.profiler.communication.comm_cases import (
     COMMUNICATOR,
@@ -24,8 +24,8 @@ from parplan.profiles.profiler.communication.comm_cases import (
     POINT_TO_POINT,
     shape_of,
 )
-from parplan.profiles.profiler.communication.group_shapes import Members, members, pairs
-from parplan.profiles.profiler.communication.measuring_ranks import Ranks
+from parplan.profiles.profiler.communication.group_shapes import Members, group_members, pairs
+from parplan.profiles.profiler.communication.measuring_ranks import MeasuringRank
 from parplan.profiles.units import US_PER_S
 
 Made = TypeVar("Made")
@@ -63,23 +63,23 @@ class DoesNotFitError(Exception):
     """The tensors of some rank do not fit its memory; all ranks know."""
 
 
-def measured(case: Case, ranks: Ranks, effort: Effort = FULL) -> Record:
+def measured(case: Case, ranks: MeasuringRank, effort: Effort = FULL) -> Record:
     """What came of `case`, the same on all ranks. Raises RuntimeError when a collective fails or passes its timeout."""
     try:
         found = _WORKS.get(case.work, _timed)(_Together(case, ranks), effort)
     except UnsupportedError as error:
-        return Record(case=case, outcome=Outcome.UNSUPPORTED, detail=str(error))
+        return Record(case=case, outcome=CaseOutcome.UNSUPPORTED, detail=str(error))
     except DoesNotFitError as error:
-        return Record(case=case, outcome=Outcome.OUT_OF_MEMORY, detail=str(error))
-    return Record(case=case, outcome=Outcome.MEASURED, measured=found)
+        return Record(case=case, outcome=CaseOutcome.OUT_OF_MEMORY, detail=str(error))
+    return Record(case=case, outcome=CaseOutcome.MEASURED, measured=found)
 
 
 class _Together:
     """The groups of a case that run at once, and the one that this rank is in, if any."""
 
-    def __init__(self, case: Case, ranks: Ranks) -> None:
+    def __init__(self, case: Case, ranks: MeasuringRank) -> None:
         self.case, self.ranks = case, ranks
-        self.members: Members = (pairs if case.work == POINT_TO_POINT else members)(shape_of(case), ranks.world)
+        self.members: Members = (pairs if case.work == POINT_TO_POINT else group_members)(shape_of(case), ranks.world)
         self.own = next((index for index, group in enumerate(self.members) if ranks.rank in group), None)
         self.calls = 1
         self.leads = False  # whether a call goes before those that are timed
@@ -135,7 +135,7 @@ class _Together:
         return min(repeats, max(MIN_REPEATS, wanted))
 
 
-def _timed(together: _Together, effort: Effort) -> Measured:
+def _timed(together: _Together, effort: Effort) -> CaseFigures:
     """A collective, or a message: half of there and back."""
     case, device = together.case, together.ranks.device
     run = together.made(lambda group, ranks: call(case, group, ranks, device))
@@ -145,10 +145,10 @@ def _timed(together: _Together, effort: Effort) -> Measured:
     found_s: list[float] = []
     while not found_s or (timing(found_s).spread > STEADY_SPREAD and together.calls * sum(found_s) < effort.patience_s):
         found_s += together.seconds(run, turns)
-    return Measured(times={"time": timing([share * seconds for seconds in found_s])})
+    return CaseFigures(times={"time": timing([share * seconds for seconds in found_s])})
 
 
-def _overlap(together: _Together, effort: Effort) -> Measured:
+def _overlap(together: _Together, effort: Effort) -> CaseFigures:
     """Seconds of an all-reduce alone, of as many products as hide it, and of both together, in turns."""
     case, device = together.case, together.ranks.device
     beside = together.made(lambda group, _: Products(case, group, device))
@@ -163,10 +163,10 @@ def _overlap(together: _Together, effort: Effort) -> Measured:
     found_s = [[together.seconds(run, 1)[0] for run in runs] for _ in range(turns)]
     alone_s, communication_s, both_s = (statistics.median(column) for column in zip(*found_s, strict=True))
     figures = {"compute_alone_s": alone_s, "communication_alone_s": communication_s, "both_s": both_s, "products": float(count)}
-    return Measured(figures=figures)
+    return CaseFigures(figures=figures)
 
 
-def _communicator(together: _Together, effort: Effort) -> Measured:
+def _communicator(together: _Together, effort: Effort) -> CaseFigures:
     """What the first collective of new groups takes of the device's memory, of the rank that has least left after it."""
     ranks = together.ranks
     if ranks.device.type != "cuda":
@@ -182,10 +182,10 @@ def _communicator(together: _Together, effort: Effort) -> Measured:
     taken = ranks.largest([float(before - after)])[0]
     if together.own is not None:
         dist.destroy_process_group(groups[together.own])
-    return Measured(figures={"buffer_bytes": taken})
+    return CaseFigures(figures={"buffer_bytes": taken})
 
 
-_WORKS: dict[str, Callable[[_Together, Effort], Measured]] = {OVERLAP: _overlap, COMMUNICATOR: _communicator}
+_WORKS: dict[str, Callable[[_Together, Effort], CaseFigures]] = {OVERLAP: _overlap, COMMUNICATOR: _communicator}
 
 
 def elapsed_s(run: Run, calls: int, device: torch.device, limit_s: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.measurements import Case, Pass
+from parplan.profiles.machines.measurements import Case, CasePass
 from parplan.profiles.profiler.communication.group_shapes import (
     Shape,
     World,
@@ -77,7 +77,7 @@ def timed_case(work: str, n_bytes: int, shape: Shape, precision: str) -> Case:
     rounded = -(-n_bytes // step) * step
     sizes = (rounded, shape.nodes, shape.ranks_per_node, shape.groups)
     named = tuple(zip(SIZES, sizes, strict=True))
-    return Case(work=work, sizes=named, precision=precision, passes=(Pass(name="time", curve=work, sizes=sizes),))
+    return Case(work=work, sizes=named, precision=precision, passes=(CasePass(name="time", curve=work, sizes=sizes),))
 
 
 def _overlaps(world: World, largest_bytes: int, precision: str, product: int) -> Iterator[tuple[int, int, Case]]:

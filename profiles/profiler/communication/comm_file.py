@@ -34,13 +34,13 @@ class CommFile:
     records: tuple[Record, ...]
 
 
-def write(path: Path, found: CommFile) -> None:
+def write_comm_file(path: Path, found: CommFile) -> None:
     """Write the file whole or not at all. Raises ConfigError."""
     write_text(yaml.safe_dump(document(found), sort_keys=False, width=120), path, hint="choose another -o")
 
 
-def read(path: Path) -> CommFile:
-    """What `write` wrote. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
+def read_comm_file(path: Path) -> CommFile:
+    """What `write_comm_file` wrote. Raises ConfigError: not readable, not YAML, another version, unknown or missing keys."""
     body = read_yaml(path, hints=Hints(_HINT, _HINT))
     version = body.get("comm_version") if isinstance(body, dict) else None
     if version != COMM_VERSION:

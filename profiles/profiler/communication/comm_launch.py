@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parplan.profiles.errors import PlannerError
-from parplan.profiles.profiler.communication.comm_file import CommFile, in_flight_of, read
+from parplan.profiles.profiler.communication.comm_file import CommFile, in_flight_of, read_comm_file
 
 LAST_LINES = 50  # of what it said: torchrun says much after an error
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def comm_records(
         left = None if ends_at_s is None else max(1.0, ends_at_s - time.monotonic()) / 60
         command = _command(num_ranks, {"--output": output, "--device": device, "--minutes": left, "--largest": largest})
         if _run([*command, *again], lines, told) == 0:
-            return read(output)
+            return read_comm_file(output)
         if not in_flight_of(output).exists() and not any(_ENDED.match(line) for line in lines):
             break
         again = ["--attempts", "1"]  # what is in flight ended a run that nobody ended from outside

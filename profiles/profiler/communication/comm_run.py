@@ -21,14 +21,14 @@ from parplan.profiles.documents.files import write_text
 from parplan.profiles.documents.reader import read_json
 from parplan.profiles.documents.schema import parse
 from parplan.profiles.errors import ConfigError, PlannerError
-from parplan.profiles.machines.measurements import Case, Outcome, Record
+from parplan.profiles.machines.measurements import Case, CaseOutcome, Record
 from parplan.profiles.profiler.communication.collective_timing import FULL, Effort, measured
-from parplan.profiles.profiler.communication.measuring_ranks import Ranks
+from parplan.profiles.profiler.communication.measuring_ranks import MeasuringRank
 from parplan.profiles.profiler.journal import Journal
 
 STOP = -1
 ATTEMPTS = 3  # runs that may end in a case without a word: being killed from outside looks the same
-ENDED = {Outcome.HUNG: "hung in", Outcome.CRASHED: "crashed in", Outcome.OUT_OF_MEMORY: "out of memory in"}
+ENDED = {CaseOutcome.HUNG: "hung in", CaseOutcome.CRASHED: "crashed in", CaseOutcome.OUT_OF_MEMORY: "out of memory in"}
 AGAIN = "run the same command again: it goes on with what is left"
 LAST_WORD_S = 3.0  # other ranks stay so long after an error, for torchrun ends all when the first goes
 
@@ -90,7 +90,7 @@ class Chief:
         """Record the case in flight as crashed where so many runs have ended in it."""
         for case in self.left():
             if self.in_flight.attempts(case) >= attempts:
-                self.keep(Record(case=case, outcome=Outcome.CRASHED, detail=f"{attempts} runs ended in it without a word"))
+                self.keep(Record(case=case, outcome=CaseOutcome.CRASHED, detail=f"{attempts} runs ended in it without a word"))
 
     def next_index(self) -> int:
         """The case to measure now, STOP when there is none or no time."""
@@ -108,7 +108,7 @@ class Chief:
         self.told(record, len(self.cases) - len(self.left()), len(self.cases))
 
 
-def run_cases(cases: Sequence[Case], ranks: Ranks, chief: Chief | None, effort: Effort = FULL) -> None:
+def run_cases(cases: Sequence[Case], ranks: MeasuringRank, chief: Chief | None, effort: Effort = FULL) -> None:
     """Measure the cases that rank 0, which alone has a `chief`, chooses. Raises PlannerError when a collective failed."""
     while (index := _next(ranks, chief)) != STOP:
         case = cases[index]
@@ -122,7 +122,7 @@ def run_cases(cases: Sequence[Case], ranks: Ranks, chief: Chief | None, effort: 
             chief.keep(record)
 
 
-def _next(ranks: Ranks, chief: Chief | None) -> int:
+def _next(ranks: MeasuringRank, chief: Chief | None) -> int:
     try:
         return ranks.decided(STOP if chief is None else chief.next_index())
     except RuntimeError as error:
@@ -132,11 +132,11 @@ def _next(ranks: Ranks, chief: Chief | None) -> int:
 def _failed(case: Case, error: RuntimeError, chief: Chief | None) -> PlannerError:
     """The error of a run that cannot go on, once rank 0 has kept what came of the case."""
     reason = _first_line(error)
-    outcome = Outcome.CRASHED
+    outcome = CaseOutcome.CRASHED
     if isinstance(error, torch.OutOfMemoryError):
-        outcome = Outcome.OUT_OF_MEMORY
+        outcome = CaseOutcome.OUT_OF_MEMORY
     elif any(words in reason.lower() for words in ("timed out", "timeout")):
-        outcome = Outcome.HUNG
+        outcome = CaseOutcome.HUNG
     if chief is None:
         time.sleep(LAST_WORD_S)
     else:

@@ -87,7 +87,7 @@ def _fresh(levels: Iterable[tuple[Shape, ...]]) -> Iterator[tuple[Shape, ...]]:
             yield kept
 
 
-def members(shape: Shape, world: World) -> Members:
+def group_members(shape: Shape, world: World) -> Members:
     """The groups that run at once, by their ranks; that of rank 0 first. Shapes of `group_shapes`."""
     local = world.ranks_per_node
     alone = shape.groups == 1 and shape.ranks_per_node < local

@@ -17,7 +17,7 @@ CONTROL_FACTOR = 2  # ranks that are not in a group wait for it longer than it m
 
 
 @dataclass(kw_only=True)
-class Ranks:
+class MeasuringRank:
     """The groups of one rank. Decisions and times go over `control`, a gloo group of all; `timeout` is that of one collective."""
 
     world: World
@@ -101,9 +101,9 @@ def chosen_device(name: str) -> torch.device:
     return device
 
 
-def joined(world: World, device: torch.device, timeout: timedelta) -> Ranks:
+def joined(world: World, device: torch.device, timeout: timedelta) -> MeasuringRank:
     """Join the other ranks. Without a device of its own for the default group, so that no communicator is made before it is measured."""
     limit = CONTROL_FACTOR * timeout
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
-    return Ranks(
+    return MeasuringRank(
         world=world, rank=dist.get_rank(), device=device, timeout=timeout, control=dist.new_group(timeout=limit, backend="gloo"))

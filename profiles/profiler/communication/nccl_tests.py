@@ -14,7 +14,7 @@ from pathlib import Path
 
 from parplan.profiles.documents.reader import Hints, read_text
 from parplan.profiles.errors import ConfigError, unknown_name_error
-from parplan.profiles.machines.measurements import Measured, Outcome, Record, Timing
+from parplan.profiles.machines.measurements import CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.profiler.communication.comm_cases import (
     ALL_REDUCE,
     PARTED,
@@ -41,7 +41,7 @@ _HINT = "take the whole output of nccl-tests, with its header"
 
 
 @dataclass(slots=True)
-class _Run:
+class _TestHeader:
     """What the lines before a row say: the program, its ranks as (group, host), iterations, and the header's columns from `time` on."""
 
     program: str = ""
@@ -62,7 +62,7 @@ class _Asked:
     collective: str | None
 
 
-def records_of(
+def nccl_tests_records(
     text: str, nodes: int | None = None, ranks_per_node: int | None = None, *, groups: int | None = None, collective: str | None = None,
     where: str = "nccl-tests output",
 ) -> tuple[Record, ...]:
@@ -83,17 +83,17 @@ def records_of(
     return found
 
 
-def read(paths: Iterable[Path], nodes: int | None = None, ranks_per_node: int | None = None) -> tuple[Record, ...]:
-    """The records of several files. Raises ConfigError: not readable, or as `records_of`."""
+def read_nccl_tests(paths: Iterable[Path], nodes: int | None = None, ranks_per_node: int | None = None) -> tuple[Record, ...]:
+    """The records of several files. Raises ConfigError: not readable, or as `nccl_tests_records`."""
     found: list[Record] = []
     for path in paths:
         text = read_text(path, hints=Hints(_HINT, _HINT), lossy=True)
-        found += records_of(text, nodes, ranks_per_node, where=str(path))
+        found += nccl_tests_records(text, nodes, ranks_per_node, where=str(path))
     return tuple(found)
 
 
 def _records(lines: list[str], asked: _Asked) -> Iterator[Record]:
-    run = _Run()
+    run = _TestHeader()
     for number, line in enumerate(lines, start=1):
         bare = _PREFIX.sub("", line)
         if _ROW.match(bare):
@@ -104,7 +104,7 @@ def _records(lines: list[str], asked: _Asked) -> Iterator[Record]:
             _note(bare, run)
 
 
-def _note(line: str, run: _Run) -> None:
+def _note(line: str, run: _TestHeader) -> None:
     """Keep what a line says of the rows that follow."""
     program = _PROGRAM.search(line)
     if program:
@@ -121,7 +121,7 @@ def _note(line: str, run: _Run) -> None:
         run.header, run.columns = first, [name for name in names[first:] if name != "timestamp"]
 
 
-def _record(line: str, run: _Run, asked: _Asked, place: str) -> Record | None:
+def _record(line: str, run: _TestHeader, asked: _Asked, place: str) -> Record | None:
     """The record of a row, None for one of no bytes."""
     work, shape = _work(run, asked, place), _shape(run, asked, place)
     if work == POINT_TO_POINT:
@@ -135,10 +135,10 @@ def _record(line: str, run: _Run, asked: _Asked, place: str) -> Record | None:
     time_us = times_us[-1] if work == ALL_REDUCE else times_us[0]
     timing = Timing(median_us=time_us, spread=(max(times_us) - min(times_us)) / 2 / time_us, repeats=run.iterations)
     case = timed_case(work, int(head[0]), shape, PRECISIONS.get(head[2], head[2]))
-    return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times={"time": timing}))
+    return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={"time": timing}))
 
 
-def _cells(line: str, run: _Run, place: str) -> tuple[list[str], list[dict[str, str]]]:
+def _cells(line: str, run: _TestHeader, place: str) -> tuple[list[str], list[dict[str, str]]]:
     """The cells before the first time, and those of each half by column. A blank redop or root is no cell."""
     if not run.columns:
         raise ConfigError(f"{place}: a row before the header with its columns", hint=_HINT)
@@ -179,7 +179,7 @@ def _bus_factors(work: str, ranks: int) -> tuple[float, ...]:
     return (2 * (ranks - 1) / ranks,) if work == ALL_REDUCE else (1.0,)
 
 
-def _work(run: _Run, asked: _Asked, place: str) -> str:
+def _work(run: _TestHeader, asked: _Asked, place: str) -> str:
     if asked.collective is not None:
         return asked.collective
     if run.program not in PROGRAMS:
@@ -190,7 +190,7 @@ def _work(run: _Run, asked: _Asked, place: str) -> str:
     return PROGRAMS[run.program]
 
 
-def _shape(run: _Run, asked: _Asked, place: str) -> Shape:
+def _shape(run: _TestHeader, asked: _Asked, place: str) -> Shape:
     """What the list of ranks says, under what the caller says. Raises ConfigError where they differ or say nothing."""
     own = [host for group, host in run.ranks if group == "0"]
     hosts = len(set(own))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from parplan.profiles.machines.measurements import Outcome, Record
+from parplan.profiles.machines.measurements import CaseOutcome, Record
 from parplan.profiles.machines.speeds import HostSpeed
 
 RATES = {  # field of the rates -> work and figure of a record
@@ -23,5 +23,5 @@ def host_speed(records: Sequence[Record]) -> HostSpeed | None:
 def _best(records: Sequence[Record], work: str, figure: str) -> float | None:
     rates = [
         record.measured.figures[figure] for record in records
-        if record.case.work == work and record.outcome is Outcome.MEASURED and record.measured and figure in record.measured.figures]
+        if record.case.work == work and record.outcome is CaseOutcome.MEASURED and record.measured and figure in record.measured.figures]
     return max(rates, default=None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from parplan.profiles.machines.curve_fitting import rounded
 from parplan.profiles.machines.curves import CollectiveCurve
 from parplan.profiles.machines.hardware import Cluster
-from parplan.profiles.machines.measurements import Outcome, Record
+from parplan.profiles.machines.measurements import CaseOutcome, Record
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.machines.speeds import Inter, Intra
 from parplan.profiles.profiler.communication.comm_cases import (
@@ -31,7 +31,7 @@ def links_of(records: Iterable[Record], cluster: Cluster) -> tuple[Intra, Inter,
 
     What no record says is that of the device's shipped profile, or assumed.
     """
-    measured = [record for record in records if record.outcome is Outcome.MEASURED]
+    measured = [record for record in records if record.outcome is CaseOutcome.MEASURED]
     curves = curves_of(measured)
     profile = machine_for(cluster).profile
     inside = tuple(curve for curve in curves if curve.nodes == 1)

@@ -19,7 +19,7 @@ from parplan.profiles.machines.curve_fitting import Array, fit, rounded, rounded
 from parplan.profiles.machines.curves import (
     ALIGNED_BYTES,
     FLASH_BACKWARD_FLOPS,
-    Bounds,
+    SizeBounds,
     Chip,
     Curve,
     FlashCurve,
@@ -39,9 +39,9 @@ from parplan.profiles.machines.measured_points import (
     OTHERS,
     with_points,
 )
-from parplan.profiles.machines.measurements import Case, Outcome, Record
+from parplan.profiles.machines.measurements import Case, CaseOutcome, Record
 from parplan.profiles.machines.shipped_profiles import ASSUMED_SHARES, analytic_profile
-from parplan.profiles.machines.speeds import Compute, InStep, Inter, Intra, Passes, Profile
+from parplan.profiles.machines.speeds import Compute, InStep, Inter, Intra, PassCurves, Profile
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.provenance import Kind
 from parplan.profiles.units import US_PER_S
@@ -56,7 +56,7 @@ _MEMORY = ("bandwidth_share", "launch_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class TimedPoint:
     """One timed pass: the curve and the case that it is of, its sizes in the order of its curve, its seconds and their spread."""
 
     curve: str
@@ -74,11 +74,11 @@ class Point:
 class _Form:
     """What the fits of one device share."""
 
-    points: Mapping[str, Sequence[Point]]
+    points: Mapping[str, Sequence[TimedPoint]]
     chip: Chip
     element_bytes: int
 
-    def of(self, *names: str) -> list[Point]:
+    def of(self, *names: str) -> list[TimedPoint]:
         """The points of curves."""
         return [point for name in names for point in self.points.get(name, ())]
 
@@ -118,22 +118,22 @@ def _assumed(form: _Form, device_name: str) -> Compute:
     return replace(compute, **same)
 
 
-def _by_curve(records: Sequence[Record]) -> dict[str, list[Point]]:
-    found: dict[str, list[Point]] = {}
+def _by_curve(records: Sequence[Record]) -> dict[str, list[TimedPoint]]:
+    found: dict[str, list[TimedPoint]] = {}
     for record in records:
-        if record.outcome is not Outcome.MEASURED or record.measured is None:
+        if record.outcome is not CaseOutcome.MEASURED or record.measured is None:
             continue
         for one in record.case.passes:
             if one.curve and one.name in record.measured.times:
                 timing = record.measured.times[one.name]
-                point = Point(one.curve, record.case, one.sizes, timing.median_us / US_PER_S, timing.spread)
+                point = TimedPoint(one.curve, record.case, one.sizes, timing.median_us / US_PER_S, timing.spread)
                 found.setdefault(one.curve, []).append(point)
     return found
 
 
 def _fitted(
-    points: Sequence[Point], base: AnyCurve, names: Sequence[str], price: Callable[[Point, AnyCurve], float],
-    extent: Callable[[Point], tuple[int, ...]] = lambda point: point.sizes, beside: Sequence[Point] = (),
+    points: Sequence[TimedPoint], base: AnyCurve, names: Sequence[str], price: Callable[[TimedPoint, AnyCurve], float],
+    extent: Callable[[TimedPoint], tuple[int, ...]] = lambda point: point.sizes, beside: Sequence[TimedPoint] = (),
 ) -> AnyCurve:
     """`base` with the named constants fitted to points, its errors there, and its bounds, also of points `beside` that it is not
     fitted to; without any points ANALYTIC, as it is."""
@@ -157,7 +157,7 @@ def _fitted(
     works = ", ".join(sorted({point.case.work for point in points}))
     return replace(
         found, kind=Kind.INTERPOLATED, source=f"{works} on this machine, under steady load",
-        bounds=Bounds(low=tuple(sizes.min(axis=0).tolist()), high=tuple(sizes.max(axis=0).tolist())),
+        bounds=SizeBounds(low=tuple(sizes.min(axis=0).tolist()), high=tuple(sizes.max(axis=0).tolist())),
         rows=len(points), median_error=rounded(float(np.median(errors))), worst_error=rounded(float(errors.max())))
 
 
@@ -180,17 +180,17 @@ def _least(predict: Callable[[Array], Array], measured: Array, weights: Array, s
 def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
     """The products of linear layers, and those of un-fused attention, which are bounded by sequence and head_dim."""
 
-    def price(point: Point, curve: MatmulCurve) -> float:
+    def price(point: TimedPoint, curve: MatmulCurve) -> float:
         m, n, k = point.sizes
         product = Product(m=m, n=n, k=k, operand_bytes=form.element_bytes, result_bytes=form.element_bytes)
         return matmul_s.__wrapped__(product, curve, form.chip, sustained=True)
 
-    def batched(point: Point, curve: MatmulCurve) -> float:
+    def batched(point: TimedPoint, curve: MatmulCurve) -> float:
         batch, m, n, k = _batched_sizes(point)
         product = Product(m=m, n=n, k=k, batch=batch, operand_bytes=form.element_bytes, result_bytes=form.element_bytes)
         return matmul_s.__wrapped__(product, curve, form.chip, sustained=True)
 
-    def heads(point: Point) -> tuple[int, ...]:
+    def heads(point: TimedPoint) -> tuple[int, ...]:
         _, m, n, k = _batched_sizes(point)
         return m, min(n, k)
 
@@ -207,7 +207,7 @@ def _products(form: _Form, assumed: Compute) -> dict[str, MatmulCurve]:
     }
 
 
-def _aligned(form: _Form, name: str) -> list[Point]:
+def _aligned(form: _Form, name: str) -> list[TimedPoint]:
     """The points of a product; on an accelerator those of matrices whose rows are whole loads, if there are any."""
     points = form.of(name)
     if form.chip.num_sms == 1:
@@ -216,12 +216,12 @@ def _aligned(form: _Form, name: str) -> list[Point]:
     return whole or points
 
 
-def _row_elements(point: Point) -> int:
+def _row_elements(point: TimedPoint) -> int:
     first, second, third = point.sizes
     return math.gcd(first, second) if point.curve == "weight_gradient" else math.gcd(second, third)
 
 
-def _batched_sizes(point: Point) -> tuple[int, ...]:
+def _batched_sizes(point: TimedPoint) -> tuple[int, ...]:
     """(batch, m, n, k) of a product of un-fused attention."""
     return tuple(point.case.size(name) for name in ("batch", "m", "n", "k"))
 
@@ -229,7 +229,7 @@ def _batched_sizes(point: Point) -> tuple[int, ...]:
 def _flash(form: _Form, base: FlashCurve, name: str, work: float) -> FlashCurve:
     """Fused causal attention; its bounds are those of sequence and head_dim."""
 
-    def price(point: Point, curve: FlashCurve) -> float:
+    def price(point: TimedPoint, curve: FlashCurve) -> float:
         heads, seq, head_dim = point.sizes
         flops = work * 4.0 * heads * seq * seq / 2 * head_dim
         return flash_attention_s(flops, heads=heads, seq=seq, keys=seq / 2, head_dim=head_dim, curve=curve, chip=form.chip)
@@ -246,26 +246,26 @@ def _dropped(form: _Form, compute: Compute) -> tuple[FlashCurve, FlashCurve] | N
 
 
 def _memory(form: _Form, base: MemoryCurve, *names: str) -> MemoryCurve:
-    def price(point: Point, curve: MemoryCurve) -> float:
+    def price(point: TimedPoint, curve: MemoryCurve) -> float:
         return memory_bound_s(point.sizes[0], curve, form.chip.bytes_per_s)
 
     return _fitted(form.of(*names), base, _MEMORY, price)
 
 
-def _classes(form: _Form, assumed: Compute) -> dict[str, Passes]:
+def _classes(form: _Form, assumed: Compute) -> dict[str, PassCurves]:
     """The classes of operations bound by memory, each over the points of all its members."""
-    return {name: Passes(**{
+    return {name: PassCurves(**{
         direction: _memory(
             form, getattr(getattr(assumed, name), direction), *(f"{member}.{direction}" for member in (name, *MEMBERS.get(name, ()))))
         for direction in DIRECTIONS}) for name in ASSUMED_SHARES}
 
 
-def _named(form: _Form, classes: Mapping[str, Passes]) -> dict[str, Passes]:
+def _named(form: _Form, classes: Mapping[str, PassCurves]) -> dict[str, PassCurves]:
     """Single operations that have points, drawn towards their class, which also stands in for a pass without any."""
     found = {curve.rpartition(".")[0] for curve in form.points}
     names = sorted(found - {"", *classes, *(name.rpartition(".")[0] for name in DROPPED_FLASH)})
     return {
-        name: Passes(**{
+        name: PassCurves(**{
             direction: _memory(form, getattr(classes[NAMED.get(name, OTHERS)], direction), f"{name}.{direction}")
             for direction in DIRECTIONS})
         for name in names}

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from parplan import cli
 from parplan.commands.requests.modules import load_module, narrowed
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.planner.plan.plan import read
+from parplan.planner.plan.plan import read_plan
 from parplan.planner.request import Constraints
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
@@ -43,7 +43,7 @@ def test_a_plan_holds_the_whole_configuration_and_does_not_pad_its_vocabulary(co
     done = run("--model", config(LLAMA), "--module", "huggingface", *WHERE)
 
     assert done.exit_code == 0, done.output
-    plan = read(tmp_path / "plan.yaml")
+    plan = read_plan(tmp_path / "plan.yaml")
     assert plan.module == ModuleSource(huggingface=LLAMA)
     assert plan.model.padded_vocab_size == 300
     assert "module    Hugging Face llama" in done.stdout
@@ -57,7 +57,7 @@ def test_the_search_for_a_module_names_no_operators(config, tmp_path):
 
     assert free.exit_code == kept.exit_code == 0, free.output + kept.output
     lengths = {
-        name: {len(plan.recompute) for plan in read(tmp_path / name).layer_plans.values() if plan.layer is LayerKind.BLOCK}
+        name: {len(plan.recompute) for plan in read_plan(tmp_path / name).layer_plans.values() if plan.layer is LayerKind.BLOCK}
         for name in ("free.yaml", "kept.yaml")}
     assert lengths["kept.yaml"] == {0, 11}
     assert lengths["free.yaml"] - {0, 11}  # without the module the search does choose operators
@@ -91,7 +91,7 @@ def test_a_plan_for_a_function_imports_nothing(tmp_path, monkeypatch):
     done = run("--model", "gpt-tiny", "--module", "broken_module:build", *WHERE)
 
     assert done.exit_code == 0, done.output
-    assert read(tmp_path / "plan.yaml").module == ModuleSource(factory="broken_module:build")
+    assert read_plan(tmp_path / "plan.yaml").module == ModuleSource(factory="broken_module:build")
     assert "broken_module" not in sys.modules
 
 

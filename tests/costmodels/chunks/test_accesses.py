@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.costmodels.chunks.accesses import Span, layer_passes, uses
-from parplan.costmodels.chunks.chunk_layout import Sized, pack
-from parplan.costmodels.chunks.chunk_operations import Group
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.chunks.accesses import MomentSpan, layer_passes, uses
+from parplan.costmodels.chunks.chunk_layout import SizedTensor, pack
+from parplan.costmodels.chunks.chunk_operations import ChunkedBlocks
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import Schedule
 from tests.helpers.chunked import DEV, HOST, chunked
 
-F, B = Work.FORWARD, Work.BACKWARD
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 def moments_of(strategy, rank=0):
@@ -20,8 +20,8 @@ def moments_of(strategy, rank=0):
 
 def group_of(blocks, elements, group_elements, ranks=1, home=HOST):
     """Blocks of three tensors of `elements` each, in communication groups of `group_elements`."""
-    tensors = [Sized(f"block{block}.{name}", elements) for block in blocks for name in "abc"]
-    return Group(home=home, blocks=tuple(blocks), layout=pack(tensors, group_elements, ranks, len(blocks)))
+    tensors = [SizedTensor(f"block{block}.{name}", elements) for block in blocks for name in "abc"]
+    return ChunkedBlocks(home=home, blocks=tuple(blocks), chunk_layout=pack(tensors, group_elements, ranks, len(blocks)))
 
 
 def test_layers_pass_forward_in_the_order_of_the_model_and_backward_in_the_other():
@@ -50,9 +50,9 @@ def test_a_chunk_that_two_blocks_share_is_used_in_the_passes_of_both_and_its_gra
     found = uses([group], moments, in_parameters=False)
 
     assert [one.touched[:4] for one in found] == [(0, 5, 6, 11), (0, 1, 4, 5), (1, 4, 7, 10), (2, 3, 8, 9), (2, 3, 8, 9)]
-    assert found[1].runs == (Span(4, 5), Span(10, 11))
-    assert found[3].spans == (Span(2, 3), Span(8, 9))
-    assert found[0].spans == (Span(0, 0), Span(5, 6), Span(11, 11))
+    assert found[1].runs == (MomentSpan(4, 5), MomentSpan(10, 11))
+    assert found[3].spans == (MomentSpan(2, 3), MomentSpan(8, 9))
+    assert found[0].spans == (MomentSpan(0, 0), MomentSpan(5, 6), MomentSpan(11, 11))
 
 
 def test_blocks_of_several_ranks_share_no_communication_group_even_where_both_would_fit():
@@ -62,8 +62,8 @@ def test_blocks_of_several_ranks_share_no_communication_group_even_where_both_wo
     found = uses([group], moments, in_parameters=True)
 
     assert [one.touched for one in found] == [(0, 3), (1, 2)]
-    assert [one.spans for one in found] == [(Span(0, 0), Span(3, 3)), (Span(1, 2),)]
-    assert [one.runs for one in found] == [(Span(3, 3),), (Span(2, 2),)]
+    assert [one.spans for one in found] == [(MomentSpan(0, 0), MomentSpan(3, 3)), (MomentSpan(1, 2),)]
+    assert [one.runs for one in found] == [(MomentSpan(3, 3),), (MomentSpan(2, 2),)]
 
 
 def test_gradients_over_parameters_keep_a_chunk_from_the_first_of_them_to_the_last():
@@ -73,9 +73,9 @@ def test_gradients_over_parameters_keep_a_chunk_from_the_first_of_them_to_the_la
 
     apart, over = (uses([group, other], moments, in_parameters=way)[0] for way in (False, True))
 
-    assert apart.runs == (Span(3, 3), Span(5, 5))
-    assert over.runs == (Span(3, 5),)
-    assert over.spans == (Span(0, 0), Span(2, 5))
+    assert apart.runs == (MomentSpan(3, 3), MomentSpan(5, 5))
+    assert over.runs == (MomentSpan(3, 5),)
+    assert over.spans == (MomentSpan(0, 0), MomentSpan(2, 5))
 
 
 def test_gradients_of_two_micro_batches_are_apart_even_where_one_chunk_is_used_again_at_once():
@@ -83,4 +83,4 @@ def test_gradients_of_two_micro_batches_are_apart_even_where_one_chunk_is_used_a
     (one,) = uses([group_of([0], elements=1, group_elements=3)], moments, in_parameters=False)
 
     assert len(one.runs) == 8
-    assert one.spans == (Span(0, 15),)
+    assert one.spans == (MomentSpan(0, 15),)

@@ -30,20 +30,20 @@ def large_tensors_alone(monkeypatch):
 
 def without_padding(found):
     """The bytes of chunks that no parameter fills, in mixed precision with fp32 gradients."""
-    return sum(18 * (group.layout.num_groups * group.layout.chunk_elements - group.layout.used_elements) for group in found.groups)
+    return sum(18 * (group.chunk_layout.num_groups * group.chunk_layout.chunk_elements - group.chunk_layout.used_elements) for group in found.groups)
 
 
 @pytest.mark.usefixtures("large_tensors_alone")
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
-@pytest.mark.parametrize("frame", [
+@pytest.mark.parametrize("layout", [
     pytest.param({"m": 1}, id="one-micro-batch"), pytest.param({"m": 4, "b": 2}, id="accumulated"),
     pytest.param({"pp": 4, "m": 8}, id="1f1b"), pytest.param({"pp": 4, "m": 8, "schedule": Schedule.GPIPE}, id="gpipe"),
     pytest.param({"pp": 2, "m": 4, "v": 2, "schedule": Schedule.INTERLEAVED}, id="interleaved")])
-def test_the_fullest_moment_of_chunks_on_the_device_is_the_peak_without_chunks(frame, recompute):
+def test_the_fullest_moment_of_chunks_on_the_device_is_the_peak_without_chunks(layout, recompute):
     """Chunks hold whole gradients beside those that autograd makes of the block: up to its parameters more."""
-    prices, strategy = BOOKS["mixed"], chunked([DEV] * 8, recompute=recompute, **frame)
-    block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), strategy.frame.sharding)
-    for rank in range(strategy.frame.mesh.pp):
+    prices, strategy = BOOKS["mixed"], chunked([DEV] * 8, recompute=recompute, **layout)
+    block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding)
+    for rank in range(strategy.layout.mesh.pp):
         found = schedule(strategy, rank, prices)
         more = found.smallest_bytes - without_padding(found) - rank_memory(strategy, rank, prices).allocated
         assert 0 <= more <= block
@@ -53,7 +53,7 @@ def test_the_fullest_moment_of_chunks_on_the_device_is_the_peak_without_chunks(f
 def test_the_same_with_gradients_that_are_freed_and_messages_that_are_kept():
     """parplan's own executor; with several micro-batches the first has no embedding's gradient yet, the others have."""
     prices = book_of(TINY, 8, replace(MIXED, stack=load_stack("parplan")))
-    block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), chunked([DEV]).frame.sharding)
+    block = 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), chunked([DEV]).layout.sharding)
     for rank, strategy in enumerate([chunked([DEV] * 8, pp=2, m=8)] * 2):
         found = schedule(strategy, rank, prices)
         more = found.smallest_bytes - without_padding(found) - rank_memory(strategy, rank, prices).allocated
@@ -64,7 +64,7 @@ def test_the_same_with_gradients_that_are_freed_and_messages_that_are_kept():
 def test_activations_grow_block_by_block_and_are_freed_the_same_way():
     prices, strategy = BOOKS["mixed"], chunked([HOST] * 4, m=2, recompute=Recompute.NONE)
     found = besides_chunks(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
-    saved = layer_activations(strategy.stages[0][1], strategy.frame, prices).saved
+    saved = layer_activations(strategy.stages[0][1], strategy.layout, prices).saved
 
     steps = [after - before for before, after in zip(found.rests, found.rests[1:], strict=False)]
     head = steps[3]
@@ -78,7 +78,7 @@ def test_activations_grow_block_by_block_and_are_freed_the_same_way():
 def test_the_pass_of_the_head_is_a_gap_and_the_logits_are_in_it_alone():
     prices, strategy = BOOKS["mixed"], chunked([HOST] * 4, m=1, b=8)
     found = besides_chunks(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
-    head = layer_activations(strategy.stages[0][-1], strategy.frame, prices)
+    head = layer_activations(strategy.stages[0][-1], strategy.layout, prices)
 
     handed = TINY.hidden_size * MIXED.seq_length * 8 * 2  # which the head keeps
     assert found.gaps[4] == found.rests[3] - handed + head.saved + head.workspace
@@ -103,7 +103,7 @@ def test_a_stage_that_sends_keeps_its_messages_where_the_stack_does():
 @pytest.mark.parametrize("pp", [1, 2])
 def test_what_fsdp2_gathers_of_embedding_and_head_is_there_in_their_passes_alone(pp):
     """gpt-tiny shares its table: on one rank embedding and head are one unit, gathered throughout."""
-    prices, sharding = BOOKS["mixed"], chunked([HOST]).frame.sharding
+    prices, sharding = BOOKS["mixed"], chunked([HOST]).layout.sharding
     one, two = (
         besides_chunks(strategy, 0, tuple(layer_passes(strategy, 0)), prices)
         for strategy in (chunked([HOST] * 4, pp=pp, m=2), chunked([HOST] * 4, pp=pp, dp=2, m=2)))
@@ -133,4 +133,4 @@ def test_norms_keep_two_numbers_of_a_token_unless_they_are_recomputed_and_the_ba
         assert [a - b for a, b in zip(found.rests, without.rests, strict=True)][:2] == [
             room.IDS_BYTES * 3 * tokens + kept * blocks for blocks in (1, 2)]
         assert found.made[:4] == (0, 0, found.made[2], found.made[2])
-        assert found.made[2] == 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), strategy.frame.sharding)
+        assert found.made[2] == 2 * owned_parameters(prices.layer(LayerKind.BLOCK, 1), strategy.layout.sharding)

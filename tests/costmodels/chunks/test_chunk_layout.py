@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parplan.costmodels.chunks.chunk_layout import (
-    Layout,
-    Sized,
+    ChunkLayout,
+    SizedTensor,
     block_tensors,
     groups_after,
     pack,
@@ -21,7 +21,7 @@ from parplan.costmodels.chunks.group_size import (
     least_bytes,
     score_bytes,
     transfer_efficiency,
-    widest,
+    widest_group,
     widest_groups,
 )
 from parplan.costmodels.operators.sharding import Sharding
@@ -35,8 +35,8 @@ BLOCKS = st.lists(st.integers(1, 20), min_size=1, max_size=6).map(tuple)
 RANKS = st.integers(1, 4)
 
 
-def sized(block: tuple[int, ...], num_blocks: int) -> list[Sized]:
-    return [Sized(f"block{number}.{index}", size) for number in range(num_blocks) for index, size in enumerate(block)]
+def sized(block: tuple[int, ...], num_blocks: int) -> list[SizedTensor]:
+    return [SizedTensor(f"block{number}.{index}", size) for number in range(num_blocks) for index, size in enumerate(block)]
 
 
 def gpt_block(hidden: int) -> tuple[int, ...]:
@@ -51,37 +51,37 @@ def whole(elements: int, ranks: int) -> int:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def chunk_layouts(draw: st.DrawFn) -> ChunkLayout:
     block, num_blocks, ranks = draw(BLOCKS), draw(st.integers(1, 4)), draw(RANKS)
     return pack(sized(block, num_blocks), whole(draw(st.integers(max(block), 2 * sum(block) + 1)), ranks), ranks, num_blocks)
 
 
 @settings(max_examples=50)
-@given(layouts())
-def test_tensors_lie_whole_in_one_group_in_order_and_do_not_overlap(layout):
+@given(chunk_layouts())
+def test_tensors_lie_whole_in_one_group_in_order_and_do_not_overlap(chunk_layout):
     ends = (-1, 0)
-    for tensor, group, offset in zip(layout.tensors, layout.group_of, layout.offset_of, strict=True):
+    for tensor, group, offset in zip(chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True):
         assert (group, offset) == ends or (group, offset) == (ends[0] + 1, 0)  # at the next place, or at the next group's
-        assert offset + tensor.elements <= layout.group_elements
+        assert offset + tensor.elements <= chunk_layout.group_elements
         ends = (group, offset + tensor.elements)
-    assert layout.group_of[0] == 0
-    assert layout.num_groups == layout.group_of[-1] + 1
+    assert chunk_layout.group_of[0] == 0
+    assert chunk_layout.num_groups == chunk_layout.group_of[-1] + 1
 
 
 @settings(max_examples=50)
-@given(layouts())
-def test_a_group_is_begun_only_where_the_tensor_does_not_fit_what_is_left_and_of_several_ranks_by_every_block(layout):
-    for index, tensor in enumerate(layout.tensors[1:], 1):
-        left = layout.group_elements - layout.offset_of[index - 1] - layout.tensors[index - 1].elements
-        begins = layout.ranks > 1 and tensor.name.endswith(".0")
-        assert (layout.group_of[index] == layout.group_of[index - 1]) == (tensor.elements <= left and not begins)
+@given(chunk_layouts())
+def test_a_group_is_begun_only_where_the_tensor_does_not_fit_what_is_left_and_of_several_ranks_by_every_block(chunk_layout):
+    for index, tensor in enumerate(chunk_layout.tensors[1:], 1):
+        left = chunk_layout.group_elements - chunk_layout.offset_of[index - 1] - chunk_layout.tensors[index - 1].elements
+        begins = chunk_layout.ranks > 1 and tensor.name.endswith(".0")
+        assert (chunk_layout.group_of[index] == chunk_layout.group_of[index - 1]) == (tensor.elements <= left and not begins)
 
 
 @settings(max_examples=50)
-@given(layouts())
-def test_every_rank_owns_an_equal_chunk_of_every_group(layout):
-    assert layout.chunk_elements * layout.ranks == layout.group_elements
-    assert layout.num_chunks == layout.num_groups * layout.ranks
+@given(chunk_layouts())
+def test_every_rank_owns_an_equal_chunk_of_every_group(chunk_layout):
+    assert chunk_layout.chunk_elements * chunk_layout.ranks == chunk_layout.group_elements
+    assert chunk_layout.num_chunks == chunk_layout.num_groups * chunk_layout.ranks
 
 
 def test_a_group_that_ranks_cannot_share_equally_is_an_error():
@@ -90,15 +90,15 @@ def test_a_group_that_ranks_cannot_share_equally_is_an_error():
 
 
 @settings(max_examples=50)
-@given(layouts())
-def test_utilisation_is_the_share_of_places_that_a_tensor_is_at(layout):
+@given(chunk_layouts())
+def test_utilisation_is_the_share_of_places_that_a_tensor_is_at(chunk_layout):
     places = {
-        (group, offset + element) for tensor, group, offset in zip(layout.tensors, layout.group_of, layout.offset_of, strict=True)
+        (group, offset + element) for tensor, group, offset in zip(chunk_layout.tensors, chunk_layout.group_of, chunk_layout.offset_of, strict=True)
         for element in range(tensor.elements)}
-    every = {(group, element) for group in range(layout.num_groups) for element in range(layout.group_elements)}
+    every = {(group, element) for group in range(chunk_layout.num_groups) for element in range(chunk_layout.group_elements)}
 
     assert places <= every
-    assert layout.utilisation == pytest.approx(len(places) / len(every))
+    assert chunk_layout.utilisation == pytest.approx(len(places) / len(every))
 
 
 def test_a_tensor_larger_than_a_group_is_an_error_with_both_sizes():
@@ -125,10 +125,10 @@ def test_groups_after_x_blocks_are_those_of_x_blocks_packed(block, num_blocks, m
 @settings(max_examples=50)
 @given(BLOCKS, st.integers(1, 6), st.integers(0, 100), RANKS)
 def test_the_widest_pass_needs_the_groups_that_its_tensors_are_in(block, num_blocks, more, ranks):
-    layout = pack(sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks)
-    needed = [len(set(layout.group_of[number * len(block):(number + 1) * len(block)])) for number in range(num_blocks)]
+    chunk_layout = pack(sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks)
+    needed = [len(set(chunk_layout.group_of[number * len(block):(number + 1) * len(block)])) for number in range(num_blocks)]
 
-    assert widest_groups(block, num_blocks, layout.group_elements, ranks) == max(needed)
+    assert widest_groups(block, num_blocks, chunk_layout.group_elements, ranks) == max(needed)
 
 
 @settings(max_examples=50)
@@ -156,11 +156,11 @@ def test_no_group_of_several_ranks_scores_less_than_a_block(block, num_blocks, r
 @settings(max_examples=50)
 @given(BLOCKS, st.integers(1, 4), RANKS, st.integers(0, 60))
 def test_the_score_is_what_lies_empty_on_a_rank_and_what_a_pass_gathers(block, num_blocks, ranks, more):
-    layout = pack(sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks)
-    empty = layout.num_groups * layout.group_elements - sum(block) * num_blocks
-    gathered = widest_groups(block, num_blocks, layout.group_elements, ranks) * layout.group_elements
+    chunk_layout = pack(sized(block, num_blocks), whole(max(block) + more, ranks), ranks, num_blocks)
+    empty = chunk_layout.num_groups * chunk_layout.group_elements - sum(block) * num_blocks
+    gathered = widest_groups(block, num_blocks, chunk_layout.group_elements, ranks) * chunk_layout.group_elements
 
-    assert score_bytes(block, num_blocks, layout.group_elements, ranks) == pytest.approx(16 * empty / ranks + 4 * gathered)
+    assert score_bytes(block, num_blocks, chunk_layout.group_elements, ranks) == pytest.approx(16 * empty / ranks + 4 * gathered)
 
 
 def test_transfer_efficiency_is_half_where_the_bytes_are_what_moves_in_the_latency():
@@ -177,11 +177,11 @@ def test_a_chunk_of_one_rank_must_be_large_enough_for_pcie():
 @pytest.mark.parametrize(("hidden", "num_layers", "ranks"), [(2048, 20, 1), (4096, 90, 8), (9216, 66, 8), (12288, 96, 32)])
 def test_published_models_use_more_than_95_percent_of_their_chunks(hidden, num_layers, ranks):
     block, cluster = gpt_block(hidden), with_gpus(load_cluster("v100-32gb"), max(8, ranks))
-    layout = pack(sized(block, num_layers), group_size_of(block, num_layers, ranks, cluster), ranks, num_layers)
+    chunk_layout = pack(sized(block, num_layers), group_size_of(block, num_layers, ranks, cluster), ranks, num_layers)
 
-    assert layout.utilisation > 0.95
-    assert layout.chunk_elements % ALIGNED_ELEMENTS == 0
-    assert transfer_efficiency(2 * layout.chunk_elements, 1e-5, cluster.pcie_bytes_per_s) >= MOVED_WELL
+    assert chunk_layout.utilisation > 0.95
+    assert chunk_layout.chunk_elements % ALIGNED_ELEMENTS == 0
+    assert transfer_efficiency(2 * chunk_layout.chunk_elements, 1e-5, cluster.pcie_bytes_per_s) >= MOVED_WELL
 
 
 @pytest.mark.parametrize("ranks", [8, 32])
@@ -201,7 +201,7 @@ def test_a_block_too_small_to_be_moved_well_is_one_chunk():
 
 
 def test_the_size_holds_the_largest_tensor_however_blocks_are_divided():
-    assert widest([(10, 3, 7), (5, 6, 7)]) == (10, 6, 7)
+    assert widest_group([(10, 3, 7), (5, 6, 7)]) == (10, 6, 7)
 
 
 def test_tensors_of_a_block_are_in_the_order_of_its_operators_with_local_shapes():

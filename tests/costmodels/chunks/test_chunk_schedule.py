@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parplan.costmodels.chunks.chunk_budget import Room
-from parplan.costmodels.chunks.chunk_operations import Does
+from parplan.costmodels.chunks.chunk_budget import NonChunkBytes
+from parplan.costmodels.chunks.chunk_operations import ChunkAction
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
 from parplan.costmodels.chunks.closed_form import (
-    Shares,
+    OwnedShares,
     collective_bytes,
     copied_in_bytes,
     copied_out_bytes,
 )
 from parplan.costmodels.chunks.prefetch import COPIES
-from parplan.costmodels.host.state_location import Eviction, Home
+from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.chunked_layer import state_widths
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from tests.helpers.chunked import (
@@ -46,7 +46,7 @@ def cases(draw):
     kind = draw(st.sampled_from(kinds))
     v = 2 if kind is Schedule.INTERLEAVED else 1
     m = pp * draw(st.integers(1, 8 // pp)) if v == 2 else draw(st.integers(1, 8))
-    homes = draw(st.lists(st.sampled_from(Home), min_size=8 if pp != 3 else 9, max_size=8 if pp != 3 else 9))
+    homes = draw(st.lists(st.sampled_from(StateLocation), min_size=8 if pp != 3 else 9, max_size=8 if pp != 3 else 9))
     strategy = chunked(
         homes, pp=pp, dp=draw(st.sampled_from([1, 1, 2])), schedule=kind, v=v, m=m,
         recompute=draw(st.sampled_from([Recompute.NONE, Recompute.FULL])))
@@ -59,36 +59,36 @@ class Device:
     """What a device has, by communication group; gradients as sets of (block, micro-batch)."""
 
     def __init__(self, found):
-        self.found, self.ranks = found, found.groups[0].layout.ranks
+        self.found, self.ranks = found, found.groups[0].chunk_layout.ranks
         self.own = {key for key in self.every() if self.home(key) is not HOST}
         self.whole = set()
         self.fresh, self.reduced, self.sent = ({key: Counter() for key in self.every()} for _ in range(3))
         self.void = set()
 
     def every(self):
-        return [(index, number) for index, group in enumerate(self.found.groups) for number in range(group.layout.num_groups)]
+        return [(index, number) for index, group in enumerate(self.found.groups) for number in range(group.chunk_layout.num_groups)]
 
     def home(self, key):
         return self.found.groups[key[0]].home
 
     def of_block(self, block):
         index = next(index for index, group in enumerate(self.found.groups) if block in group.blocks)
-        layout = self.found.groups[index].layout
-        named = zip(layout.tensors, layout.group_of, strict=True)
+        chunk_layout = self.found.groups[index].chunk_layout
+        named = zip(chunk_layout.tensors, chunk_layout.group_of, strict=True)
         return {(index, number) for tensor, number in named if tensor.name.startswith(f"block{block}.")}
 
     def run(self, moment):
         used = self.whole if self.ranks > 1 else self.own
         keys = self.of_block(moment.block)
         assert keys <= used - self.void, "a pass has all its parameters"
-        if moment.work is Work.BACKWARD:
+        if moment.work is ActionKind.BACKWARD:
             for key in keys:
                 self.fresh[key][moment.block, moment.micro_batch] += 1
 
     def do(self, op):
         key = op.group, op.number
         getattr(self, op.does.value)(key)
-        self.void |= {key} if self.found.in_parameters and op.does in (Does.REDUCE, Does.SEND) else set()
+        self.void |= {key} if self.found.in_parameters and op.does in (ChunkAction.REDUCE, ChunkAction.SEND) else set()
 
     def fetch(self, key):
         assert key not in self.own | self.void
@@ -121,7 +121,7 @@ class Device:
         made[key].clear()
 
     def all_gradients(self, strategy):
-        m = strategy.frame.num_micro_batches
+        m = strategy.layout.num_micro_batches
         wanted = {key: Counter() for key in self.every()}
         for group in self.found.groups:
             for block, micro_batch in product(group.blocks, range(m)):
@@ -149,19 +149,19 @@ def test_every_pass_has_its_parameters_and_every_gradient_gets_where_the_update_
     for key, wanted in device.all_gradients(strategy).items():
         at = device.sent if device.home(key) is not DEV else device.reduced if device.ranks > 1 else device.fresh
         assert at[key] == wanted
-    returned = {(op.group, op.number) for op in found.closing if op.does is Does.RETURN}
+    returned = {(op.group, op.number) for op in found.closing if op.does is ChunkAction.RETURN}
     assert returned == {key for key in device.every() if device.home(key) is OPT}
 
 
 def held_bytes(found, prices):
     """By moment the bytes of chunks, from ops alone: parameters from where a FETCH or GATHER may begin, what REDUCE and SEND read to where
     they must be over."""
-    training, elements, ranks = prices.training, found.groups[0].layout.chunk_elements, found.groups[0].layout.ranks
+    training, elements, ranks = prices.training, found.groups[0].chunk_layout.chunk_elements, found.groups[0].chunk_layout.ranks
     width = training.precision.num_bytes * elements
     gradient = (training.precision if found.in_parameters else training.gradient_precision).num_bytes * elements
     count = len(found.moments)
     always = sum(
-        state_widths(group.home, training, found.in_parameters)[0].total * elements * group.layout.num_groups for group in found.groups)
+        state_widths(group.home, training, found.in_parameters)[0].total * elements * group.chunk_layout.num_groups for group in found.groups)
     totals, since, begun, device = [always] * count, {}, {}, Device(found)
 
     def add(first, last, size):
@@ -171,19 +171,19 @@ def held_bytes(found, prices):
     adds_up = {moment.micro_batch for moment in found.moments} != {0}
     for index, moment in enumerate(found.moments):
         for op in moment.before:
-            since[op.does is Does.GATHER, op.group, op.number] = op.issued
-        if moment.work is Work.BACKWARD:
+            since[op.does is ChunkAction.GATHER, op.group, op.number] = op.issued
+        if moment.work is ActionKind.BACKWARD:
             for key in device.of_block(moment.block):
                 begun.setdefault(key, index)
-        ended = {(op.group, op.number): op for op in moment.after if op.does in (Does.REDUCE, Does.SEND)}
+        ended = {(op.group, op.number): op for op in moment.after if op.does in (ChunkAction.REDUCE, ChunkAction.SEND)}
         for op in moment.after:
-            if op.does in (Does.DROP, Does.RELEASE):
-                whole = op.does is Does.RELEASE
+            if op.does in (ChunkAction.DROP, ChunkAction.RELEASE):
+                whole = op.does is ChunkAction.RELEASE
                 add(since.pop((whole, op.group, op.number)), index, width * (ranks if whole else 1))
         outputs = []
         for key in ended:
             first = begun.pop(key, None)
-            ops = [op for op in moment.after if (op.group, op.number) == key and op.does in (Does.REDUCE, Does.SEND)]
+            ops = [op for op in moment.after if (op.group, op.number) == key and op.does in (ChunkAction.REDUCE, ChunkAction.SEND)]
             if not found.in_parameters and (ranks > 1 or device.home(key) is HOST):
                 add(first, ops[0].issued, gradient * ranks)
             apart = ranks > 1 and (adds_up or device.home(key) is HOST)
@@ -224,9 +224,9 @@ def test_opt_never_moves_more_than_lru_or_fifo(case):
 
 def shares(found):
     """delta and gamma of the chunks of a rank, their padding counted as parameters."""
-    own = {group.home: group.layout.num_groups * group.layout.chunk_elements for group in found.groups}
+    own = {group.home: group.chunk_layout.num_groups * group.chunk_layout.chunk_elements for group in found.groups}
     whole = sum(own.values())
-    return Shares(parameters=whole, delta=own.get(HOST, 0) / whole, gamma=(own.get(HOST, 0) + own.get(OPT, 0)) / whole)
+    return OwnedShares(parameters=whole, delta=own.get(HOST, 0) / whole, gamma=(own.get(HOST, 0) + own.get(OPT, 0)) / whole)
 
 
 # the head's logits leave no room for a chunk between the two passes, so that nothing stays: O4's own assumption
@@ -244,14 +244,14 @@ def test_patrickstars_own_way_moves_to_the_byte_what_its_closed_form_says(host, 
 @pytest.mark.parametrize("m", [1, 2, 5])
 @pytest.mark.parametrize("staying", [0, 1, 3])
 def test_clean_copies_move_gradients_alone_and_chunks_that_stay_are_fetched_once_a_turn(monkeypatch, training, gradient, m, staying):
-    def nothing_besides(strategy, rank, passes, book):
+    def nothing_besides(strategy, rank, passes, price_cache):
         none = (0,) * 16 * m
-        return Room(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
+        return NonChunkBytes(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
 
     monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.besides_chunks", nothing_besides)
     prices, strategy = BOOKS[training], chunked([HOST] * 8, m=m)
     found = schedule(strategy, prices=prices)
-    chunk = 2 * found.groups[0].layout.chunk_elements
+    chunk = 2 * found.groups[0].chunk_layout.chunk_elements
     found = rank_chunks(strategy, 0, prices, eviction=Eviction.OPT, device_bytes=found.device_bytes + staying * chunk)
 
     # the pass itself keeps one block, and the next pass begins with it
@@ -265,18 +265,18 @@ def test_groups_of_chunks_are_gathered_twice_and_reduced_once_a_micro_batch():
     homes = [DEV, DEV, OPT, HOST, HOST, HOST]
     with chunks_of_blocks(0.5):
         found = schedule(chunked(homes, dp=2, m=3), prices=BOOKS["mixed"], more=0.5)
-    whole = sum(2 * group.layout.num_groups * group.layout.chunk_elements for group in found.groups)
+    whole = sum(2 * group.chunk_layout.num_groups * group.chunk_layout.chunk_elements for group in found.groups)
     used = [Device(found).of_block(moment.block) for moment in found.moments]
     new = sum(len(keys - before) for keys, before in zip(used, [set(), *used], strict=False))
 
-    assert found.moved(Does.REDUCE) == 3 * 4 * whole
-    assert found.moved(Does.GATHER) == new * 2 * 2 * found.groups[0].layout.chunk_elements <= 3 * 2 * 2 * whole
-    assert (found.moved(Does.GATHER) + found.moved(Does.REDUCE)) / 2 <= collective_bytes(whole, 2, num_micro_batches=3, gradient=4)
+    assert found.moved(ChunkAction.REDUCE) == 3 * 4 * whole
+    assert found.moved(ChunkAction.GATHER) == new * 2 * 2 * found.groups[0].chunk_layout.chunk_elements <= 3 * 2 * 2 * whole
+    assert (found.moved(ChunkAction.GATHER) + found.moved(ChunkAction.REDUCE)) / 2 <= collective_bytes(whole, 2, num_micro_batches=3, gradient=4)
 
 
 def test_a_group_that_the_next_pass_uses_too_is_not_gathered_again():
     found = schedule(chunked([DEV, DEV], dp=2, m=1, ends=False), more=1.0)
-    gathered = [sum(op.does is Does.GATHER for op in moment.before) for moment in found.moments]
+    gathered = [sum(op.does is ChunkAction.GATHER for op in moment.before) for moment in found.moments]
 
     assert [moment.block for moment in found.moments] == [0, 1, 1, 0]
     assert gathered == [1, 1, 0, 1]
@@ -319,8 +319,8 @@ def test_moving_ops_apart_changes_no_op_and_no_byte(monkeypatch, more):
 def test_where_there_is_room_every_copy_gets_moments_to_hide_under():
     strategy = chunked([HOST] * 8, m=2, ends=False)
     roomy = schedule(strategy, prices=BOOKS["mixed"], more=3.0)
-    fetched = [(index, op) for index, moment in enumerate(roomy.moments) for op in moment.before if op.does is Does.FETCH]
-    sent = [(index, op) for index, moment in enumerate(roomy.moments) for op in moment.after if op.does is Does.SEND]
+    fetched = [(index, op) for index, moment in enumerate(roomy.moments) for op in moment.before if op.does is ChunkAction.FETCH]
+    sent = [(index, op) for index, moment in enumerate(roomy.moments) for op in moment.after if op.does is ChunkAction.SEND]
 
     assert [op.issued for index, op in fetched] == [max(0, index - COPIES) for index, _ in fetched]
     assert all(index < op.issued <= index + COPIES for index, op in sent)

@@ -7,18 +7,18 @@ from itertools import product
 
 import pytest
 
-from parplan.costmodels.chunks.chunk_operations import Does, Op
+from parplan.costmodels.chunks.chunk_operations import ChunkAction, ChunkOp
 from parplan.costmodels.chunks.chunk_states import (
     ChunkStates,
-    State,
+    ChunkState,
     TransitionError,
     check_states,
     chunk_state,
 )
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.actions import ActionKind
 from tests.helpers.chunked import BOOKS, DEV, HOST, OPT, chunked, chunks_of_blocks, schedule
 
-FREE, HOLD, COMPUTE, AFTER_FWD, AFTER_BWD = State
+FREE, HOLD, COMPUTE, AFTER_FWD, AFTER_BWD = ChunkState
 
 
 @pytest.mark.parametrize(("tensors", "expected"), [
@@ -33,10 +33,10 @@ def driven(state, *, in_parameters):
     found = schedule(chunked([HOST], m=1 if in_parameters else 2, ends=False))
     states = ChunkStates(found.groups, in_parameters=in_parameters)
     steps = {
-        HOLD: [lambda: states.do(Op(Does.FETCH, 0, 0, 0))],
+        HOLD: [lambda: states.do(ChunkOp(ChunkAction.FETCH, 0, 0, 0))],
         COMPUTE: [lambda: states.begin(0)],
-        AFTER_FWD: [lambda: states.begin(0), lambda: states.end(0, Work.FORWARD)],
-        AFTER_BWD: [lambda: states.begin(0), lambda: states.end(0, Work.BACKWARD)]}
+        AFTER_FWD: [lambda: states.begin(0), lambda: states.end(0, ActionKind.FORWARD)],
+        AFTER_BWD: [lambda: states.begin(0), lambda: states.end(0, ActionKind.BACKWARD)]}
     for step in (steps[HOLD] if state is not FREE else []) + (steps[state] if state not in (FREE, HOLD) else []):
         step()
     assert states.state((0, 0)) is state
@@ -44,16 +44,16 @@ def driven(state, *, in_parameters):
 
 
 MOVES = {
-    HOLD: lambda states: states.do(Op(Does.FETCH, 0, 0, 0)), FREE: lambda states: states.do(Op(Does.DROP, 0, 0, 0)),
-    COMPUTE: lambda states: states.begin(0), AFTER_FWD: lambda states: states.end(0, Work.FORWARD),
-    AFTER_BWD: lambda states: states.end(0, Work.BACKWARD)}
+    HOLD: lambda states: states.do(ChunkOp(ChunkAction.FETCH, 0, 0, 0)), FREE: lambda states: states.do(ChunkOp(ChunkAction.DROP, 0, 0, 0)),
+    COMPUTE: lambda states: states.begin(0), AFTER_FWD: lambda states: states.end(0, ActionKind.FORWARD),
+    AFTER_BWD: lambda states: states.end(0, ActionKind.BACKWARD)}
 ALLOWED = {
     (FREE, HOLD), (HOLD, COMPUTE), (HOLD, FREE), (COMPUTE, AFTER_FWD), (COMPUTE, AFTER_BWD), (AFTER_FWD, COMPUTE), (AFTER_FWD, FREE),
     (AFTER_BWD, COMPUTE), (AFTER_BWD, FREE)}
 
 
 @pytest.mark.parametrize("in_parameters", [False, True])
-@pytest.mark.parametrize(("old", "new"), list(product(State, State)))
+@pytest.mark.parametrize(("old", "new"), list(product(ChunkState, ChunkState)))
 def test_every_transition_is_legal_or_an_error_that_names_both_states(old, new, in_parameters):
     states = driven(old, in_parameters=in_parameters)
     legal = (old, new) in ALLOWED and not (in_parameters and (old, new) == (AFTER_BWD, COMPUTE))
@@ -71,7 +71,7 @@ def moved(found, does, place):
     moments = list(found.moments)
     index, op = next((i, op) for i, m in enumerate(moments) for op in (*m.before, *m.after) if op.does is does and i + place >= 0)
     for at, change in ((index, lambda ops: tuple(one for one in ops if one is not op)), (index + place, lambda ops: (*ops, op))):
-        if does in (Does.FETCH, Does.GATHER):
+        if does in (ChunkAction.FETCH, ChunkAction.GATHER):
             moments[at] = replace(moments[at], before=change(moments[at].before))
         else:
             moments[at] = replace(moments[at], after=change(moments[at].after))
@@ -79,9 +79,9 @@ def moved(found, does, place):
 
 
 @pytest.mark.parametrize(("dp", "does", "place"), [
-    pytest.param(1, Does.FETCH, 1, id="fetched-too-late"), pytest.param(1, Does.DROP, -1, id="given-up-too-early"),
-    pytest.param(2, Does.GATHER, 1, id="gathered-too-late"), pytest.param(2, Does.RELEASE, -1, id="released-too-early"),
-    pytest.param(2, Does.FETCH, 1, id="an-own-chunk-that-is-not-there-is-gathered")])
+    pytest.param(1, ChunkAction.FETCH, 1, id="fetched-too-late"), pytest.param(1, ChunkAction.DROP, -1, id="given-up-too-early"),
+    pytest.param(2, ChunkAction.GATHER, 1, id="gathered-too-late"), pytest.param(2, ChunkAction.RELEASE, -1, id="released-too-early"),
+    pytest.param(2, ChunkAction.FETCH, 1, id="an-own-chunk-that-is-not-there-is-gathered")])
 def test_a_schedule_with_an_op_at_the_wrong_moment_is_found_out(dp, does, place):
     with chunks_of_blocks(1.0):
         found = schedule(chunked([HOST, OPT, DEV, HOST], dp=dp, m=3, ends=False), prices=BOOKS["mixed"])
@@ -97,7 +97,7 @@ def test_an_update_leaves_what_stays_on_the_device_as_parameters_and_waits_for_n
     states.begin(0)
     with pytest.raises(TransitionError, match=r"compute and cannot become hold$"):
         states.update()
-    states.end(0, Work.BACKWARD)
+    states.end(0, ActionKind.BACKWARD)
     states.update()
 
     assert states.state((0, 0)) is states.own_state((0, 0)) is HOLD

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parplan.costmodels.chunks.closed_form import (
-    Shares,
+    OwnedShares,
     collective_bytes,
     copied_in_bytes,
     copied_out_bytes,
     device_bytes,
-    fits,
+    chunks_fit,
     host_bytes,
     state_bytes,
 )
@@ -53,7 +53,7 @@ def test_a_parameter_has_14_bytes_where_its_gradient_takes_its_place_else_16_or_
 @given(SHARES)
 def test_published_coefficients_of_the_traffic_are_those_of_patrickstar(tenths):
     delta, gamma = (tenth / 10 for tenth in tenths)
-    shares = Shares(parameters=1e9, delta=delta, gamma=gamma)
+    shares = OwnedShares(parameters=1e9, delta=delta, gamma=gamma)
 
     assert copied_in_bytes(shares, returned_width=4) == pytest.approx(1e9 * (4 * delta + 4 * max(0, gamma - delta)))
     assert copied_out_bytes(shares, clean_copies=False) == pytest.approx(1e9 * (4 * delta + 2 * max(0, gamma - delta)))
@@ -63,7 +63,7 @@ def test_published_coefficients_of_the_traffic_are_those_of_patrickstar(tenths):
 def test_traffic_is_what_moving_chunks_one_by_one_counts(tenths, micro_batches, in_parameters, clean, gradient, staying):
     host, both = tenths
     staying = min(staying, host) if clean else 0
-    shares = Shares(parameters=10, delta=host / 10, gamma=both / 10)
+    shares = OwnedShares(parameters=10, delta=host / 10, gamma=both / 10)
     into, out = counted(
         10, host, both - host, micro_batches, in_parameters=in_parameters, clean=clean, gradient=gradient, staying=staying)
 
@@ -75,14 +75,14 @@ def test_traffic_is_what_moving_chunks_one_by_one_counts(tenths, micro_batches, 
 @given(SHARES, st.booleans(), st.integers(1, 10))
 def test_device_and_host_together_hold_every_state_once(tenths, in_parameters, used):
     delta, gamma = (tenth / 10 for tenth in tenths)
-    shares = Shares(parameters=1e6, delta=delta, gamma=gamma, utilisation=used / 10)
+    shares = OwnedShares(parameters=1e6, delta=delta, gamma=gamma, utilisation=used / 10)
     together = device_bytes(shares, in_parameters=in_parameters) + host_bytes(shares, in_parameters=in_parameters)
 
     assert together == pytest.approx(1e6 * state_bytes(in_parameters=in_parameters) * 10 / used)
 
 
 def test_the_host_also_buffers_what_it_takes_and_returns_of_parameters_on_the_device():
-    shares = Shares(parameters=100, delta=0.2, gamma=0.5)
+    shares = OwnedShares(parameters=100, delta=0.2, gamma=0.5)
 
     assert host_bytes(shares, returned=True) - host_bytes(shares) == pytest.approx(2 * 30)
 
@@ -91,10 +91,10 @@ def test_what_fits_is_published_with_15b_on_eight_v100():
     """15B parameters on 8 V100 with 240 GB, a row of PatrickStar: 14 * 15e9 / 8 = 26.25 GB a GPU, beside what is no state."""
     owned, room, host = 15e9 / 8, 8e9, 240e9
 
-    assert not fits(Shares(parameters=owned, delta=0.0, gamma=0.0), room, host, 8)
-    assert fits(Shares(parameters=owned, delta=0.0, gamma=0.9), room, host, 8)
-    assert not fits(Shares(parameters=owned, delta=0.0, gamma=0.9), room, 160e9, 8)  # 12 * 0.9 * 15e9 = 162 GB
-    assert fits(Shares(parameters=owned, delta=1.0, gamma=1.0), 0, 210e9, 8)
+    assert not chunks_fit(OwnedShares(parameters=owned, delta=0.0, gamma=0.0), room, host, 8)
+    assert chunks_fit(OwnedShares(parameters=owned, delta=0.0, gamma=0.9), room, host, 8)
+    assert not chunks_fit(OwnedShares(parameters=owned, delta=0.0, gamma=0.9), room, 160e9, 8)  # 12 * 0.9 * 15e9 = 162 GB
+    assert chunks_fit(OwnedShares(parameters=owned, delta=1.0, gamma=1.0), 0, 210e9, 8)
 
 
 @pytest.mark.parametrize(("broadcast", "coefficient"), [(False, 6), (True, 10)])
@@ -107,4 +107,4 @@ def test_chunk_groups_send_6_bytes_a_parameter_and_broadcasts_10(broadcast, coef
 
 def test_shares_outside_0_to_1_are_an_error():
     with pytest.raises(ConfigError, match=r"delta 1\.5"):
-        Shares(parameters=1, delta=1.5, gamma=1)
+        OwnedShares(parameters=1, delta=1.5, gamma=1)

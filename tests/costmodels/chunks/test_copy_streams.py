@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parplan.costmodels.chunks.chunk_budget import Room
-from parplan.costmodels.chunks.chunk_operations import Does
+from parplan.costmodels.chunks.chunk_budget import NonChunkBytes
+from parplan.costmodels.chunks.chunk_operations import ChunkAction
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
 from parplan.costmodels.chunks.copy_streams import Stream, StreamCosts, exposed
 from parplan.costmodels.host.state_location import Eviction
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.actions import ActionKind
 from tests.helpers.chunked import BOOKS, DEV, HOST, OPT, chunked, chunks_of_blocks, schedule
 
-F, B = Work.FORWARD, Work.BACKWARD
+F, B = ActionKind.FORWARD, ActionKind.BACKWARD
 
 
 def costs_of(found, *, chunk_s=1.0, forward_s=2.0, backward_s=3.0, **others):
     """Parameters of a chunk of 16 bits take `chunk_s` either way."""
-    rate = 2 * found.groups[0].layout.chunk_elements / chunk_s
+    rate = 2 * found.groups[0].chunk_layout.chunk_elements / chunk_s
     blocks = [block for group in found.groups for block in group.blocks]
     given_ = {
         "forward_s": dict.fromkeys(blocks, forward_s), "backward_s": dict.fromkeys(blocks, backward_s), "in_bytes_per_s": rate,
@@ -33,15 +33,15 @@ def costs_of(found, *, chunk_s=1.0, forward_s=2.0, backward_s=3.0, **others):
 @pytest.fixture
 def alone(monkeypatch):
     """Nothing but chunks is on the device."""
-    def nothing(strategy, rank, passes, book):
+    def nothing(strategy, rank, passes, price_cache):
         none = (0,) * sum(one.block is not None for one in passes)
-        return Room(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
+        return NonChunkBytes(moments=none, gaps=(*none, 0), rests=none, made=none, end=0)
 
     monkeypatch.setattr("parplan.costmodels.chunks.chunk_schedule.besides_chunks", nothing)
 
 
-def two_blocks(more, homes=(HOST, HOST), **frame):
-    return schedule(chunked(homes, m=1, ends=False, **frame), more=more)
+def two_blocks(more, homes=(HOST, HOST), **layout):
+    return schedule(chunked(homes, m=1, ends=False, **layout), more=more)
 
 
 @pytest.mark.usefixtures("alone")
@@ -51,7 +51,7 @@ def test_with_room_for_one_chunk_every_copy_is_waited_for():
     run = exposed(found, costs_of(found))
 
     assert [(one.op.does, one.start_s, one.end_s) for one in run.transfers] == [
-        (Does.FETCH, 0, 1), (Does.FETCH, 3, 4), (Does.SEND, 9, 10), (Does.FETCH, 10, 11), (Does.SEND, 14, 15)]
+        (ChunkAction.FETCH, 0, 1), (ChunkAction.FETCH, 3, 4), (ChunkAction.SEND, 9, 10), (ChunkAction.FETCH, 10, 11), (ChunkAction.SEND, 14, 15)]
     assert run.actions_s == {(F, 0, 0): 2, (B, 0, 0): 2}
     assert (run.compute_s, run.tail_s, run.step_s) == (10, 1, 15)
 
@@ -62,7 +62,7 @@ def test_with_room_for_two_only_the_first_copy_and_the_last_are_waited_for():
     run = exposed(found, costs_of(found, host_adam_s=4.0))
 
     assert [(one.op.does, one.start_s, one.end_s) for one in run.transfers] == [
-        (Does.FETCH, 0, 1), (Does.FETCH, 1, 2), (Does.SEND, 8, 9), (Does.SEND, 11, 12)]
+        (ChunkAction.FETCH, 0, 1), (ChunkAction.FETCH, 1, 2), (ChunkAction.SEND, 8, 9), (ChunkAction.SEND, 11, 12)]
     assert run.actions_s == {(F, 0, 0): 1, (B, 0, 0): 0}
     assert (run.compute_s, run.tail_s, run.step_s) == (10, 1 + 2 * 4, 20)
 
@@ -74,7 +74,7 @@ def test_the_update_goes_chunk_by_chunk_and_chunks_return_while_the_next_is_upda
 
     late = exposed(found, costs_of(found, host_adam_s=4.0))
     assert [(one.op.does, one.start_s, one.end_s) for one in late.transfers] == [
-        (Does.SEND, 7, 8), (Does.SEND, 10, 11), (Does.RETURN, 15, 16), (Does.RETURN, 19, 20)]
+        (ChunkAction.SEND, 7, 8), (ChunkAction.SEND, 10, 11), (ChunkAction.RETURN, 15, 16), (ChunkAction.RETURN, 19, 20)]
     assert late.tail_s == 10
     soon = exposed(found, costs_of(found, host_adam_s=4.0, waits_for_all=False))
     assert [one.end_s for one in soon.transfers] == [8, 11, 15, 19]
@@ -101,11 +101,11 @@ def test_own_chunks_come_before_they_are_gathered_and_gradients_are_reduced_befo
     run = exposed(found, costs_of(found, gather_s=5.0, reduce_s=6.0))
     ends = {}
     for one in run.transfers:
-        before = {Does.GATHER: Does.FETCH, Does.SEND: Does.REDUCE}.get(one.op.does)
+        before = {ChunkAction.GATHER: ChunkAction.FETCH, ChunkAction.SEND: ChunkAction.REDUCE}.get(one.op.does)
         assert before is None or one.start_s >= ends.get((before, one.op.group, one.op.number), 0.0)
         ends[one.op.does, one.op.group, one.op.number] = one.end_s
 
-    assert {one.op.does for one in run.transfers} == {Does.FETCH, Does.GATHER, Does.REDUCE, Does.SEND}
+    assert {one.op.does for one in run.transfers} == {ChunkAction.FETCH, ChunkAction.GATHER, ChunkAction.REDUCE, ChunkAction.SEND}
 
 
 @st.composite
@@ -127,7 +127,7 @@ def test_a_step_is_never_shorter_than_any_stream_and_never_longer_than_all_in_a_
     found, costs = case
     run = exposed(found, costs)
     busy = [run.compute_s, *(run.busy_s(stream) for stream in Stream)]
-    updates = sum(group.layout.num_groups for group in found.groups) * (costs.host_adam_s + costs.device_adam_s)
+    updates = sum(group.chunk_layout.num_groups for group in found.groups) * (costs.host_adam_s + costs.device_adam_s)
 
     assert max(busy) - 1e-9 <= run.step_s <= sum(busy) + updates + 1e-9
     assert run.step_s == pytest.approx(run.compute_s + sum(run.actions_s.values()) + run.tail_s)
@@ -149,7 +149,7 @@ def test_faster_copies_never_make_a_step_longer(case, faster):
 @settings(max_examples=20, deadline=None)
 def test_without_copies_a_step_is_compute_and_the_update_and_without_compute_the_copies_in_their_order(case):
     found, costs = case
-    count = sum(group.layout.num_groups for group in found.groups if group.home is not DEV)
+    count = sum(group.chunk_layout.num_groups for group in found.groups if group.home is not DEV)
     endless = replace(costs, in_bytes_per_s=1e30, out_bytes_per_s=1e30, gather_s=0.0, reduce_s=0.0, device_adam_s=0.0)
     run = exposed(found, endless)
     assert run.step_s == pytest.approx(run.compute_s + count * costs.host_adam_s)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parplan.costmodels.chunks.eviction import Stay, stays
+from parplan.costmodels.chunks.eviction import Residency, stays
 from parplan.costmodels.host.state_location import Eviction
 
 
@@ -94,13 +94,13 @@ def test_what_is_needed_is_there_once_and_never_more_than_there_is_room_for(case
 def test_room_that_shrinks_makes_the_farthest_use_go_first_and_the_others_stay():
     needs, room = [[0], [1], [2], [], [2], [1], [0]], [3, 3, 3, 2, 3, 3, 3]
 
-    assert stays(needs, room, Eviction.OPT) == (Stay(0, 0, 0), Stay(1, 1, 5), Stay(2, 2, 4), Stay(0, 6, 6))
+    assert stays(needs, room, Eviction.OPT) == (Residency(0, 0, 0), Residency(1, 1, 5), Residency(2, 2, 4), Residency(0, 6, 6))
     assert [one.chunk for one in stays(needs, room, Eviction.FIFO)] == [0, 1, 2, 0]
     assert [one.chunk for one in stays(needs, [3, 3, 3, 2, 2, 2, 3], Eviction.LRU)] == [0, 1, 2, 0]
 
 
 def test_a_chunk_is_given_up_behind_the_use_after_which_it_will_not_be_there():
-    assert stays([[0], [1], [2], [1], [0]], [2] * 5, Eviction.OPT) == (Stay(0, 0, 0), Stay(1, 1, 3), Stay(2, 2, 2), Stay(0, 4, 4))
+    assert stays([[0], [1], [2], [1], [0]], [2] * 5, Eviction.OPT) == (Residency(0, 0, 0), Residency(1, 1, 3), Residency(2, 2, 2), Residency(0, 4, 4))
 
 
 @pytest.mark.parametrize("policy", [Eviction.LRU, Eviction.FIFO])

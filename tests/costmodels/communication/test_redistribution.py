@@ -10,7 +10,7 @@ import pytest
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import place_axis
-from parplan.costmodels.communication.redistribution import Move, moves, redistribute
+from parplan.costmodels.communication.redistribution import RedistributionStep, moves, redistribute
 from parplan.costmodels.operators.sharding import PARTIAL, placed_parts
 from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -93,8 +93,8 @@ def test_time_and_temporaries_are_those_of_the_moves():
     found = redistribute(2**20, ("batch", "batch"), (None, None), (2, 4), MACHINE)
 
     inner, outer = found.moves
-    assert inner == Move(GATHER, 1, 2**19, 2**19)
-    assert outer == Move(GATHER, 0, 2**20, 2**20)
+    assert inner == RedistributionStep(GATHER, 1, 2**19, 2**19)
+    assert outer == RedistributionStep(GATHER, 0, 2**20, 2**20)
     assert found.temporary_bytes == 2**20
     inner_s, outer_s = (
         collective_time(GATHER, n_bytes, place_axis(degree, stride, 8, 8), MACHINE).value_s

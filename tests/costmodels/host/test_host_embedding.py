@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.host.host_embedding import illegal_lookup, without_table
+from parplan.costmodels.host.host_embedding import illegal_host_embedding, without_table
 from parplan.costmodels.host.offload import NUMA_SHARE, Offload
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import price_step
 from parplan.costmodels.usage.rank_traffic import rank_traffic
-from parplan.planner.plan.plan import read, write
+from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.search.estimate import ChunkRequest, estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
@@ -35,7 +35,7 @@ LOOKUP = (Offload.LOOKUP,)
 
 
 def book_of(offload=(), gpus=4):
-    return PriceBook(LLAMA, TRAINING, machine_for(with_gpus(CLUSTER, gpus)), offload=offload)
+    return PriceCache(LLAMA, TRAINING, machine_for(with_gpus(CLUSTER, gpus)), offload=offload)
 
 
 @pytest.mark.parametrize("dp", [1, 4])
@@ -76,9 +76,9 @@ def test_a_micro_batch_on_one_gpu_by_hand():
 
 def test_several_ranks_exchange_what_they_look_up_and_that_is_all_they_send_for_it():
     m, tokens = 8, 128
-    frame = frame_of(dp=4, m=m)
+    layout = frame_of(dp=4, m=m)
     plain, kept = (
-        {sent.kind: sent for sent in rank_traffic(uniform(frame, 8, zero=3), 0, book_of(offload))} for offload in ((), LOOKUP))
+        {sent.kind: sent for sent in rank_traffic(uniform(layout, 8, zero=3), 0, book_of(offload))} for offload in ((), LOOKUP))
 
     assert (kept["all_to_all"].calls, kept["all_to_all"].num_bytes) == (2 * m, 2 * m * 2 * tokens * H)
     gathers = kept["all_gather"], plain["all_gather"]
@@ -108,7 +108,7 @@ def test_what_is_left_of_the_embedding_has_its_output_and_no_kernel():
     (Mesh(pp=1, dp=1, tp=1), 64, True, "tied to the head"), (Mesh(pp=1, dp=1, tp=2), 64, False, "tp 2 divides the rows"),
     (Mesh(pp=1, dp=3, tp=1), 64, False, "dp 3 does not divide the 64 columns"), (Mesh(pp=2, dp=4, tp=1), 64, False, None)])
 def test_meshes_and_models_that_have_no_look_up_say_why(mesh, hidden, tied, reason):
-    found = illegal_lookup(mesh, hidden, tied)
+    found = illegal_host_embedding(mesh, hidden, tied)
 
     assert (found is None) if reason is None else (reason in found)
 
@@ -117,12 +117,12 @@ def test_an_estimate_of_it_is_priced_again_from_its_file(tmp_path):
     plan = estimate_plan(
         LLAMA, with_gpus(CLUSTER, 4), TRAINING, frame_of(dp=4), offload=LOOKUP, recompute=Recompute.SELECTIVE,
         chunks=ChunkRequest(host_blocks=2, optimizer_blocks=1))
-    write(plan, tmp_path / "plan.yaml")
+    write_plan(plan, tmp_path / "plan.yaml")
 
     assert plan.layer_plans["embedding"].offload == LOOKUP
     assert plan.layer_plans["head"].offload == ()
-    assert {group.home for group in plan.chunks.groups} == set(Home)
-    assert reprice(read(tmp_path / "plan.yaml")).plan == plan
+    assert {group.home for group in plan.chunks.groups} == set(StateLocation)
+    assert reprice(read_plan(tmp_path / "plan.yaml")).plan == plan
 
 
 def test_a_tied_table_is_refused():

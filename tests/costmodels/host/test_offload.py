@@ -21,7 +21,7 @@ from parplan.profiles.catalog import (
     with_gpus,
 )
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Record
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.machines.speeds import HostSpeed
 from parplan.profiles.profiler.fits.host_fit import host_speed
@@ -90,12 +90,12 @@ def test_what_one_process_was_measured_to_reach_is_taken_as_it_is_where_there_is
 
 
 def test_the_rates_are_the_best_of_their_records():
-    def record(work, outcome=Outcome.MEASURED, **figures):
-        return Record(case=Case(work=work, sizes=(), precision="bf16", passes=()), outcome=outcome, measured=Measured(figures=figures))
+    def record(work, outcome=CaseOutcome.MEASURED, **figures):
+        return Record(case=Case(work=work, sizes=(), precision="bf16", passes=()), outcome=outcome, measured=CaseFigures(figures=figures))
 
     records = [
         record("transfer", to_device_bytes_per_s=9.0, both_bytes_per_s=7.0), record("transfer", to_device_bytes_per_s=11.0),
-        record("device_copy", bytes_per_s=99.0), record("host_adam", Outcome.UNSUPPORTED)]
+        record("device_copy", bytes_per_s=99.0), record("host_adam", CaseOutcome.UNSUPPORTED)]
 
     assert host_speed(records) == HostSpeed(to_device_bytes_per_s=11.0)
     assert host_speed([*records, record("host_adam", bytes_per_s=5.0)]) == HostSpeed(to_device_bytes_per_s=11.0, adam_bytes_per_s=5.0)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.layers.chunked_layer import state_widths, writes_over_parameters
 from parplan.costmodels.layers.model_states import owned_parameters
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
 from parplan.profiles.models.operator_graph import LayerKind
@@ -23,9 +23,9 @@ MIXED = replace(HALF, gradient_precision=Precision.FP32)
 FULL = replace(MIXED, precision=Precision.FP32)
 
 
-def book(training: TrainingSpec = HALF, gpus: int = 4) -> PriceBook:
+def price_cache(training: TrainingSpec = HALF, gpus: int = 4) -> PriceCache:
     cluster = with_gpus(load_cluster("v100-32gb"), gpus)
-    return PriceBook(load_model("gpt-1.5b").spec, training, machine_for(cluster))
+    return PriceCache(load_model("gpt-1.5b").spec, training, machine_for(cluster))
 
 
 # EQUATIONS O2: 14 bytes a parameter where gradients take the place of parameters, 16 with gradients of 16 bits, 18 of 32; fp32: 16
@@ -33,7 +33,7 @@ def book(training: TrainingSpec = HALF, gpus: int = 4) -> PriceBook:
     pytest.param(HALF, True, 14, id="in-parameters"), pytest.param(HALF, False, 16, id="16-bit-gradients"),
     pytest.param(MIXED, False, 18, id="fp32-gradients"), pytest.param(FULL, False, 16, id="fp32")])
 def test_a_parameter_at_one_place_takes_14_16_or_18_bytes(training, in_parameters, expected):
-    for home, place in ((Home.DEVICE, 0), (Home.HOST, 1)):
+    for home, place in ((StateLocation.DEVICE, 0), (StateLocation.HOST, 1)):
         widths = state_widths(home, training, in_parameters)
 
         assert widths[place].total == expected
@@ -44,7 +44,7 @@ def test_a_parameter_at_one_place_takes_14_16_or_18_bytes(training, in_parameter
     pytest.param(HALF, True, 2, 14, id="in-parameters"), pytest.param(HALF, False, 4, 14, id="16-bit-gradients"),
     pytest.param(MIXED, False, 6, 16, id="fp32-gradients"), pytest.param(FULL, False, 8, 16, id="fp32")])
 def test_an_optimizer_home_has_parameters_and_gradients_here_and_all_that_an_update_reads_there(training, in_parameters, device, host):
-    here, there = state_widths(Home.OPTIMIZER, training, in_parameters)
+    here, there = state_widths(StateLocation.OPTIMIZER, training, in_parameters)
 
     assert (here.total, there.total) == (device, host)
 
@@ -55,9 +55,9 @@ def test_gradients_take_the_place_of_parameters_only_in_16_bits_with_one_micro_b
 
 
 def test_a_host_block_moves_its_share_of_parameters_in_and_of_gradients_out():
-    prices, mesh = book(MIXED), Mesh(pp=1, dp=4, tp=1)
+    prices, mesh = price_cache(MIXED), Mesh(pp=1, dp=4, tp=1)
     elements = owned_parameters(prices.layer(LayerKind.BLOCK, 1), Sharding())
-    cost = prices.chunked(Home.HOST, 1, mesh, Sharding(), in_parameters=False)
+    cost = prices.chunked(StateLocation.HOST, 1, mesh, Sharding(), in_parameters=False)
 
     own = -(-elements // 4)
     assert (cost.fetched_bytes, cost.sent_bytes, cost.returned_bytes, cost.left_bytes) == (2 * own, 4 * own, 0, 0)
@@ -67,9 +67,9 @@ def test_a_host_block_moves_its_share_of_parameters_in_and_of_gradients_out():
 
 
 def test_an_optimizer_block_moves_once_a_step_and_a_device_block_never():
-    prices, mesh = book(HALF), Mesh(pp=1, dp=4, tp=1)
+    prices, mesh = price_cache(HALF), Mesh(pp=1, dp=4, tp=1)
     own = -(-owned_parameters(prices.layer(LayerKind.BLOCK, 1), Sharding()) // 4)
-    once, never = (prices.chunked(home, 1, mesh, Sharding(), in_parameters=True) for home in (Home.OPTIMIZER, Home.DEVICE))
+    once, never = (prices.chunked(home, 1, mesh, Sharding(), in_parameters=True) for home in (StateLocation.OPTIMIZER, StateLocation.DEVICE))
 
     assert (once.fetched_bytes, once.sent_bytes, once.returned_bytes, once.left_bytes) == (0, 0, 2 * own, 2 * own)
     assert not any((never.fetched_bytes, never.sent_bytes, never.returned_bytes, never.left_bytes, never.host_adam_s))
@@ -77,9 +77,9 @@ def test_an_optimizer_block_moves_once_a_step_and_a_device_block_never():
 
 
 def test_padding_is_moved_gathered_and_updated_like_everything_else():
-    prices, mesh = book(), Mesh(pp=1, dp=4, tp=1)
+    prices, mesh = price_cache(), Mesh(pp=1, dp=4, tp=1)
     tight, padded = (
-        prices.chunked(Home.HOST, 1, mesh, Sharding(), in_parameters=False, elements=elements) for elements in (10**7, 2 * 10**7))
+        prices.chunked(StateLocation.HOST, 1, mesh, Sharding(), in_parameters=False, elements=elements) for elements in (10**7, 2 * 10**7))
 
     assert padded.host.total == 2 * tight.host.total
     assert padded.gathered_bytes == 2 * tight.gathered_bytes
@@ -88,9 +88,9 @@ def test_padding_is_moved_gathered_and_updated_like_everything_else():
 
 
 def test_one_rank_gathers_nothing_and_uses_a_device_block_where_it_lies():
-    prices, mesh = book(gpus=1), Mesh(pp=1, dp=1, tp=1)
-    costs = {home: prices.chunked(home, 1, mesh, Sharding(), in_parameters=False) for home in Home}
+    prices, mesh = price_cache(gpus=1), Mesh(pp=1, dp=1, tp=1)
+    costs = {home: prices.chunked(home, 1, mesh, Sharding(), in_parameters=False) for home in StateLocation}
 
     assert all(cost.forward_s == cost.backward_s == cost.gathered_bytes == 0 for cost in costs.values())
-    assert costs[Home.DEVICE].used_bytes == 0
-    assert costs[Home.HOST].used_bytes == costs[Home.HOST].fetched_bytes
+    assert costs[StateLocation.DEVICE].used_bytes == 0
+    assert costs[StateLocation.HOST].used_bytes == costs[StateLocation.HOST].fetched_bytes

@@ -10,12 +10,12 @@ from parplan.costmodels.communication.collectives import Collective
 from parplan.costmodels.communication.mesh import Axis, Mesh
 from parplan.costmodels.layers.layer_price import CONTENTION
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.layers.sub_pipeline import Part, block_s, pace_s, row_s
+from parplan.costmodels.layers.sub_pipeline import HalfTime, block_s, pace_s, row_s
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step, step_costs
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
 from parplan.costmodels.usage.rank_traffic import rank_traffic
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -27,13 +27,13 @@ MODELS = {name: load_model(name).spec for name in ("gpt-20b", "llama3-8b")}
 SLOW = with_gpus(load_cluster("a100-40gb-pcie"), 8)
 
 
-def book(model: ModelSpec = MODELS["gpt-20b"], stack: str = "parplan", contention: float | None = None, cluster=SLOW) -> PriceBook:
+def price_cache(model: ModelSpec = MODELS["gpt-20b"], stack: str = "parplan", contention: float | None = None, cluster=SLOW) -> PriceCache:
     training = TrainingSpec(global_batch_size=32, seq_length=2048, stack=load_stack(stack))
     machine = machine_for(cluster)
-    return PriceBook(model, training, replace(machine, profile=replace(machine.profile, contention=contention)))
+    return PriceCache(model, training, replace(machine, profile=replace(machine.profile, contention=contention)))
 
 
-def parts_of(priced: PriceBook, way: str) -> list[Part]:
+def parts_of(priced: PriceCache, way: str) -> list[HalfTime]:
     """Half a micro-batch through a block: its operators from all-reduce to all-reduce, as undivided blocks of that size are priced."""
     operators = priced._operators(LayerKind.BLOCK, B // 2, Sharding(TP))
     names = list(operators.compute)
@@ -42,15 +42,15 @@ def parts_of(priced: PriceBook, way: str) -> list[Part]:
         compute_s += getattr(operators.compute[name], way).value_s
         sent_s = getattr(operators.tensor_parallel[name], way).value_s
         if sent_s:
-            found.append(Part(compute_s, sent_s))
+            found.append(HalfTime(compute_s, sent_s))
             compute_s = 0.0
-    return [*found, Part(compute_s)]
+    return [*found, HalfTime(compute_s)]
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("level", "row"), [(2, block_s), (3, pace_s)])
 def test_a_pass_takes_what_its_operators_at_half_the_size_take_in_the_recursion(model, level, row):
-    priced = book(MODELS[model], contention=0.0)
+    priced = price_cache(MODELS[model], contention=0.0)
     time = priced.layer_time(LayerKind.BLOCK, B, Sharding(TP, overlap=level))
 
     forward, backward = parts_of(priced, "forward"), parts_of(priced, "backward")
@@ -60,7 +60,7 @@ def test_a_pass_takes_what_its_operators_at_half_the_size_take_in_the_recursion(
 
 
 def test_level_1_divides_the_products_that_are_all_reduced_and_nothing_else():
-    priced = book(contention=0.0)
+    priced = price_cache(contention=0.0)
     half, whole = (priced._operators(LayerKind.BLOCK, size, Sharding(TP)) for size in (B // 2, B))
     sent = {name: time.forward.value_s for name, time in half.tensor_parallel.items() if time.forward.value_s}
     time = priced.layer_time(LayerKind.BLOCK, B, Sharding(TP, overlap=1))
@@ -76,8 +76,8 @@ def test_level_1_divides_the_products_that_are_all_reduced_and_nothing_else():
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_second_that_is_hidden_costs_what_it_does_everywhere(level):
     sharding = Sharding(TP, overlap=level)
-    free, dear = (book(contention=share).layer_time(LayerKind.BLOCK, B, sharding) for share in (0.0, None))
-    sent_s = 2 * sum(part.sent_s for part in parts_of(book(), "forward"))
+    free, dear = (price_cache(contention=share).layer_time(LayerKind.BLOCK, B, sharding) for share in (0.0, None))
+    sent_s = 2 * sum(part.sent_s for part in parts_of(price_cache(), "forward"))
 
     hidden_s = sent_s - free.tp_forward.value_s
     assert hidden_s > 0.1 * sent_s
@@ -90,7 +90,7 @@ def test_nothing_is_hidden_twice_where_the_stack_hides_all_reduces_by_itself(lev
     assert stack.async_tensor_parallel
     times = []
     for hides in (True, False):
-        priced = book(stack="megatron-core")
+        priced = price_cache(stack="megatron-core")
         priced.training = replace(priced.training, stack=replace(stack, async_tensor_parallel=hides))
         times.append([priced.layer_time(LayerKind.BLOCK, B, Sharding(TP, overlap=overlap)).total_s for overlap in (0, level)])
 
@@ -99,7 +99,7 @@ def test_nothing_is_hidden_twice_where_the_stack_hides_all_reduces_by_itself(lev
 
 
 def test_what_runs_again_is_halved_too_and_waits_block_by_block():
-    priced = book()
+    priced = price_cache()
     time = {level: priced.layer_time(LayerKind.BLOCK, B, Sharding(TP, overlap=level), Recompute.FULL) for level in (2, 3)}
 
     assert time[2].recompute_s == time[3].recompute_s == time[2].forward_s > time[3].forward_s
@@ -107,7 +107,7 @@ def test_what_runs_again_is_halved_too_and_waits_block_by_block():
 
 
 def test_without_tensor_parallelism_halving_only_costs():
-    priced = book()
+    priced = price_cache()
     whole, halves = (priced.layer_time(LayerKind.BLOCK, B, Sharding(overlap=level)).total_s for level in (0, 2))
     half = priced.layer_time(LayerKind.BLOCK, B // 2, Sharding()).total_s
 
@@ -117,20 +117,20 @@ def test_without_tensor_parallelism_halving_only_costs():
 
 
 def strategy(level: int, blocks: int, *, pp: int = 1, virtual_stages: int = 1, again: Recompute = Recompute.NONE) -> Strategy:
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=1, tp=TP), schedule=Schedule.INTERLEAVED if virtual_stages > 1 else Schedule.ONE_F_ONE_B,
         virtual_stages=virtual_stages, micro_batch_size=B, num_micro_batches=8, sequence_parallel=False, tp_overlap=level)
     row = (LayerChoice(LayerKind.BLOCK, again, 0),) * blocks
     ends = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 0), LayerChoice(LayerKind.HEAD, Recompute.NONE, 0)
-    stages = [row] * frame.num_virtual_stages
+    stages = [row] * layout.num_virtual_stages
     stages[0], stages[-1] = (ends[0], *stages[0]), (*stages[-1], ends[1])
-    return Strategy(frame=frame, stages=tuple(stages))
+    return Strategy(layout=layout, stages=tuple(stages))
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize(("pp", "virtual_stages"), [(2, 1), (2, 2)])
 def test_the_blocks_of_each_chunk_are_one_row_whose_ends_are_paid_once(blocks, pp, virtual_stages):
-    priced, made = book(contention=0.0), strategy(3, blocks, pp=pp, virtual_stages=virtual_stages)
+    priced, made = price_cache(contention=0.0), strategy(3, blocks, pp=pp, virtual_stages=virtual_stages)
     bare = step_costs(strategy(0, blocks, pp=pp, virtual_stages=virtual_stages), priced)
     alone = priced.layer_time(LayerKind.BLOCK, B, Sharding(TP))
     rows = step_costs(made, priced)
@@ -144,7 +144,7 @@ def test_the_blocks_of_each_chunk_are_one_row_whose_ends_are_paid_once(blocks, p
 
 
 def test_the_breakdown_of_a_rank_adds_up_to_what_its_stages_take():
-    priced, made = book(), strategy(3, 3, pp=2)
+    priced, made = price_cache(), strategy(3, 3, pp=2)
     price = price_step(made, priced)
 
     for rank, (stage,) in zip(price.ranks, step_costs(made, priced).stages, strict=True):
@@ -155,7 +155,7 @@ def test_the_breakdown_of_a_rank_adds_up_to_what_its_stages_take():
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_halves_keep_the_same_bytes_and_all_reduce_twice_as_often_half_as_much(level):
-    priced, sent = book(), {}
+    priced, sent = price_cache(), {}
     for overlap in (0, level):
         sent[overlap] = {one.kind: one for one in rank_traffic(strategy(overlap, 3), 0, priced) if one.axis is Axis.TP}
         kept = priced.activations(LayerKind.BLOCK, B, Sharding(TP, overlap=overlap))
@@ -168,7 +168,7 @@ def test_halves_keep_the_same_bytes_and_all_reduce_twice_as_often_half_as_much(l
 
 
 def test_only_one_half_has_temporaries_and_both_have_what_runs_again():
-    priced, whole, halved = book(), Sharding(TP), Sharding(TP, overlap=2)
+    priced, whole, halved = price_cache(), Sharding(TP), Sharding(TP, overlap=2)
     boundary_bytes = priced.graph(B).block.input.num_bytes
     for level in Recompute:
         size = {sharding: priced.activations(LayerKind.BLOCK, B, sharding, level) for sharding in (whole, halved)}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.costmodels.layers.layer_price import Inside
+from parplan.costmodels.layers.layer_price import StageAxes
 from parplan.costmodels.layers.model_states import operator_states
 from parplan.costmodels.layers.operator_price import operator_price, single
 from parplan.costmodels.operators.sharding import (
@@ -29,7 +29,7 @@ MACHINE = machine_for(with_gpus(load_cluster("a100-80gb"), 8))
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048, stack=NEUTRAL)
 GPT = build_graph(load_model("gpt-20b").spec, TRAINING, 4)
 LLAMA = build_graph(load_model("llama3-8b").spec, TRAINING, 4)
-INSIDE = Inside((4,), MACHINE, TRAINING.stack)
+INSIDE = StageAxes((4,), MACHINE, TRAINING.stack)
 
 
 def operator(name, graph=LLAMA, kind=LayerKind.BLOCK):

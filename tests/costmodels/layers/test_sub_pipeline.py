@@ -9,24 +9,24 @@ from collections.abc import Sequence
 
 import pytest
 
-from parplan.costmodels.layers.sub_pipeline import Part, block_s, linear_s, pace_s, row_s
+from parplan.costmodels.layers.sub_pipeline import HalfTime, block_s, linear_s, pace_s, row_s
 from tests.helpers.cases import mostly_slow
 
 A_HALF_S, M_HALF_S = 3.0, 5.0  # attention and feed-forward, half a micro-batch each
 X_S = 2 * (A_HALF_S + M_HALF_S)
 
 
-def block(c: float, a: float = A_HALF_S, m: float = M_HALF_S, tail: float = 0.0) -> list[Part]:
-    return [Part(a, c), Part(m, c), *([Part(tail)] if tail else [])]
+def block(c: float, a: float = A_HALF_S, m: float = M_HALF_S, tail: float = 0.0) -> list[HalfTime]:
+    return [HalfTime(a, c), HalfTime(m, c), *([HalfTime(tail)] if tail else [])]
 
 
-def simulated_s(parts: Sequence[Part], blocks: int) -> float:
+def simulated_s(parts: Sequence[HalfTime], blocks: int) -> float:
     """Two queues, of a compute and of a sending stream, whose tasks start in order and when the task that they wait for is over."""
     cuts = [index for index, part in enumerate(parts) if part.sent_s]
     head, tail = parts[: cuts[-1] + 1], sum(part.compute_s for part in parts[cuts[-1] + 1 :])
-    row = [Part(part.compute_s + (tail if number and not index else 0.0), part.sent_s)
+    row = [HalfTime(part.compute_s + (tail if number and not index else 0.0), part.sent_s)
            for number in range(blocks) for index, part in enumerate(head)]
-    row += [Part(tail)] if tail else []
+    row += [HalfTime(tail)] if tail else []
     order = list(itertools.product(range(len(row)), range(2)))
     queues = {"compute": [("compute", *key) for key in order], "send": [("send", *key) for key in order if row[key[0]].sent_s]}
     wait, over, now, running = {}, set(), 0.0, []
@@ -80,7 +80,7 @@ def test_random_blocks_take_what_two_streams_take(seed):
     def some() -> float:
         return draw.random() * draw.choice((0.1, 1.0, 4.0))
 
-    parts = [*(Part(some(), some()) for _ in range(draw.choice((1, 2, 2, 3)))), Part(some() * draw.choice((0, 1)))]
+    parts = [*(HalfTime(some(), some()) for _ in range(draw.choice((1, 2, 2, 3)))), HalfTime(some() * draw.choice((0, 1)))]
     for blocks in (1, 2, 5):
         assert row_s(parts, blocks) == pytest.approx(simulated_s(parts, blocks), rel=1e-12)
         assert row_s(parts, blocks) == pytest.approx(block_s(parts) + (blocks - 1) * pace_s(parts), rel=1e-12)
@@ -99,6 +99,6 @@ def test_a_higher_level_never_takes_longer_and_no_part_that_takes_longer_speeds_
 
 
 def test_without_anything_sent_there_is_only_compute():
-    parts = [Part(1.0), Part(2.0)]
+    parts = [HalfTime(1.0), HalfTime(2.0)]
 
     assert (block_s(parts), pace_s(parts), row_s(parts, 3), linear_s(1.0, 0.0)) == (6.0, 6.0, 18.0, 2.0)

@@ -16,7 +16,7 @@ from parplan.costmodels.layers.recompute import (
 from parplan.costmodels.memory.activation_copies import copied_bytes, exposed_copies
 from parplan.costmodels.memory.rank_memory import layer_activations, rank_activations, rank_layers
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import Strategy
 from parplan.planner.host_options.activation_options import (
@@ -24,7 +24,7 @@ from parplan.planner.host_options.activation_options import (
     named_operators,
     with_kept_on_host,
 )
-from parplan.planner.plan.plan import read, write
+from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
@@ -41,11 +41,11 @@ FRAME = frame_of(m=4)
 BLOCK = LayerKind.BLOCK
 
 
-def book_of(model=TINY, cluster=A100, training=TRAINING) -> PriceBook:
-    return PriceBook(model, training, machine_for(cluster))
+def book_of(model=TINY, cluster=A100, training=TRAINING) -> PriceCache:
+    return PriceCache(model, training, machine_for(cluster))
 
 
-def slow_book(rate: float) -> PriceBook:
+def slow_book(rate: float) -> PriceCache:
     """One whose PCIe moves `rate` bytes a second."""
     return book_of(cluster=replace(A100, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None))
 
@@ -88,11 +88,11 @@ def test_copies_wait_for_what_their_blocks_passes_do_not_hide(share):
     names, plain = ("norm1", "fc2"), book_of()
     n_bytes = plain.activations(BLOCK, 1, Sharding(), (), names).host
     time = plain.layer_time(BLOCK, 1, Sharding())
-    book, copy_s = slow_book(n_bytes / (share * time.forward_s)), share * time.forward_s
+    price_cache, copy_s = slow_book(n_bytes / (share * time.forward_s)), share * time.forward_s
     first, other, second = (choice for choice in rank_layers(uniform(FRAME, 3), 0) if choice.kind is BLOCK)
     chunk = (replace(first, on_host=names), other, replace(second, on_host=names))
 
-    out, back = exposed_copies(chunk, FRAME, book)
+    out, back = exposed_copies(chunk, FRAME, price_cache)
 
     assert out.value_s == pytest.approx(2 * max(0.0, copy_s - time.forward_s), rel=1e-9)
     assert back.value_s == pytest.approx(max(0.0, copy_s - time.backward_s) + copy_s, rel=1e-9)
@@ -100,43 +100,43 @@ def test_copies_wait_for_what_their_blocks_passes_do_not_hide(share):
 
 
 def test_where_the_device_is_the_host_every_copy_is_waited_for():
-    book = book_of(cluster=with_gpus(load_cluster("cpu"), 1), training=replace(TRAINING, precision="fp32"))
+    price_cache = book_of(cluster=with_gpus(load_cluster("cpu"), 1), training=replace(TRAINING, precision="fp32"))
     strategy = with_kept_on_host(uniform(FRAME, 8), ("fc1",))
 
-    out, back = exposed_copies(strategy.stages[0], FRAME, book)
+    out, back = exposed_copies(strategy.stages[0], FRAME, price_cache)
 
-    copy_s = 8 * book.host_copy(BLOCK, 1, Sharding(), (), ("fc1",), to_host=True).value_s
+    copy_s = 8 * price_cache.host_copy(BLOCK, 1, Sharding(), (), ("fc1",), to_host=True).value_s
     assert (out.value_s, back.value_s) == pytest.approx((copy_s, copy_s), rel=1e-9)
 
 
 def test_a_device_holds_what_two_blocks_send_and_its_host_all_of_it():
-    strategy, book = uniform(FRAME, 8), book_of()
+    strategy, price_cache = uniform(FRAME, 8), book_of()
     moved = with_kept_on_host(strategy, ("attention", "fc1"))
-    sent = book.activations(BLOCK, 1, Sharding(), (), ("attention", "fc1")).host
-    plain, less = (price_step(found, book).memory[0] for found in (strategy, moved))
+    sent = price_cache.activations(BLOCK, 1, Sharding(), (), ("attention", "fc1")).host
+    plain, less = (price_step(found, price_cache).memory[0] for found in (strategy, moved))
 
-    assert less.host == 8 * sent == copied_bytes(moved, 0, book) // FRAME.num_micro_batches
+    assert less.host == 8 * sent == copied_bytes(moved, 0, price_cache) // FRAME.num_micro_batches
     assert less.activations == plain.activations - 8 * sent
-    sizes = rank_activations(moved, 0, book)
-    more = {choice.kind: size.workspace - layer_activations(choice, FRAME, book).workspace for choice, size in sizes.items()}
+    sizes = rank_activations(moved, 0, price_cache)
+    more = {choice.kind: size.workspace - layer_activations(choice, FRAME, price_cache).workspace for choice, size in sizes.items()}
     assert more == dict.fromkeys(LayerKind, sent)
-    alone = Strategy(frame=FRAME, stages=(tuple(
+    alone = Strategy(layout=FRAME, stages=(tuple(
         replace(choice, on_host=()) if choice.kind is BLOCK and index > 1 else choice for index, choice in enumerate(moved.stages[0])),))
-    assert {choice.on_host: size.workspace - layer_activations(choice, FRAME, book).workspace
-            for choice, size in rank_activations(alone, 0, book).items() if choice.kind is BLOCK} == {("attention", "fc1"): 0, (): sent}
+    assert {choice.on_host: size.workspace - layer_activations(choice, FRAME, price_cache).workspace
+            for choice, size in rank_activations(alone, 0, price_cache).items() if choice.kind is BLOCK} == {("attention", "fc1"): 0, (): sent}
 
 
 @pytest.mark.parametrize("level", [Recompute.NONE, Recompute.SELECTIVE, ("norm1", "fc1"), Recompute.FULL], ids=str)
 @pytest.mark.parametrize("rate", [1e7, 1e9, 1e12])
 def test_the_lists_have_nothing_all_and_the_most_that_is_hidden(rate, level):
-    book = slow_book(rate)
+    price_cache = slow_book(rate)
     kept = {name: size for name, size in host_bytes_by_operator(
-        book.kept_layer(BLOCK, 2), Sharding(), book.recompute_operators(BLOCK, level)).items() if size}
-    time = book.layer_time(BLOCK, 2, Sharding(), level)
+        price_cache.kept_layer(BLOCK, 2), Sharding(), price_cache.recompute_operators(BLOCK, level)).items() if size}
+    time = price_cache.layer_time(BLOCK, 2, Sharding(), level)
     hidden_bytes = rate * min(time.forward_s, time.backward_s + time.recompute_s)
     under = (sum(kept[name] for name in names) for count in range(len(kept) + 1) for names in combinations(kept, count))
 
-    options = host_options(2, Sharding(), level, book)
+    options = host_options(2, Sharding(), level, price_cache)
 
     assert (options[0].on_host, options[-1].on_host) == ((), tuple(kept))
     sizes = [option.host_bytes for option in options]
@@ -154,18 +154,18 @@ def test_a_list_in_a_plan_file_is_priced_again_as_it_was(tmp_path):
     plan = estimate_plan(
         entry.spec, A100, training, frame_of(dp=8, m=2), zero=1, recompute=Recompute.SELECTIVE, keep_on_host=("fc2", "attention", "norm1"))
     names = next(found.keep_on_host for found in plan.layer_plans.values() if found.layer is BLOCK)
-    write(plan, tmp_path / "plan.yaml")
+    write_plan(plan, tmp_path / "plan.yaml")
 
     assert set(names) < {"norm1", "attention", "fc2"}
-    assert reprice(read(tmp_path / "plan.yaml")).plan == plan
+    assert reprice(read_plan(tmp_path / "plan.yaml")).plan == plan
 
 
 def test_names_that_no_operator_has_are_refused_and_all_is_all_that_is_kept():
-    book = book_of()
+    price_cache = book_of()
 
-    assert named_operators(["all"], Recompute.FULL, book) == ("norm1",)
+    assert named_operators(["all"], Recompute.FULL, price_cache) == ("norm1",)
     with pytest.raises(ConfigError, match="unknown operator 'fc3'"):
-        named_operators(["fc3"], Recompute.NONE, book)
+        named_operators(["fc3"], Recompute.NONE, price_cache)
 
 
 def test_a_host_that_is_too_small_for_the_activations_is_refused():

@@ -13,11 +13,11 @@ from parplan.costmodels.layers.model_states import layer_states, owned_parameter
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import rank_layers
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.step import price_step
 from parplan.costmodels.usage.redundancy import added, operator_redundancy
 from parplan.planner.host_options.activation_options import named_operators, with_kept_on_host
-from parplan.planner.plan.plan import from_document, read, to_document, write
+from parplan.planner.plan.plan import plan_from_document, read_plan, plan_to_document, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import estimate_plan
@@ -37,11 +37,11 @@ STATES, ACTIVATIONS = Offload.STATES, Offload.ACTIVATIONS
 
 
 def book_of(training=EXPOSED, cluster=A100_16, **how):
-    return PriceBook(TINY, training, machine_for(cluster), **how)
+    return PriceCache(TINY, training, machine_for(cluster), **how)
 
 
-def block(book, zero, mesh=MESH):
-    return book.data_parallel(LayerKind.BLOCK, 1, mesh, Sharding(), zero)
+def block(price_cache, zero, mesh=MESH):
+    return price_cache.data_parallel(LayerKind.BLOCK, 1, mesh, Sharding(), zero)
 
 
 def test_gathers_stay_inside_the_group_and_the_copies_are_reduced_once_across_the_nodes():
@@ -85,9 +85,9 @@ def test_all_of_dp_and_numbers_that_do_not_divide_it_change_nothing(zero_ranks):
 @pytest.mark.parametrize("on_host", [(), ("norm1", "attention", "fc2")])
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_redundancy_by_operator_adds_up_to_that_of_the_rank(how, zero, on_host):
-    book, strategy = book_of(**how), with_kept_on_host(uniform(frame_of(dp=16), 8, zero=zero), on_host)
-    redundant = price_step(strategy, book).redundant[0]
-    total = added(found for choice in rank_layers(strategy, 0) for found in operator_redundancy(choice, 0, strategy.frame, book).values())
+    price_cache, strategy = book_of(**how), with_kept_on_host(uniform(frame_of(dp=16), 8, zero=zero), on_host)
+    redundant = price_step(strategy, price_cache).redundant[0]
+    total = added(found for choice in rank_layers(strategy, 0) for found in operator_redundancy(choice, 0, strategy.layout, price_cache).values())
 
     for name in ("parameters", "gradients", "optimizer", "activations"):
         assert getattr(total, name) == pytest.approx(getattr(redundant, name), rel=1e-9, abs=64)
@@ -108,11 +108,11 @@ def test_device_and_host_share_the_bytes_of_the_states_as_fsdp2_does(dp, zero):
 @pytest.mark.parametrize(("zero", "to_device", "to_host"), [(0, 1, 1), (1, 1, 1), (2, 1, 8), (3, 16, 8)])
 def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
     """Eight micro-batches on one GPU, so that copies are all that data parallelism has: 4 bytes a parameter each time."""
-    mesh, book = Mesh(pp=1, dp=1, tp=1), book_of(offload=(STATES,))
-    parameters = book.graph(1).block.num_parameters
+    mesh, price_cache = Mesh(pp=1, dp=1, tp=1), book_of(offload=(STATES,))
+    parameters = price_cache.graph(1).block.num_parameters
     added_s = 8 * 12 * parameters * 8 / HOST_BYTES_PER_S if zero >= 2 else 0.0  # eight ranks of the node at once
 
-    found = block(book, zero, mesh)
+    found = block(price_cache, zero, mesh)
 
     copies_s = (to_device + to_host) * 4 * parameters / A100.pcie_bytes_per_s
     assert 8 * found.per_micro_batch_s + found.step.value_s == pytest.approx(copies_s + added_s, rel=1e-12)
@@ -120,10 +120,10 @@ def test_the_copies_of_a_step_by_hand(zero, to_device, to_host):
 
 
 def test_offload_trades_device_bytes_for_host_bytes_and_time():
-    frame = frame_of(dp=16, m=4)
-    strategy, book = uniform(frame, 8, zero=3), book_of(offload=(STATES,))
+    layout = frame_of(dp=16, m=4)
+    strategy, price_cache = uniform(layout, 8, zero=3), book_of(offload=(STATES,))
     plain, states, both = (price_step(found, prices) for found, prices in (
-        (strategy, book_of()), (strategy, book), (with_kept_on_host(strategy, ("fc1", "fc2")), book)))
+        (strategy, book_of()), (strategy, price_cache), (with_kept_on_host(strategy, ("fc1", "fc2")), price_cache)))
 
     assert plain.memory[0].host == 0 < states.memory[0].host < both.memory[0].host
     assert plain.memory[0].states.total > states.memory[0].states.total == 0
@@ -133,10 +133,10 @@ def test_offload_trades_device_bytes_for_host_bytes_and_time():
 
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_copies_of_activations_are_hidden_but_for_those_that_the_backward_pass_begins_with(recompute):
-    strategy, book = uniform(frame_of(dp=16, m=4), 8, recompute=recompute), book_of()
-    plain, moved = (price_step(found, book) for found in (strategy, with_kept_on_host(strategy, named_operators(["all"], recompute, book))))
-    kept = book.activations(LayerKind.BLOCK, 1, Sharding(), recompute).saved
-    time = book.layer_time(LayerKind.BLOCK, 1, Sharding(), recompute)
+    strategy, price_cache = uniform(frame_of(dp=16, m=4), 8, recompute=recompute), book_of()
+    plain, moved = (price_step(found, price_cache) for found in (strategy, with_kept_on_host(strategy, named_operators(["all"], recompute, price_cache))))
+    kept = price_cache.activations(LayerKind.BLOCK, 1, Sharding(), recompute).saved
+    time = price_cache.layer_time(LayerKind.BLOCK, 1, Sharding(), recompute)
     copy_s = kept / A100.pcie_bytes_per_s
     out_s, back_s = max(0.0, copy_s - time.forward_s), max(0.0, copy_s - time.backward_s - time.recompute_s)
 
@@ -148,7 +148,7 @@ def test_copies_of_activations_are_hidden_but_for_those_that_the_backward_pass_b
 def test_the_estimate_says_where_everything_is_and_its_file_gives_the_same_price_again(tmp_path):
     plan = estimate_plan(
         TINY, A100_16, EXPOSED, frame_of(dp=16, m=4), zero=3, recompute=Recompute.SELECTIVE, zero_ranks=8, offload=(STATES, ACTIVATIONS))
-    write(plan, tmp_path / "plan.yaml")
+    write_plan(plan, tmp_path / "plan.yaml")
 
     assert {found.zero_ranks for found in plan.layer_plans.values()} == {8}
     assert {name: found.offload for name, found in plan.layer_plans.items()} == {
@@ -156,7 +156,7 @@ def test_the_estimate_says_where_everything_is_and_its_file_gives_the_same_price
     assert {name: found.keep_on_host for name, found in plan.layer_plans.items()} == {
         "embedding": (), "A": ("norm1", "attention", "residual1", "norm2", "activation", "residual2"), "head": ()}
     assert plan.predicted.memory_gib[0].host > 0
-    assert reprice(read(tmp_path / "plan.yaml")).plan == plan
+    assert reprice(read_plan(tmp_path / "plan.yaml")).plan == plan
 
 
 @pytest.mark.parametrize(("how", "message"), [
@@ -194,8 +194,8 @@ def test_a_search_keeps_to_the_pinned_groups():
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_copies_and_sums_of_the_host_are_a_cause_of_their_own(zero):
     """Without overlap the collectives are those of the plan that keeps nothing on the host; the rest is the host's."""
-    frame = frame_of(dp=16, m=4)
-    plain, states = (price_step(uniform(frame, 8, zero=zero), book_of(offload=offload)).ranks[0] for offload in ((), (STATES,)))
+    layout = frame_of(dp=16, m=4)
+    plain, states = (price_step(uniform(layout, 8, zero=zero), book_of(offload=offload)).ranks[0] for offload in ((), (STATES,)))
 
     assert plain.host_comm.value_s == 0.0
     assert states.dp_comm.value_s == pytest.approx(plain.dp_comm.value_s, rel=1e-9)
@@ -206,7 +206,7 @@ def test_copies_and_sums_of_the_host_are_a_cause_of_their_own(zero):
 
 def test_a_plan_file_from_before_reads_with_no_copies():
     plan = estimate_plan(TINY, A100_16, EXPOSED, frame_of(dp=16, m=4), zero=3)
-    body = to_document(plan)
+    body = plan_to_document(plan)
     del body["predicted"]["breakdown"]["host_comm_s"]
 
-    assert from_document(body, "old").predicted.breakdown.host_comm_s.value == 0.0
+    assert plan_from_document(body, "old").predicted.breakdown.host_comm_s.value == 0.0

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.memory.peak_candidates import Moment, moments
-from parplan.costmodels.memory.peak_memory import Held, Throughout, fullest_bytes
+from parplan.costmodels.memory.peak_candidates import PeakCandidate, moments
+from parplan.costmodels.memory.peak_memory import LayerBytes, ConstantBytes, peak_bytes
 from parplan.costmodels.memory.rank_memory import rank_memory
 from parplan.costmodels.schedules.schedule import (
     AHEAD,
@@ -28,12 +28,12 @@ EARLY, LAST, SCP = Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedul
 BLOCK, BOOK = LayerKind.BLOCK, book_of(TINY, 4)
 
 
-def inside(stashes: int, remade: int = 0) -> Moment:
-    return Moment(stashes, remade)
+def inside(stashes: int, remade: int = 0) -> PeakCandidate:
+    return PeakCandidate(stashes, remade)
 
 
-def alone(stashes: int, remade: int = 1) -> Moment:
-    return Moment(stashes, remade, alone=True)
+def alone(stashes: int, remade: int = 1) -> PeakCandidate:
+    return PeakCandidate(stashes, remade, alone=True)
 
 
 @pytest.mark.parametrize(("schedule", "rank", "expected"), [
@@ -53,13 +53,13 @@ def test_moments_by_hand(schedule, rank, expected):
 
 
 def test_a_list_of_ones_own_may_recompute_several_ahead():
-    frame = replace(
+    layout = replace(
         frame_of(pp=2, schedule=Schedule.CUSTOM, m=3),
         actions=("0F0,0F1,0F2,0R0,0R1,0B0,0B1,0B2", "1F0,1F1,1F2,1I0,1W0,1B1,1B2"))
 
-    assert moments(0, frame) == (inside(1, 0), alone(3, 2))
-    assert moments(1, frame) == (inside(3),)
-    assert frame.recomputes_ahead
+    assert moments(0, layout) == (inside(1, 0), alone(3, 2))
+    assert moments(1, layout) == (inside(3),)
+    assert layout.recomputes_ahead
 
 
 @pytest.mark.parametrize("schedule", sorted(AHEAD))
@@ -87,8 +87,8 @@ def strategy(schedule: Schedule, again: Recompute, m: int = 8) -> Strategy:
     (EARLY, 1, 3, 2), (EARLY, 2, 2, 1), (LAST, 2, 2, 2), (SCP, 1, 3, 3), (SCP, 2, 2, 3)])
 def test_the_peak_is_stashes_and_a_stage_without_recompute_from_r_to_its_backward(schedule, rank, most, ahead, again):
     # middle stages, two equal blocks each
-    frame = strategy(schedule, again).frame
-    kept, whole = (BOOK.activations(BLOCK, 1, frame.sharding, level) for level in (again, Recompute.NONE))
+    layout = strategy(schedule, again).layout
+    kept, whole = (BOOK.activations(BLOCK, 1, layout.sharding, level) for level in (again, Recompute.NONE))
     stage, made = 2 * kept.saved, 2 * (whole.saved - kept.saved)
 
     memory = rank_memory(strategy(schedule, again), rank, BOOK)
@@ -110,10 +110,10 @@ def test_without_recompute_the_memory_is_that_of_1f1b_and_one_stash_more_where_s
 @pytest.mark.parametrize("schedule", sorted(AHEAD))
 def test_the_simulated_stash_is_that_of_the_moments(schedule):
     for timeline, rank in zip(price_step(strategy(schedule, Recompute.FULL), BOOK).simulated.ranks, range(4), strict=True):
-        layers, frame = strategy(schedule, Recompute.FULL).stages[rank], frame_of(pp=4, schedule=schedule)
-        saved = sum(BOOK.activations(c.kind, 1, frame.sharding, c.recompute).saved for c in layers)
-        made = sum(BOOK.remade_bytes(c.kind, 1, frame.sharding, c.recompute) for c in layers)
-        assert timeline.peak_stash_bytes == max(one.stashes * saved + one.remade * made for one in moments(rank, frame))
+        layers, layout = strategy(schedule, Recompute.FULL).stages[rank], frame_of(pp=4, schedule=schedule)
+        saved = sum(BOOK.activations(c.kind, 1, layout.sharding, c.recompute).saved for c in layers)
+        made = sum(BOOK.remade_bytes(c.kind, 1, layout.sharding, c.recompute) for c in layers)
+        assert timeline.peak_stash_bytes == max(one.stashes * saved + one.remade * made for one in moments(rank, layout))
         assert timeline.in_flight == in_flight(schedule, rank, 4, 8)
 
 
@@ -140,7 +140,7 @@ def test_a_last_stage_that_recomputes_is_refused():
 def test_the_fullest_moment_of_scp_by_hand(again, expected):
     saved, workspace = again
     block, embedding, head = (LayerChoice(kind, Recompute.FULL, 0) for kind in (BLOCK, LayerKind.EMBEDDING, LayerKind.HEAD))
-    found = Strategy(frame=frame_of(pp=3, schedule=SCP, m=4), stages=((embedding, block), (block, block), (block, head)))
-    layers = {block: Held(saved=saved, workspace=workspace, gradients=7.0, remade=30.0, alone=5.0)}
+    found = Strategy(layout=frame_of(pp=3, schedule=SCP, m=4), stages=((embedding, block), (block, block), (block, head)))
+    layers = {block: LayerBytes(saved=saved, workspace=workspace, gradients=7.0, remade=30.0, alone=5.0)}
 
-    assert fullest_bytes(found, 1, layers, Throughout()) == expected
+    assert peak_bytes(found, 1, layers, ConstantBytes()) == expected

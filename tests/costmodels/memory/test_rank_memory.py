@@ -15,7 +15,7 @@ from parplan.costmodels.memory.rank_memory import (
     stashes,
     usable_bytes,
 )
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import LayerChoice, Strategy
@@ -29,13 +29,13 @@ from parplan.profiles.units import GIB
 from tests.helpers.uniform_strategies import A100, TINY, TRAINING, book_of, frame_of, uniform
 
 
-@pytest.mark.parametrize(("frame", "expected"), [
+@pytest.mark.parametrize(("layout", "expected"), [
     pytest.param(frame_of(pp=4), [4, 3, 2, 1], id="1f1b-holds-what-is-ahead"),
     pytest.param(frame_of(pp=4, m=2, schedule=Schedule.GPIPE), [2, 2, 2, 2], id="gpipe-holds-all"),
     pytest.param(frame_of(pp=4, schedule=Schedule.INTERLEAVED, v=2), [11, 9, 7, 5], id="interleaved-counts-chunks"),
 ])
-def test_stashes_of_a_block_by_hand(frame, expected):
-    assert [stashes(LayerKind.BLOCK, rank, frame) for rank in range(4)] == expected
+def test_stashes_of_a_block_by_hand(layout, expected):
+    assert [stashes(LayerKind.BLOCK, rank, layout) for rank in range(4)] == expected
 
 
 def test_the_heads_chunk_is_used_up_at_once_when_interleaved():
@@ -58,17 +58,17 @@ def first_stage(name, pp, v, b, m, *, recompute, sequence_parallel):
     training = TrainingSpec(
         global_batch_size=b * m, seq_length=2048, precision=Precision.FP16, gradient_precision=Precision.FP32,
         attention=AttentionKernel.UNFUSED, stack=NEUTRAL)
-    frame = frame_of(
+    layout = frame_of(
         pp=pp, tp=8, schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, v=v, b=b, m=m, sequence_parallel=sequence_parallel)
-    book = book_of(replace(entry.spec, dropout=0.1), 8 * pp, training)
-    return book, frame, rank_memory(uniform(frame, entry.spec.num_layers, recompute=recompute), 0, book)
+    price_cache = book_of(replace(entry.spec, dropout=0.1), 8 * pp, training)
+    return price_cache, layout, rank_memory(uniform(layout, entry.spec.num_layers, recompute=recompute), 0, price_cache)
 
 
 @pytest.mark.parametrize(("name", "pp", "v", "b", "m", "states", "plain", "lean"), FIGURE_1)
 def test_states_of_the_first_stage_are_korthikantis_plus_what_the_paper_leaves_out(name, pp, v, b, m, states, plain, lean):
     """The paper counts 12 h^2 parameters a block. We also hold its biases and norms, and the embeddings of the stage."""
-    book, _, memory = first_stage(name, pp, v, b, m, recompute=Recompute.NONE, sequence_parallel=False)
-    h, tp, model = book.model.hidden_size, 8, book.model
+    price_cache, _, memory = first_stage(name, pp, v, b, m, recompute=Recompute.NONE, sequence_parallel=False)
+    h, tp, model = price_cache.model.hidden_size, 8, price_cache.model
     biases_and_norms = 3 * h / tp + h + 4 * h / tp + h + 2 * 2 * h  # qkv, output, fc1, fc2; two norms of weight and bias
     ends = model.padded_vocab_size * h / tp + model.max_seq_length * h + (2 * h if pp == 1 else 0)  # at pp 1 also the last norm
 
@@ -83,24 +83,24 @@ def test_activations_of_the_first_stage_are_korthikantis_plus_the_ends(name, pp,
     """The paper counts the blocks: L of them in flight, interleaved L (1 + (P - 1) / (P v)). We also hold the embedding's
     dropout mask (as often as blocks are in flight), and on a single stage the head's norm and its fp32 probabilities."""
     level = Recompute.SELECTIVE if both else Recompute.NONE
-    book, frame, memory = first_stage(name, pp, v, b, m, recompute=level, sequence_parallel=both)
-    sbh, tokens_tp = 2048 * b * book.model.hidden_size, 8 if both else 1
-    ends = stashes(LayerKind.EMBEDDING, 0, frame) * sbh / tokens_tp
+    price_cache, layout, memory = first_stage(name, pp, v, b, m, recompute=level, sequence_parallel=both)
+    sbh, tokens_tp = 2048 * b * price_cache.model.hidden_size, 8 if both else 1
+    ends = stashes(LayerKind.EMBEDDING, 0, layout) * sbh / tokens_tp
     if pp == 1:
-        ends += 2 * 2 * sbh / tokens_tp + 4 * 2048 * b * book.model.padded_vocab_size / 8
+        ends += 2 * 2 * sbh / tokens_tp + 4 * 2048 * b * price_cache.model.padded_vocab_size / 8
 
     assert (memory.activations - ends) / GIB == pytest.approx(lean if both else plain, rel=1e-9)
 
 
 def test_memory_is_states_and_stash_and_the_largest_temporary_and_the_reserve():
-    book = book_of(TINY, 4)
-    frame = frame_of(dp=4, m=2)
-    strategy = uniform(frame, 8, zero=3)
+    price_cache = book_of(TINY, 4)
+    layout = frame_of(dp=4, m=2)
+    strategy = uniform(layout, 8, zero=3)
 
-    memory = rank_memory(strategy, 0, book)
+    memory = rank_memory(strategy, 0, price_cache)
 
-    kinds = {kind: book.activations(kind, 1, frame.sharding) for kind in LayerKind}
-    held = {kind: book.states(kind, frame.mesh, frame.sharding, 3) for kind in LayerKind}
+    kinds = {kind: price_cache.activations(kind, 1, layout.sharding) for kind in LayerKind}
+    held = {kind: price_cache.states(kind, layout.mesh, layout.sharding, 3) for kind in LayerKind}
     stash = kinds[LayerKind.EMBEDDING].saved + 8 * kinds[LayerKind.BLOCK].saved + kinds[LayerKind.HEAD].saved
     temporary = max(kind.workspace for kind in kinds.values()) + max(kind.zero_buffer for kind in held.values())
     assert memory.activations == stash
@@ -111,18 +111,18 @@ def test_memory_is_states_and_stash_and_the_largest_temporary_and_the_reserve():
 
 
 def test_usable_bytes_and_the_reserve_fill_the_limit_exactly():
-    book, mesh = book_of(TINY, 8), Mesh(pp=2, dp=2, tp=2)
+    price_cache, mesh = book_of(TINY, 8), Mesh(pp=2, dp=2, tp=2)
 
-    usable = usable_bytes(70e9, mesh, book)
+    usable = usable_bytes(70e9, mesh, price_cache)
 
-    assert occupied_bytes(usable, mesh, book) == pytest.approx(70e9)
-    assert reserve_constant_bytes(mesh, book) == A100.device.context_bytes + 3 * NEUTRAL.nccl_bytes
+    assert occupied_bytes(usable, mesh, price_cache) == pytest.approx(70e9)
+    assert reserve_constant_bytes(mesh, price_cache) == A100.device.context_bytes + 3 * NEUTRAL.nccl_bytes
 
 
 def test_a_device_without_a_context_reserves_nothing_before_the_first_tensor():
-    book = PriceBook(TINY, TRAINING, machine_for(replace(A100, device=replace(A100.device, context_bytes=0))))
+    price_cache = PriceCache(TINY, TRAINING, machine_for(replace(A100, device=replace(A100.device, context_bytes=0))))
 
-    assert reserve_constant_bytes(Mesh(pp=2, dp=2, tp=1), book) == 0
+    assert reserve_constant_bytes(Mesh(pp=2, dp=2, tp=1), price_cache) == 0
 
 
 @pytest.mark.parametrize("field", ["logit_bytes", "workspace_bytes", "allocator_share", "nccl_bytes"])
@@ -133,10 +133,10 @@ def test_no_size_of_a_stack_is_negative(field):
 
 def test_redundancy_by_hand_is_all_copies_beyond_the_first():
     """Four replicas: three of four copies of gradient (4 bytes) and optimizer (12), all 16-bit weights, no activation twice."""
-    book = book_of(replace(TINY, tied_embeddings=False), 4)
-    parameters = book.graph(1).num_parameters
+    price_cache = book_of(replace(TINY, tied_embeddings=False), 4)
+    parameters = price_cache.graph(1).num_parameters
 
-    price = price_step(uniform(frame_of(dp=4, m=2), 8), book)
+    price = price_step(uniform(frame_of(dp=4, m=2), 8), price_cache)
 
     (redundant,) = price.redundant
     assert (redundant.parameters, redundant.gradients, redundant.optimizer) == (2 * parameters, 3 * parameters, 9 * parameters)
@@ -145,9 +145,9 @@ def test_redundancy_by_hand_is_all_copies_beyond_the_first():
 
 
 def test_activations_are_redundant_along_tensor_parallelism_unless_tokens_are_split():
-    book = book_of(TINY, 4)
-    plain = price_step(uniform(frame_of(tp=4), 8), book).redundant[0].activations
-    split = price_step(uniform(frame_of(tp=4, sequence_parallel=True), 8), book).redundant[0].activations
+    price_cache = book_of(TINY, 4)
+    plain = price_step(uniform(frame_of(tp=4), 8), price_cache).redundant[0].activations
+    split = price_step(uniform(frame_of(tp=4, sequence_parallel=True), 8), price_cache).redundant[0].activations
 
     sbh = 128 * 64
     flash_blocks = 8 * (10 * (1 - 1 / 4)) * sbh  # EQUATIONS M3: 10 of the 34 s b h are held whole, dropout masks included
@@ -157,9 +157,9 @@ def test_activations_are_redundant_along_tensor_parallelism_unless_tokens_are_sp
 
 
 def test_the_three_figures_of_a_device_are_those_of_torch_and_nvidia_smi():
-    book = book_of(TINY, 4)
+    price_cache = book_of(TINY, 4)
 
-    memory = rank_memory(uniform(frame_of(dp=4, m=2), 8), 0, book)
+    memory = rank_memory(uniform(frame_of(dp=4, m=2), 8), 0, price_cache)
 
     assert memory.allocated == memory.states.total + memory.activations + memory.temporaries
     assert memory.reserved == pytest.approx(memory.allocated * (1 + NEUTRAL.allocator_share))
@@ -169,28 +169,28 @@ def test_the_three_figures_of_a_device_are_those_of_torch_and_nvidia_smi():
 
 def test_the_head_has_used_up_its_own_before_a_block_is_recomputed():
     """With a large vocabulary the peak is at the loss: a block's recompute costs less than what the loss has freed."""
-    book, frame = book_of(replace(TINY, vocab_size=128_000), 1), frame_of()
-    head = book.activations(LayerKind.HEAD, 1, frame.sharding)
+    price_cache, layout = book_of(replace(TINY, vocab_size=128_000), 1), frame_of()
+    head = price_cache.activations(LayerKind.HEAD, 1, layout.sharding)
 
-    assert rank_memory(uniform(frame, 8, recompute=Recompute.FULL), 0, book).temporaries == head.workspace
+    assert rank_memory(uniform(layout, 8, recompute=Recompute.FULL), 0, price_cache).temporaries == head.workspace
 
 
 def test_the_embeddings_gradient_comes_when_the_blocks_of_its_micro_batch_are_gone():
-    book, frame = book_of(replace(TINY, vocab_size=128_000), 2), frame_of(pp=2)
-    strategy = uniform(frame, 8, recompute=Recompute.FULL)
-    embedding, block = (book.activations(kind, 1, frame.sharding, Recompute.FULL) for kind in (LayerKind.EMBEDDING, LayerKind.BLOCK))
+    price_cache, layout = book_of(replace(TINY, vocab_size=128_000), 2), frame_of(pp=2)
+    strategy = uniform(layout, 8, recompute=Recompute.FULL)
+    embedding, block = (price_cache.activations(kind, 1, layout.sharding, Recompute.FULL) for kind in (LayerKind.EMBEDDING, LayerKind.BLOCK))
 
-    assert rank_memory(strategy, 0, book).temporaries == embedding.workspace - 4 * block.saved > block.workspace
+    assert rank_memory(strategy, 0, price_cache).temporaries == embedding.workspace - 4 * block.saved > block.workspace
 
 
 def test_fp32_copies_for_the_step_are_reserved_beyond_the_peak():
     stack = replace(NEUTRAL, step_copy_bytes=6, allocator_share=0.0)
     training = replace(TRAINING, precision=Precision.FP16, gradient_precision=Precision.FP16, stack=stack)
-    book = book_of(replace(TINY, tied_embeddings=False), 1, training)
+    price_cache = book_of(replace(TINY, tied_embeddings=False), 1, training)
 
-    memory = rank_memory(uniform(frame_of(), 8), 0, book)
+    memory = rank_memory(uniform(frame_of(), 8), 0, price_cache)
 
-    assert memory.allocator_reserve == 6 * book.graph(1).num_parameters
+    assert memory.allocator_reserve == 6 * price_cache.graph(1).num_parameters
 
 
 # Peaks of training frameworks, GiB. NVIDIA/Megatron-LM@d98e8a64dd tests/functional_tests/test_cases/gpt/<test>/golden_values_*.json
@@ -210,9 +210,9 @@ CI_GPT = replace(
 ])
 def test_peaks_of_megatron_cores_functional_tests(pp, dp, v, zero, attention, recompute, measured):
     training = TrainingSpec(global_batch_size=32, seq_length=1024, attention=AttentionKernel(attention), stack=load_stack("megatron-core"))
-    frame = frame_of(pp=pp, dp=dp, b=4, m=8 // dp, v=v, schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B)
+    layout = frame_of(pp=pp, dp=dp, b=4, m=8 // dp, v=v, schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B)
 
-    memory = rank_memory(uniform(frame, 12, recompute=Recompute(recompute), zero=zero), pp - 1, book_of(CI_GPT, pp * dp, training))
+    memory = rank_memory(uniform(layout, 12, recompute=Recompute(recompute), zero=zero), pp - 1, book_of(CI_GPT, pp * dp, training))
 
     assert memory.allocated / GIB == pytest.approx(measured, rel=0.01)
 
@@ -235,12 +235,12 @@ OLD_BENCH = replace(
 def test_peaks_of_nanotron(pp, dp, tp, b, first, measured):
     stack = load_stack("nanotron-2024")
     training = TrainingSpec(global_batch_size=1024, seq_length=4096, stack=stack)
-    frame = frame_of(pp=pp, dp=dp, tp=tp, b=b, m=1024 // (b * dp), sequence_parallel=tp > 1)
+    layout = frame_of(pp=pp, dp=dp, tp=tp, b=b, m=1024 // (b * dp), sequence_parallel=tp > 1)
     blocks = [LayerChoice(LayerKind.BLOCK, Recompute.NONE, min(1, dp - 1))] * first
     ends = [LayerChoice(kind, Recompute.NONE, min(1, dp - 1)) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)]
     stages = ((ends[0], *blocks, *ends[1:]),) if pp == 1 else ((ends[0], *blocks), *(((blocks[0],),) * (pp - 2)), (blocks[0], ends[1]))
 
-    memory = rank_memory(Strategy(frame=frame, stages=stages), 0, book_of(OLD_BENCH, pp * dp * tp, training))
+    memory = rank_memory(Strategy(layout=layout, stages=stages), 0, book_of(OLD_BENCH, pp * dp * tp, training))
 
     assert memory.allocated / GIB == pytest.approx(measured, rel=0.01)
 
@@ -254,7 +254,7 @@ def test_peaks_of_nanotron(pp, dp, tp, b, first, measured):
 def test_peaks_of_a_large_model_on_megatron_core(pp, dp, tp, measured):
     model = replace(load_model("llama3-70b").spec, num_layers=12)
     training = TrainingSpec(global_batch_size=16, seq_length=4096, stack=replace(load_stack("megatron-core"), logit_bytes=10))
-    frame = frame_of(pp=pp, dp=dp, tp=tp, m=16 // dp, sequence_parallel=tp > 1)
-    book, strategy = book_of(model, pp * dp * tp, training), uniform(frame, 12, zero=min(1, dp - 1))
+    layout = frame_of(pp=pp, dp=dp, tp=tp, m=16 // dp, sequence_parallel=tp > 1)
+    price_cache, strategy = book_of(model, pp * dp * tp, training), uniform(layout, 12, zero=min(1, dp - 1))
 
-    assert max(rank_memory(strategy, rank, book).allocated for rank in range(pp)) / GIB == pytest.approx(measured, rel=0.02)
+    assert max(rank_memory(strategy, rank, price_cache).allocated for rank in range(pp)) / GIB == pytest.approx(measured, rel=0.02)

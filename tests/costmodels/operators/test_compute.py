@@ -15,7 +15,7 @@ from parplan.costmodels.operators.sharding import Sharding
 from parplan.profiles.catalog import load_cluster, load_model
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import (
-    Bounds,
+    SizeBounds,
     Chip,
     FlashCurve,
     MatmulCurve,
@@ -31,7 +31,7 @@ from parplan.profiles.machines.shipped_profiles import (
     analytic_profile,
     machine_for,
 )
-from parplan.profiles.machines.speeds import Compute, Passes
+from parplan.profiles.machines.speeds import Compute, PassCurves
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -54,7 +54,7 @@ ROUND = Machine(CLUSTER, replace(analytic_profile("round"), compute=Compute(
     forward=MATMUL, input_gradient=MATMUL,
     weight_gradient=replace(MATMUL, efficiency=0.25), batched_forward=MATMUL, batched_backward=MATMUL, flash_forward=FLASH,
     flash_backward=FLASH, optimizer=WHOLE,
-    **{name: Passes(forward=WHOLE, backward=WHOLE) for name in ASSUMED_SHARES})))
+    **{name: PassCurves(forward=WHOLE, backward=WHOLE) for name in ASSUMED_SHARES})))
 CHIP = Chip(peak_flops_per_s=100e12, bytes_per_s=BANDWIDTH, num_sms=100)
 
 TRAINING = TrainingSpec(global_batch_size=8, seq_length=2048, stack=NEUTRAL)
@@ -218,7 +218,7 @@ def own(**compute):
 
 
 def both(curve):
-    return Passes(forward=curve, backward=curve)
+    return PassCurves(forward=curve, backward=curve)
 
 
 HALF = replace(WHOLE, bandwidth_share=0.5)
@@ -241,7 +241,7 @@ def test_an_operation_has_its_own_curve_where_the_machine_measured_it(name, curv
 
 
 def test_an_operation_that_a_machine_did_not_measure_among_others_is_analytic():
-    bounded = replace(WHOLE, bounds=Bounds(low=(1,), high=(10**12,)))
+    bounded = replace(WHOLE, bounds=SizeBounds(low=(1,), high=(10**12,)))
     shipped, measured = own(elementwise=both(bounded)), own(elementwise=both(bounded), named={"rotary": both(bounded)})
 
     assert price("activation", machine=shipped).forward.kind is Kind.INTERPOLATED

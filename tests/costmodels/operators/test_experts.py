@@ -12,13 +12,13 @@ from parplan.costmodels.communication.mesh import Mesh, Placement, place_expert_
 from parplan.costmodels.layers.model_states import layer_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes, time_bound
 from parplan.planner.forbid import Ban
-from parplan.planner.plan.plan import read, to_yaml
+from parplan.planner.plan.plan import read_plan, plan_to_yaml
 from parplan.planner.plan.prediction import Objective
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
@@ -50,11 +50,11 @@ def cluster_of(num_gpus, per_node=8):
 
 
 def book_of(model=TINY, num_gpus=8, per_node=8, training=TRAINING):
-    return PriceBook(model, training, machine_for(cluster_of(num_gpus, per_node)))
+    return PriceCache(model, training, machine_for(cluster_of(num_gpus, per_node)))
 
 
-def frame(*, pp=1, dp=1, tp=1, ep=1, b=1, sequence_parallel=False):
-    return Frame(
+def layout(*, pp=1, dp=1, tp=1, ep=1, b=1, sequence_parallel=False):
+    return ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp, ep=ep), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=b,
         num_micro_batches=TRAINING.global_batch_size // dp // b, sequence_parallel=sequence_parallel)
 
@@ -147,26 +147,26 @@ def hand_states(elements, shard, zero):
     pytest.param(4, 2, 4, Placement(nodes=2, ranks_per_node=2, groups_per_node=2), id="tensor-parallel-neighbours-share-the-nics"),
 ])
 def test_a_block_exchanges_its_copies_four_times(ep, tp, per_node, where):
-    book = book_of(num_gpus=8, per_node=per_node)
-    alone, divided = (book.layer_time(BLOCK, 1, Sharding(tp, tp > 1, ep=e)) for e in (1, ep))
+    price_cache = book_of(num_gpus=8, per_node=per_node)
+    alone, divided = (price_cache.layer_time(BLOCK, 1, Sharding(tp, tp > 1, ep=e)) for e in (1, ep))
     copies_bytes = 2 * 512 * 128 * 2 // tp
-    once = collective_time(Collective.ALL_TO_ALL, copies_bytes, where, book.machine).value_s
+    once = collective_time(Collective.ALL_TO_ALL, copies_bytes, where, price_cache.machine).value_s
 
     assert divided.tp_forward.value_s - alone.tp_forward.value_s == pytest.approx(2 * once)
     assert divided.tp_backward.value_s - alone.tp_backward.value_s == pytest.approx(2 * once)
-    full = book.layer_time(BLOCK, 1, Sharding(tp, tp > 1, ep=ep), Recompute.FULL)
+    full = price_cache.layer_time(BLOCK, 1, Sharding(tp, tp > 1, ep=ep), Recompute.FULL)
     assert full.tp_recompute.value_s == pytest.approx(divided.tp_forward.value_s)
     assert once > 0
 
 
 def test_more_expert_parallelism_never_costs_states_and_never_makes_the_experts_slower():
     """As many copies meet fewer, larger products: what grows is the exchange."""
-    book = book_of(MIXTRAL, 64)
+    price_cache = book_of(MIXTRAL, 64)
     held, compute_s, sent_s = [], [], []
     for ep in (1, 2, 4, 8):
         mesh, sharding = Mesh(pp=1, dp=64, tp=1, ep=ep), Sharding(ep=ep)
-        held.append(book.states(BLOCK, mesh, sharding, 1).states.total)
-        time = book.layer_time(BLOCK, 1, sharding)
+        held.append(price_cache.states(BLOCK, mesh, sharding, 1).states.total)
+        time = price_cache.layer_time(BLOCK, 1, sharding)
         compute_s.append(time.forward.value_s)
         sent_s.append(time.tp_forward.value_s)
 
@@ -178,9 +178,9 @@ def test_more_expert_parallelism_never_costs_states_and_never_makes_the_experts_
 
 
 def test_gradients_of_experts_are_reduced_among_their_copies_only():
-    book = book_of(MIXTRAL, 8)
+    price_cache = book_of(MIXTRAL, 8)
     step_s = [
-        book.data_parallel(BLOCK, 1, Mesh(pp=1, dp=8, tp=1, ep=ep), Sharding(ep=ep), 1).step.value_s for ep in (1, 2, 4, 8)]
+        price_cache.data_parallel(BLOCK, 1, Mesh(pp=1, dp=8, tp=1, ep=ep), Sharding(ep=ep), 1).step.value_s for ep in (1, 2, 4, 8)]
 
     assert step_s == sorted(step_s, reverse=True)
     assert step_s[3] < step_s[0] / 4
@@ -188,43 +188,43 @@ def test_gradients_of_experts_are_reduced_among_their_copies_only():
 
 def test_whole_experts_on_tensor_parallel_ranks_sum_their_gradients_over_them():
     """The tokens are divided and the weights are not, so the weights' gradients are summands, reduced in fp32."""
-    book = book_of(MIXTRAL, 8)
+    price_cache = book_of(MIXTRAL, 8)
     mesh, sharding = Mesh(pp=1, dp=4, tp=2, ep=4), Sharding(2, True, ep=4)
     expert_bytes = 4 * 2 * 3 * 4096 * 14336  # two experts of three matrices
     where = Placement(nodes=1, ranks_per_node=2, groups_per_node=1)
-    reduced = collective_time(Collective.ALL_REDUCE, expert_bytes, where, book.machine).value_s
+    reduced = collective_time(Collective.ALL_REDUCE, expert_bytes, where, price_cache.machine).value_s
 
-    found = book.data_parallel(BLOCK, 1, mesh, sharding, 0).step.value_s
+    found = price_cache.data_parallel(BLOCK, 1, mesh, sharding, 0).step.value_s
 
     assert found == pytest.approx(reduced, rel=0.1)  # and the small ones: router, and the dense part over dp
-    assert not {op.name for op in book.graph(1).block.operators if op.kind is OperatorKind.EXPERTS and op.parallel_dim}
+    assert not {op.name for op in price_cache.graph(1).block.operators if op.kind is OperatorKind.EXPERTS and op.parallel_dim}
 
 
 # The search
 
 
 def space(model=TINY, num_gpus=8, **pins):
-    return enumerate_space(model, cluster_of(num_gpus), TRAINING, Constraints(**pins))
+    return enumerate_candidates(model, cluster_of(num_gpus), TRAINING, Constraints(**pins))
 
 
 def test_every_divisor_of_dp_and_of_the_experts_is_a_mesh():
-    meshes = {f.mesh for f in space().frames}
+    meshes = {f.mesh for f in space().layouts}
 
     assert {m.ep for m in meshes if m.dp == 8} == {1, 2, 4}  # of four experts
     assert {m.ep for m in meshes if m.dp == 2} == {1, 2}
-    assert {f.mesh.ep for f in space(num_gpus=4).frames if f.mesh.dp == 1} == {1}
+    assert {f.mesh.ep for f in space(num_gpus=4).layouts if f.mesh.dp == 1} == {1}
 
 
 def test_a_dense_model_has_no_expert_parallel_candidate():
     dense = space(load_model("gpt-tiny").spec)
 
-    assert {f.mesh.ep for f in dense.frames} == {1}
+    assert {f.mesh.ep for f in dense.layouts} == {1}
     assert not any("ep " in pruned.candidate for pruned in dense.pruned)
 
 
 def test_pins_and_bans_choose_the_expert_parallel_degree():
-    assert {f.mesh.ep for f in space(ep=(2,)).frames} == {2}
-    assert {f.mesh.ep for f in space(forbid=(Ban("ep", 1), Ban("ep", 2))).frames} == {4}
+    assert {f.mesh.ep for f in space(ep=(2,)).layouts} == {2}
+    assert {f.mesh.ep for f in space(forbid=(Ban("ep", 1), Ban("ep", 2))).layouts} == {4}
     assert "excluded by --ep" in {pruned.reason for pruned in space(ep=(2,)).pruned}
 
 
@@ -234,7 +234,7 @@ def test_pins_and_bans_choose_the_expert_parallel_degree():
 ])
 def test_an_estimate_refuses_experts_that_cannot_be_divided(model, mesh, reason):
     with pytest.raises(ConfigError, match=reason):
-        estimate_plan(model, cluster_of(8), replace(TRAINING, seq_length=128), frame(**mesh))
+        estimate_plan(model, cluster_of(8), replace(TRAINING, seq_length=128), layout(**mesh))
 
 
 @pytest.mark.parametrize("nic_share", [pytest.param(1.0, id="fast-network"), pytest.param(0.02, id="slow-network", marks=pytest.mark.slow)])
@@ -254,17 +254,17 @@ def test_the_search_equals_brute_force_with_memory_binding(nic_share):
         find_plan(instance.model, cluster, instance.training, objective, constraints=PINS, options=options)
         for objective in (Objective.THROUGHPUT, Objective.MEMORY))
 
-    assert len({s.frame.mesh.ep for s, _ in everything}) > 1
+    assert len({s.layout.mesh.ep for s, _ in everything}) > 1
     assert fast.search.bound == pytest.approx(fastest_s, rel=1e-5, abs=2e-6)
     assert lean.search.value == pytest.approx(leanest / GIB, rel=1e-5, abs=1e-5)
-    table = MixTable(instance.book(), PINS)
+    table = MixTable(instance.price_cache(), PINS)
     for strategy, price in everything:
-        assert time_bound(strategy.frame, table).step_s <= price.closed_form_s * (1 + 1e-9)
-        assert redundancy_bound_bytes(strategy.frame, table) <= redundant_bytes(strategy, price) * (1 + 1e-9) + 1
+        assert time_bound(strategy.layout, table).step_s <= price.closed_form_s * (1 + 1e-9)
+        assert redundancy_bound_bytes(strategy.layout, table) <= redundant_bytes(strategy, price) * (1 + 1e-9) + 1
 
 
 def test_with_the_experts_divided_over_all_ranks_and_zero_3_only_gathered_copies_are_redundant():
-    plan = estimate_plan(MIXTRAL, cluster_of(8), TRAINING, frame(dp=8, ep=8), zero=3)
+    plan = estimate_plan(MIXTRAL, cluster_of(8), TRAINING, layout(dp=8, ep=8), zero=3)
 
     assert plan.predicted.redundancy_gib.optimizer == pytest.approx(0.0, abs=1e-3)
     assert plan.predicted.redundancy_gib.gradients == pytest.approx(0.0, abs=1e-3)
@@ -275,9 +275,9 @@ def test_with_the_experts_divided_over_all_ranks_and_zero_3_only_gathered_copies
 def test_a_plan_with_experts_reads_back_and_prices_the_same(tmp_path):
     plan = find_plan(TINY, cluster_of(8), TRAINING, constraints=Constraints(ep=(2,), tp=(2,)))
     path = tmp_path / "plan.yaml"
-    path.write_text(to_yaml(plan))
+    path.write_text(plan_to_yaml(plan))
 
-    again = read(path)
+    again = read_plan(path)
 
     assert again == plan
     assert again.mesh.ep == 2
@@ -300,7 +300,7 @@ STEPS = TrainingSpec(
 
 def mixtral_tflops(tp, ep):
     """Of one GPU, for the reference mapping of Megatron-Core's README (megatron/core/transformer/moe, v0.8): pp 4, 8 virtual stages."""
-    mapping = Frame(
+    mapping = ParallelLayout(
         mesh=Mesh(pp=4, dp=16 // tp, tp=tp, ep=ep), schedule=Schedule.INTERLEAVED, virtual_stages=8, micro_batch_size=1,
         num_micro_batches=16 * tp, sequence_parallel=tp > 1)
     plan = estimate_plan(MIXTRAL, H100, STEPS, mapping, zero=1)
@@ -319,7 +319,7 @@ def test_expert_parallelism_beats_tensor_parallelism_as_megatron_cores_guide_say
 
 def test_no_error_band_is_given_for_what_was_never_measured():
     found, dense = (
-        estimate_plan(model, cluster_of(8), replace(TRAINING, attention=AttentionKernel.FLASH), frame(dp=8)).predicted.error_band
+        estimate_plan(model, cluster_of(8), replace(TRAINING, attention=AttentionKernel.FLASH), layout(dp=8)).predicted.error_band
         for model in (MIXTRAL, load_model("llama3-8b").spec))
 
     assert found is None

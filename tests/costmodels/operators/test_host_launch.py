@@ -8,7 +8,7 @@ import pytest
 
 from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.operators.compute import operator_time
-from parplan.costmodels.operators.host_launch import Pace, launch_s, pace_of
+from parplan.costmodels.operators.host_launch import LaunchCost, launch_s, launch_cost_of
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_problem import layer_problem
 from parplan.profiles.catalog import load_cluster, load_model
@@ -46,11 +46,11 @@ def layer_time(machine, stack=STACK):
 
 
 def test_a_stack_has_its_own_figures_where_the_machine_has_none_of_it():
-    expected = Pace(1.25, 3e-3, 3e-3)
+    expected = LaunchCost(1.25, 3e-3, 3e-3)
 
-    assert pace_of(A100, STACK) == expected
-    assert pace_of(with_step(replace(ADDS, stack="another")), STACK) == expected
-    assert pace_of(with_step(ADDS), STACK) == Pace(0.9, 1e-3, 2e-3, adds=True)
+    assert launch_cost_of(A100, STACK) == expected
+    assert launch_cost_of(with_step(replace(ADDS, stack="another")), STACK) == expected
+    assert launch_cost_of(with_step(ADDS), STACK) == LaunchCost(0.9, 1e-3, 2e-3, adds=True)
 
 
 @pytest.mark.parametrize("in_step", [BOUND, ADDS])

@@ -8,10 +8,10 @@ import pytest
 
 from parplan.costmodels.communication.collectives import Collective, collective_time
 from parplan.costmodels.communication.mesh import Mesh, place_axis
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import step_costs
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.machines.shipped_profiles import Machine, analytic_profile
 from parplan.profiles.machines.speeds import InStep, LayerCost
@@ -26,23 +26,23 @@ PLAIN = InStep(stack="parplan", kernel_slowdown=1.0, forward_s=0.0, backward_s=0
 BLOCK_PARAMETERS = 12 * 64**2 + 13 * 64
 
 
-def book(in_step: InStep, num_gpus: int = 2) -> PriceBook:
+def price_cache(in_step: InStep, num_gpus: int = 2) -> PriceCache:
     cluster = with_gpus(load_cluster("cpu"), num_gpus, num_gpus)
-    return PriceBook(MODEL, TRAINING, Machine(cluster, replace(analytic_profile("cpu"), in_step=in_step)))
+    return PriceCache(MODEL, TRAINING, Machine(cluster, replace(analytic_profile("cpu"), in_step=in_step)))
 
 
-def frame(mesh: Mesh, schedule: Schedule = Schedule.ONE_F_ONE_B, virtual_stages: int = 1) -> Frame:
-    return Frame(
+def layout(mesh: Mesh, schedule: Schedule = Schedule.ONE_F_ONE_B, virtual_stages: int = 1) -> ParallelLayout:
+    return ParallelLayout(
         mesh=mesh, schedule=schedule, virtual_stages=virtual_stages, micro_batch_size=4, num_micro_batches=16 // (4 * mesh.dp),
         sequence_parallel=False)
 
 
-def costs(in_step: InStep, made: Frame, zero: int = 0):
-    found = book(in_step, made.mesh.num_ranks)
+def costs(in_step: InStep, made: ParallelLayout, zero: int = 0):
+    found = price_cache(in_step, made.mesh.num_ranks)
     return step_costs(uniform(made, MODEL.num_layers, zero=zero), found)
 
 
-def grows(made: Frame, part: str, zero: int = 0, **added) -> float:
+def grows(made: ParallelLayout, part: str, zero: int = 0, **added) -> float:
     """By how many seconds a part of the first rank's step grows with what is added."""
     before, after = (costs(one, made, zero) for one in (PLAIN, replace(PLAIN, **added)))
     if part in ("reduced_s", "optimizer_s"):
@@ -52,17 +52,17 @@ def grows(made: Frame, part: str, zero: int = 0, **added) -> float:
 
 def test_an_operator_that_is_divided_takes_longer_by_its_dispatch_and_a_product_has_two_gradients():
     divided = Mesh(pp=1, dp=1, tp=2)
-    operators = [op for layer in book(PLAIN).graph(4) for op in layer.operators for _ in range(layer.count)]
+    operators = [op for layer in price_cache(PLAIN).graph(4) for op in layer.operators for _ in range(layer.count)]
     products = sum(op.kind == "matmul" for op in operators)
 
-    assert grows(frame(divided), "forward_s", divided_forward_s=1e-3) == pytest.approx(len(operators) * 1e-3)
-    assert grows(frame(divided), "backward_s", divided_backward_s=1e-3) == pytest.approx((len(operators) + products) * 1e-3)
-    assert grows(frame(Mesh(pp=1, dp=2, tp=1)), "forward_s", divided_forward_s=1e-3) == 0.0
+    assert grows(layout(divided), "forward_s", divided_forward_s=1e-3) == pytest.approx(len(operators) * 1e-3)
+    assert grows(layout(divided), "backward_s", divided_backward_s=1e-3) == pytest.approx((len(operators) + products) * 1e-3)
+    assert grows(layout(Mesh(pp=1, dp=2, tp=1)), "forward_s", divided_forward_s=1e-3) == 0.0
 
 
 @pytest.mark.parametrize(("zero", "layers"), [(0, 0), (1, 6)])
 def test_a_layer_that_zero_shards_is_gathered_and_reduced_through_buffers(zero, layers):
-    made = frame(Mesh(pp=1, dp=2, tp=1))
+    made = layout(Mesh(pp=1, dp=2, tp=1))
 
     assert grows(made, "reduced_s", zero, gather=LayerCost(layer_s=1e-3)) == pytest.approx(layers * 1e-3)
     assert grows(made, "reduced_s", zero, reduce=LayerCost(layer_s=2e-3)) == pytest.approx(layers * 2e-3)
@@ -71,22 +71,22 @@ def test_a_layer_that_zero_shards_is_gathered_and_reduced_through_buffers(zero, 
 
 def test_what_grows_with_a_layers_bytes_counts_those_of_its_parameters():
     found = [
-        book(one).data_parallel(LayerKind.BLOCK, 4, Mesh(pp=1, dp=2, tp=1), frame(Mesh(pp=1, dp=2, tp=1)).sharding, 1).step.value_s
+        price_cache(one).data_parallel(LayerKind.BLOCK, 4, Mesh(pp=1, dp=2, tp=1), layout(Mesh(pp=1, dp=2, tp=1)).sharding, 1).step.value_s
         for one in (PLAIN, replace(PLAIN, reduce=LayerCost(byte_s=1e-9)))]
 
     assert found[1] - found[0] == pytest.approx(4 * BLOCK_PARAMETERS * 1e-9)
 
 
 def test_every_action_of_a_pipeline_takes_its_runtime():
-    assert grows(frame(Mesh(pp=2, dp=1, tp=1)), "forward_s", action_s=1e-3) == pytest.approx(1e-3)
-    assert grows(frame(Mesh(pp=2, dp=1, tp=1)), "backward_s", action_s=1e-3) == pytest.approx(1e-3)
-    assert grows(frame(Mesh(pp=1, dp=2, tp=1)), "forward_s", action_s=1e-3) == 0.0
+    assert grows(layout(Mesh(pp=2, dp=1, tp=1)), "forward_s", action_s=1e-3) == pytest.approx(1e-3)
+    assert grows(layout(Mesh(pp=2, dp=1, tp=1)), "backward_s", action_s=1e-3) == pytest.approx(1e-3)
+    assert grows(layout(Mesh(pp=1, dp=2, tp=1)), "forward_s", action_s=1e-3) == 0.0
 
 
 def test_a_backward_pass_in_two_parts_takes_longer_by_its_launches():
-    whole, split = frame(Mesh(pp=2, dp=1, tp=1)), frame(Mesh(pp=2, dp=1, tp=1), Schedule.ZBV, 2)
-    ends = [op for kind in (LayerKind.EMBEDDING, LayerKind.HEAD) for op in book(PLAIN).graph(4).layer_class(kind).operators]
-    blocks = 2 * list(book(PLAIN).graph(4).block.operators)
+    whole, split = layout(Mesh(pp=2, dp=1, tp=1)), layout(Mesh(pp=2, dp=1, tp=1), Schedule.ZBV, 2)
+    ends = [op for kind in (LayerKind.EMBEDDING, LayerKind.HEAD) for op in price_cache(PLAIN).graph(4).layer_class(kind).operators]
+    blocks = 2 * list(price_cache(PLAIN).graph(4).block.operators)
     launches = sum(2 if op.kind == "matmul" else 1 for op in (*ends, *blocks))
 
     assert grows(split, "backward_s", split_s=1e-3) == pytest.approx(launches * 1e-3)
@@ -94,14 +94,14 @@ def test_a_backward_pass_in_two_parts_takes_longer_by_its_launches():
 
 
 def test_norm_and_loss_are_summed_over_all_ranks_once_each():
-    machine = book(PLAIN).machine
+    machine = price_cache(PLAIN).machine
     once_s = collective_time(Collective.ALL_REDUCE, 8, place_axis(2, 1, 2, 2), machine).value_s
-    alone, pair = (costs(PLAIN, frame(Mesh(pp=1, dp=dp, tp=1))).optimizer_s[0] for dp in (1, 2))
+    alone, pair = (costs(PLAIN, layout(Mesh(pp=1, dp=dp, tp=1))).optimizer_s[0] for dp in (1, 2))
 
     assert pair - alone == pytest.approx(2 * once_s)
 
 
 def test_another_stack_or_a_host_that_launches_ahead_has_none_of_it():
-    sharded, added = frame(Mesh(pp=1, dp=2, tp=1)), {"gather": LayerCost(layer_s=1.0), "update": LayerCost(layer_s=1.0)}
+    sharded, added = layout(Mesh(pp=1, dp=2, tp=1)), {"gather": LayerCost(layer_s=1.0), "update": LayerCost(layer_s=1.0)}
     for own in (replace(PLAIN, stack="nemo"), replace(PLAIN, host_adds=False)):
         assert costs(replace(own, **added), sharded, 1) == costs(own, sharded, 1)

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from parplan.costmodels.communication.redistribution import moves
-from parplan.costmodels.layers.tensor_flow import edges_of
+from parplan.costmodels.layers.tensor_flow import tensor_flows_of
 from parplan.costmodels.operators.sharding import PARTIAL, Sharding, placements
 from parplan.profiles.catalog import load_model
 from parplan.profiles.models.operator_graph import LayerKind
@@ -101,7 +101,7 @@ def test_four_of_the_blocks_operators_communicate_two_before_and_two_after():
 
 
 def test_nothing_communicates_without_tensor_parallelism():
-    layers = [edges_of(layer, Sharding()) for layer in GPT]
+    layers = [tensor_flows_of(layer, Sharding()) for layer in GPT]
 
     assert not any(list(moves(1024, *way, (1,))) for flow in layers for edge in flow.values() for way in ways(edge))
 

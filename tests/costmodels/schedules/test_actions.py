@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from parplan.costmodels.schedules.actions import Action, Work, check, orders_of, placement_of, row
+from parplan.costmodels.schedules.actions import Action, ActionKind, check, orders_of, placement_of, row
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows, legal
 from parplan.profiles.errors import ConfigError
 
@@ -10,7 +10,7 @@ GOOD = ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1I1,1W1")
 
 
 def test_a_line_names_virtual_stages_where_an_action_names_chunks():
-    order = (Action(Work.FORWARD, 0, 0), Action(Work.FORWARD, 1, 0), Action(Work.INPUT_GRADIENT, 1, 0), Action(Work.WEIGHT_GRADIENT, 1, 0))
+    order = (Action(ActionKind.FORWARD, 0, 0), Action(ActionKind.FORWARD, 1, 0), Action(ActionKind.INPUT_GRADIENT, 1, 0), Action(ActionKind.WEIGHT_GRADIENT, 1, 0))
 
     assert row(order, (1, 2)) == "1F0,2F0,2I0,2W0"
     assert orders_of(("1F0,2F0,2I0,2W0",)) == (order,)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from parplan.costmodels.schedules.hidden_recompute import Ahead, hidden_passes, plain_and_ramp
+from parplan.costmodels.schedules.hidden_recompute import HiddenRecompute, hidden_passes, plain_and_ramp
 from parplan.costmodels.schedules.schedule import AHEAD, Schedule
 from parplan.costmodels.schedules.simulator import StageCost, simulate
 from parplan.costmodels.step import closed_form_s
@@ -20,7 +20,7 @@ def closed(schedule, m, ranks):
     pp = len(ranks)
     whole = [sum(rank) for rank in ranks]
     found = [plain_and_ramp(schedule, rank, pp, whole[rank], r, b - f) for rank, (f, b, r) in enumerate(ranks)]
-    ahead = Ahead(hidden_passes(schedule), [plain for plain, _ in found], [ramp for _, ramp in found])
+    ahead = HiddenRecompute(hidden_passes(schedule), [plain for plain, _ in found], [ramp for _, ramp in found])
     return closed_form_s(whole, [0.0] * pp, m, 1.0, ahead)
 
 

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from parplan.costmodels.schedules.actions import Action, Work, check, orders_of
+from parplan.costmodels.schedules.actions import Action, ActionKind, check, orders_of
 from parplan.costmodels.schedules.schedule import (
     AHEAD,
     LAST_KEEPS_ALL,
@@ -26,7 +26,7 @@ from parplan.costmodels.schedules.simulator import StageCost, least_step_s, repl
 from parplan.profiles.errors import ConfigError
 
 ONE_F_ONE_B, EARLY, LAST, SCP = Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE, Schedule.LAST_NO_RECOMPUTE, Schedule.SCP
-CHANGE = {Work.FORWARD: 1, Work.RECOMPUTE: 0, Work.BACKWARD: -1}
+CHANGE = {ActionKind.FORWARD: 1, ActionKind.RECOMPUTE: 0, ActionKind.BACKWARD: -1}
 
 
 def counts(schedule: Schedule) -> list[tuple[int, int]]:
@@ -60,7 +60,7 @@ def test_the_orders_are_those_of_merak(schedule, rank, expected):
 @pytest.mark.parametrize("schedule", sorted(AHEAD))
 def test_without_the_recomputes_the_lists_are_those_of_1f1b_and_scp_moves_one_forward(schedule):
     for p, m, rank in ranks(schedule):
-        rest = [action for action in actions(schedule, rank, p, m) if action.work is not Work.RECOMPUTE]
+        rest = [action for action in actions(schedule, rank, p, m) if action.work is not ActionKind.RECOMPUTE]
         plain = list(actions(ONE_F_ONE_B, rank, p, m))
         if schedule is SCP and rank == p - 2:
             plain[2:4] = plain[3:1:-1]
@@ -87,9 +87,9 @@ def test_each_recompute_is_just_before_its_backward_and_the_last_stage_has_none(
     for p, m, rank in ranks(schedule):
         order = actions(schedule, rank, p, m)
         for action, after in pairwise(order):
-            if action.work is Work.RECOMPUTE:
-                assert after == Action(Work.BACKWARD, action.chunk, action.micro_batch)
-        assert Counter(action.work for action in order)[Work.RECOMPUTE] <= (0 if rank == p - 1 else p)
+            if action.work is ActionKind.RECOMPUTE:
+                assert after == Action(ActionKind.BACKWARD, action.chunk, action.micro_batch)
+        assert Counter(action.work for action in order)[ActionKind.RECOMPUTE] <= (0 if rank == p - 1 else p)
 
 
 @pytest.mark.parametrize(("schedule", "p", "m", "v", "reason"), [
@@ -188,13 +188,13 @@ def by_definition_s(orders: Sequence[Sequence[Action]], costs: list[list[StageCo
         if n < 0:
             return 0.0
         action, cost, free_s = orders[rank][n], costs[rank][0], end_s(rank, n - 1)
-        if action.work is Work.RECOMPUTE:
+        if action.work is ActionKind.RECOMPUTE:
             return free_s + cost.recompute_s
-        other = rank - 1 if action.work is Work.FORWARD else rank + 1
+        other = rank - 1 if action.work is ActionKind.FORWARD else rank + 1
         sent_s = end_s(other, place[other, action]) if 0 <= other < len(orders) else 0.0
-        if action.work is Work.FORWARD:
+        if action.work is ActionKind.FORWARD:
             return max(free_s, sent_s) + cost.receive_forward_s + cost.forward_s
-        ahead = place.get((rank, replace(action, work=Work.RECOMPUTE)))
+        ahead = place.get((rank, replace(action, work=ActionKind.RECOMPUTE)))
         if ahead is None:
             return max(free_s, sent_s) + cost.receive_backward_s + cost.recompute_s + cost.backward_s
         return max(free_s, max(end_s(rank, ahead - 1), sent_s) + cost.receive_backward_s) + cost.backward_s

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parplan.costmodels.schedules.actions import Action, Work
+from parplan.costmodels.schedules.actions import Action, ActionKind
 from parplan.costmodels.schedules.schedule import (
     Schedule,
     actions,
@@ -32,7 +32,7 @@ def shown(schedule: Schedule, rank: int, p: int, m: int, v: int = 1) -> str:
 
 def held(order: tuple[Action, ...]) -> list[int]:
     """The number of stashes after each action."""
-    return list(accumulate(1 if action.work is Work.FORWARD else -1 for action in order))
+    return list(accumulate(1 if action.work is ActionKind.FORWARD else -1 for action in order))
 
 
 def test_gpipe_runs_all_forwards_then_all_backwards_oldest_first():
@@ -67,8 +67,8 @@ def test_each_micro_batch_goes_forward_once_and_then_backward_once_through_each_
         order = actions(schedule, rank, p, m, v)
         place = {action: n for n, action in enumerate(order)}
 
-        assert Counter(order) == Counter(Action(work, c, i) for work in (Work.FORWARD, Work.BACKWARD) for c in range(v) for i in range(m))
-        assert all(place[Action(Work.FORWARD, c, i)] < place[Action(Work.BACKWARD, c, i)] for c in range(v) for i in range(m))
+        assert Counter(order) == Counter(Action(work, c, i) for work in (ActionKind.FORWARD, ActionKind.BACKWARD) for c in range(v) for i in range(m))
+        assert all(place[Action(ActionKind.FORWARD, c, i)] < place[Action(ActionKind.BACKWARD, c, i)] for c in range(v) for i in range(m))
 
 
 @pytest.mark.parametrize(("schedule", "p", "m", "v"), LEGAL)

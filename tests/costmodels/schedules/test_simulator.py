@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parplan.costmodels.schedules.actions import Action, Work, orders_of
+from parplan.costmodels.schedules.actions import Action, ActionKind, orders_of
 from parplan.costmodels.schedules.schedule import (
     Schedule,
     actions,
@@ -21,7 +21,7 @@ from parplan.costmodels.schedules.simulator import StageCost, least_step_s, repl
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = Schedule.GPIPE, Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED
 WHOLE = (GPIPE, ONE_F_ONE_B, INTERLEAVED)  # schedules that do not split the backward
-F0, B0 = Action(Work.FORWARD, 0, 0), Action(Work.BACKWARD, 0, 0)
+F0, B0 = Action(ActionKind.FORWARD, 0, 0), Action(ActionKind.BACKWARD, 0, 0)
 
 
 def cost(forward_s, backward_s, recompute_s=0.0, receive_forward_s=0.0, receive_backward_s=0.0, stash_bytes=1.0) -> StageCost:
@@ -164,15 +164,15 @@ def longest_path_s(schedule: Schedule, m: int, costs: list[list[StageCost]]) -> 
         order = [(a.work, a.chunk * p + rank, a.micro_batch) for a in actions(schedule, rank, p, m, v)]
         nx.add_path(graph, order)
     for stage, i in product(range(p * v), range(m)):
-        graph.add_edge((Work.FORWARD, stage, i), (Work.BACKWARD, stage, i))
+        graph.add_edge((ActionKind.FORWARD, stage, i), (ActionKind.BACKWARD, stage, i))
         if stage:
-            graph.add_edge((Work.FORWARD, stage - 1, i), (Work.FORWARD, stage, i))
-            graph.add_edge((Work.BACKWARD, stage, i), (Work.BACKWARD, stage - 1, i))
-    end_s: dict[tuple[Work, int, int], float] = {}
+            graph.add_edge((ActionKind.FORWARD, stage - 1, i), (ActionKind.FORWARD, stage, i))
+            graph.add_edge((ActionKind.BACKWARD, stage, i), (ActionKind.BACKWARD, stage - 1, i))
+    end_s: dict[tuple[ActionKind, int, int], float] = {}
     for work, stage, i in nx.topological_sort(graph):
         own = costs[stage % p][stage // p]
         start_s = max((end_s[before] for before in graph.predecessors((work, stage, i))), default=0.0)
-        end_s[work, stage, i] = start_s + (forward_s(own) if work is Work.FORWARD else backward_s(own))
+        end_s[work, stage, i] = start_s + (forward_s(own) if work is ActionKind.FORWARD else backward_s(own))
     return max(end_s.values())
 
 

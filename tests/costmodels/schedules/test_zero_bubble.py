@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parplan.costmodels.schedules.actions import Action, Work, check, orders_of
+from parplan.costmodels.schedules.actions import Action, ActionKind, check, orders_of
 from parplan.costmodels.schedules.schedule import (
     Schedule,
     csv_rows,
@@ -21,8 +21,8 @@ from parplan.costmodels.schedules.simulator import StageCost, replay, simulate
 from parplan.costmodels.schedules.zero_bubble import zbv_lists
 
 COUNTS = [(2, 1), (2, 2), (2, 3), (2, 8), (3, 4), (3, 5), (4, 2), (4, 6), (4, 7), (4, 16), (5, 3), (7, 20)]
-STEP = {Work.FORWARD: 1, Work.INPUT_GRADIENT: 0, Work.WEIGHT_GRADIENT: -1}
-WAITS = {Work.FORWARD: 0, Work.INPUT_GRADIENT: 1, Work.WEIGHT_GRADIENT: -1}
+STEP = {ActionKind.FORWARD: 1, ActionKind.INPUT_GRADIENT: 0, ActionKind.WEIGHT_GRADIENT: -1}
+WAITS = {ActionKind.FORWARD: 0, ActionKind.INPUT_GRADIENT: 1, ActionKind.WEIGHT_GRADIENT: -1}
 
 
 def stage(forward_s: float = 1.0, input_s: float = 1.0, weight_s: float = 1.0) -> StageCost:
@@ -48,7 +48,7 @@ def test_a_small_list_worked_by_hand():
 @pytest.mark.parametrize(("p", "m"), COUNTS)
 def test_each_micro_batch_has_three_passes_through_each_chunk(p, m):
     for order in zbv_lists(p, m):
-        works = (Work.FORWARD, Work.INPUT_GRADIENT, Work.WEIGHT_GRADIENT)
+        works = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
         assert Counter(order) == Counter(Action(work, c, i) for work in works for c in range(2) for i in range(m))
     check(csv_rows(Schedule.ZBV, p, m, 2), p, 2, m)
 

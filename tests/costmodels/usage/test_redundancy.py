@@ -27,32 +27,32 @@ FRAMES = [
 ]
 
 
-@pytest.mark.parametrize(("frame", "zero", "recompute"), FRAMES)
-def test_summed_by_class_it_is_the_memory_less_the_ideal(frame, zero, recompute):
+@pytest.mark.parametrize(("layout", "zero", "recompute"), FRAMES)
+def test_summed_by_class_it_is_the_memory_less_the_ideal(layout, zero, recompute):
     """The ideal worked out here: every state and every kept tensor once, over the devices that share them."""
-    book = book_of(TINY, frame.mesh.num_ranks)
-    strategy = uniform(frame, 8, zero=zero, recompute=recompute)
-    price = price_step(strategy, book)
+    price_cache = book_of(TINY, layout.mesh.num_ranks)
+    strategy = uniform(layout, 8, zero=zero, recompute=recompute)
+    price = price_step(strategy, price_cache)
     for rank, (memory, redundant) in enumerate(zip(price.memory, price.redundant, strict=True)):
         parameters, kept = 0, 0.0
         for choice in rank_layers(strategy, rank):
-            layer = book.graph(frame.micro_batch_size).layer_class(choice.kind)
+            layer = price_cache.graph(layout.micro_batch_size).layer_class(choice.kind)
             parameters += sum(p.num_elements for op in layer.operators for p in op.parameters if not p.tied)
-            stashes = min(frame.num_micro_batches, frame.mesh.pp - rank)
-            kept += stashes * book.activations(choice.kind, frame.micro_batch_size, Sharding(), choice.recompute).saved / frame.mesh.tp
-        ideal = parameters * (4 + 12) / frame.mesh.ranks_per_stage + kept
+            stashes = min(layout.num_micro_batches, layout.mesh.pp - rank)
+            kept += stashes * price_cache.activations(choice.kind, layout.micro_batch_size, Sharding(), choice.recompute).saved / layout.mesh.tp
+        ideal = parameters * (4 + 12) / layout.mesh.ranks_per_stage + kept
         held = memory.states.total + memory.activations + memory.temporaries
 
         assert redundant.total == pytest.approx(held - ideal, rel=1e-9, abs=64)
         assert redundant.total == sum(getattr(redundant, name) for name in CLASSES)
 
 
-@pytest.mark.parametrize(("frame", "zero", "recompute"), FRAMES)
-def test_operators_and_layers_add_up_to_their_stage(frame, zero, recompute):
-    book = book_of(TINY, frame.mesh.num_ranks)
-    strategy = uniform(frame, 8, zero=zero, recompute=recompute)
-    for rank, redundant in enumerate(price_step(strategy, book).redundant):
-        layers = [added(operator_redundancy(choice, rank, frame, book).values()) for choice in rank_layers(strategy, rank)]
+@pytest.mark.parametrize(("layout", "zero", "recompute"), FRAMES)
+def test_operators_and_layers_add_up_to_their_stage(layout, zero, recompute):
+    price_cache = book_of(TINY, layout.mesh.num_ranks)
+    strategy = uniform(layout, 8, zero=zero, recompute=recompute)
+    for rank, redundant in enumerate(price_step(strategy, price_cache).redundant):
+        layers = [added(operator_redundancy(choice, rank, layout, price_cache).values()) for choice in rank_layers(strategy, rank)]
         total = added(layers)
 
         for name in CLASSES[:-1]:
@@ -62,10 +62,10 @@ def test_operators_and_layers_add_up_to_their_stage(frame, zero, recompute):
 
 def test_the_classes_by_hand():
     """fc1 on two replicas at ZeRO 0: one of two copies of everything is redundant; divided over tp nothing of its weight is."""
-    book, whole = book_of(TINY, 2), frame_of(dp=2)
-    weight = book.graph(1).block.operator("fc1").num_parameters
+    price_cache, whole = book_of(TINY, 2), frame_of(dp=2)
+    weight = price_cache.graph(1).block.operator("fc1").num_parameters
 
-    twice = operator_redundancy(LayerChoice(LayerKind.BLOCK, (), 0), 0, whole, book)["fc1"]
+    twice = operator_redundancy(LayerChoice(LayerKind.BLOCK, (), 0), 0, whole, price_cache)["fc1"]
     shared = operator_redundancy(LayerChoice(LayerKind.BLOCK, (), 0), 0, frame_of(tp=2), book_of(TINY, 2))["fc1"]
 
     assert twice.gradients == 4 * weight / 2
@@ -75,13 +75,13 @@ def test_the_classes_by_hand():
 
 
 def test_an_operator_that_is_not_divided_holds_its_weights_twice():
-    frame, book = frame_of(tp=2), book_of(TINY, 2)
+    layout, price_cache = frame_of(tp=2), book_of(TINY, 2)
     own = Sharding(2, own=(("fc1", (Split(),)),))
     megatron, whole = (
-        operator_redundancy(LayerChoice(LayerKind.BLOCK, (), 0, sharding), 0, frame, book)["fc1"] for sharding in (None, own))
+        operator_redundancy(LayerChoice(LayerKind.BLOCK, (), 0, sharding), 0, layout, price_cache)["fc1"] for sharding in (None, own))
 
     assert megatron.optimizer == 0
-    assert whole.optimizer == 12 * book.graph(1).block.operator("fc1").num_parameters / 2
+    assert whole.optimizer == 12 * price_cache.graph(1).block.operator("fc1").num_parameters / 2
 
 
 @pytest.mark.slow

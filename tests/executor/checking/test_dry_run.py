@@ -15,13 +15,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.costmodels.usage.rank_traffic import MESSAGE
 from parplan.executor.checking import dry_run as dryrun
 from parplan.executor.checking import dry_run_workers as crew
 from parplan.executor.checking.dry_run import DryRun, counted_micro_batches
 from parplan.executor.checking.dry_run_workers import dry_runs, num_actions
-from parplan.executor.checking.lone_rank import Chunks
+from parplan.executor.checking.lone_rank import FirstAndLastChunk
 from parplan.executor.checking.observed_rank import _CALLS
 from parplan.executor.rules.all_rules import nearest_legal
 from parplan.planner.plan.plan import Plan
@@ -124,11 +124,11 @@ def test_two_short_steps_say_what_the_whole_step_holds_and_sends(plan, monkeypat
 
 def test_what_is_never_there_together_is_no_temporary_below_nothing():
     """Before the only backward pass there are no gradients, after it no activations."""
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=1, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=1,
         sequence_parallel=False)
     training = TrainingSpec(global_batch_size=2, seq_length=128, precision=Precision.FP32, gradient_precision=Precision.FP32, stack=NEUTRAL)
-    use = dry_run(estimate_plan(load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 2), training, frame), 0).use
+    use = dry_run(estimate_plan(load_model("gpt-tiny").spec, with_gpus(load_cluster("cpu"), 2), training, layout), 0).use
 
     assert use.temporaries == 0
     assert use.apart > 0
@@ -140,11 +140,11 @@ def test_what_is_never_there_together_is_no_temporary_below_nothing():
 def test_a_layer_of_full_size_keeps_what_the_memory_model_says(model, zero, tp):
     entry = load_model(model)
     spec = dataclasses.replace(entry.spec, num_layers=2)  # gpt-20b drops out: its masks and its attention as on a GPU
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=1, dp=8 // tp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=2,
         sequence_parallel=tp > 1)
     training = TrainingSpec(global_batch_size=32 // tp, seq_length=entry.seq_length, stack=NEUTRAL)
-    plan = estimate_plan(spec, with_gpus(load_cluster("a100-80gb"), 8), training, frame, zero=zero)
+    plan = estimate_plan(spec, with_gpus(load_cluster("a100-80gb"), 8), training, layout, zero=zero)
 
     run = dry_run(plan, 0)
     (check,) = check_ranks(priced(plan), {0: (run.use, run.micro_batches)})
@@ -175,8 +175,8 @@ def test_the_chunks_of_a_parameter_are_those_of_fsdp(rows, parts):
     expected = _chunk_with_empty(tensor, parts, 0)
 
     for index in range(parts):
-        assert Chunks(tensor, parts, 0)[index].shape == expected[index].shape
-        assert torch.equal(Chunks(tensor, parts, 0)[index], expected[index])
+        assert FirstAndLastChunk(tensor, parts, 0)[index].shape == expected[index].shape
+        assert torch.equal(FirstAndLastChunk(tensor, parts, 0)[index], expected[index])
 
 
 def test_progress_counts_every_backward_pass():

@@ -9,7 +9,7 @@ import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.checking.shrunk_plan import MOST_CHUNKS, shrunk
 from parplan.executor.rules.all_rules import validate
 from parplan.planner.plan.plan import Plan
@@ -84,12 +84,12 @@ def test_a_shrunk_plan_keeps_the_structure_and_is_legal(seed):
 @pytest.mark.parametrize("model", ["gpt-20b", "llama3-70b", "gpt-175b"])
 def test_a_model_of_billions_becomes_one_of_thousands(model):
     entry, cluster = load_model(model), with_gpus(load_cluster("h100-80gb"), 64)
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=4, dp=2, tp=8), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=64,
         sequence_parallel=True)
     training = TrainingSpec(global_batch_size=128, seq_length=entry.seq_length, stack=NEUTRAL)
 
-    small = shrunk(estimate_plan(entry.spec, cluster, training, frame, zero=1))
+    small = shrunk(estimate_plan(entry.spec, cluster, training, layout, zero=1))
 
     validate(small)
     assert small.mesh.num_ranks == 8

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parplan.costmodels.chunks.chunk_layout import Sized, block_tensors, pack
-from parplan.costmodels.chunks.chunk_operations import Does, Group, Moment, Op, RankChunks
+from parplan.costmodels.chunks.chunk_layout import SizedTensor, block_tensors, pack
+from parplan.costmodels.chunks.chunk_operations import ChunkAction, ChunkedBlocks, BlockPass, ChunkOp, RankChunks
 from parplan.costmodels.chunks.chunk_states import TransitionError
-from parplan.costmodels.host.state_location import Home
+from parplan.costmodels.host.state_location import StateLocation
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.costmodels.schedules.actions import Work
+from parplan.costmodels.schedules.actions import ActionKind
 from parplan.executor.chunks.chunk_buffers import BudgetError
 from parplan.executor.chunks.chunk_manager import ChunkManager, OrderError
 from parplan.executor.memory.layer_recompute import recomputed
@@ -32,37 +32,37 @@ CHUNK = 4000
 AMPLE = 10**8
 
 
-def group(home: Home, blocks: tuple[int, ...], chunk_elements: int = CHUNK, model=MODEL) -> Group:
+def group(home: StateLocation, blocks: tuple[int, ...], chunk_elements: int = CHUNK, model=MODEL) -> ChunkedBlocks:
     """`blocks` of `model` packed into chunks that end anywhere in a block."""
     own = block_tensors(build_graph(model, TRAINING, 1).block, Sharding())
-    tensors = tuple(Sized(f"block{block}.{tensor.name}", tensor.elements) for block in blocks for tensor in own)
-    return Group(home=home, blocks=blocks, layout=pack(tensors, chunk_elements))
+    tensors = tuple(SizedTensor(f"block{block}.{tensor.name}", tensor.elements) for block in blocks for tensor in own)
+    return ChunkedBlocks(home=home, blocks=blocks, chunk_layout=pack(tensors, chunk_elements))
 
 
-def users(groups: tuple[Group, ...]) -> dict[tuple[int, int], set[int]]:
+def users(groups: tuple[ChunkedBlocks, ...]) -> dict[tuple[int, int], set[int]]:
     """By (group, chunk) the blocks that have a tensor in it."""
     found: dict[tuple[int, int], set[int]] = {}
     for index, each in enumerate(groups):
-        for tensor, chunk in zip(each.layout.tensors, each.layout.group_of, strict=True):
+        for tensor, chunk in zip(each.chunk_layout.tensors, each.chunk_layout.group_of, strict=True):
             found.setdefault((index, chunk), set()).add(int(tensor.name.removeprefix("block").split(".")[0]))
     return found
 
 
-def nothing_stays(groups: tuple[Group, ...], micro_batches: int, device_bytes: int = AMPLE) -> RankChunks:
+def nothing_stays(groups: tuple[ChunkedBlocks, ...], micro_batches: int, device_bytes: int = AMPLE) -> RankChunks:
     """All forward passes before the backward pass of each micro-batch; HOST chunks are fetched for a block and dropped behind it."""
     blocks, of = range(MODEL.num_layers), users(groups)
     moments = []
     for index in range(micro_batches):
-        for work, order in ((Work.FORWARD, blocks), (Work.BACKWARD, reversed(blocks))):
+        for work, order in ((ActionKind.FORWARD, blocks), (ActionKind.BACKWARD, reversed(blocks))):
             for block in order:
-                host = [key for key, own in of.items() if block in own and groups[key[0]].home is Home.HOST]
-                sent = [key for key in host if work is Work.BACKWARD and block == min(of[key])]
-                moments.append(Moment(
+                host = [key for key, own in of.items() if block in own and groups[key[0]].home is StateLocation.HOST]
+                sent = [key for key in host if work is ActionKind.BACKWARD and block == min(of[key])]
+                moments.append(BlockPass(
                     work=work, stage=0, micro_batch=index, block=block, device_bytes=device_bytes, chunk_bytes=device_bytes,
-                    before=tuple(Op(Does.FETCH, *key, 4 * CHUNK) for key in host),
-                    after=(*(Op(Does.SEND, *key, 4 * CHUNK) for key in sent), *(Op(Does.DROP, *key, 0) for key in host))))
-    apart = [key for key in of if groups[key[0]].home is Home.OPTIMIZER]
-    closing = (*(Op(Does.SEND, *key, 4 * CHUNK) for key in apart), *(Op(Does.RETURN, *key, 4 * CHUNK) for key in apart))
+                    before=tuple(ChunkOp(ChunkAction.FETCH, *key, 4 * CHUNK) for key in host),
+                    after=(*(ChunkOp(ChunkAction.SEND, *key, 4 * CHUNK) for key in sent), *(ChunkOp(ChunkAction.DROP, *key, 0) for key in host))))
+    apart = [key for key in of if groups[key[0]].home is StateLocation.OPTIMIZER]
+    closing = (*(ChunkOp(ChunkAction.SEND, *key, 4 * CHUNK) for key in apart), *(ChunkOp(ChunkAction.RETURN, *key, 4 * CHUNK) for key in apart))
     return RankChunks(
         groups=groups, moments=tuple(moments), closing=closing, in_parameters=False, device_bytes=device_bytes, smallest_bytes=0)
 
@@ -114,10 +114,10 @@ def step(blocks: list[nn.Module], micro_batches: int, manager: ChunkManager | No
 
 
 HOMES = {
-    "all-host": (group(Home.HOST, (0, 1, 2, 3)),),
-    "all-device": (group(Home.DEVICE, (0, 1, 2, 3)),),
-    "all-optimizer": (group(Home.OPTIMIZER, (0, 1, 2, 3)),),
-    "mixed": (group(Home.DEVICE, (0,)), group(Home.OPTIMIZER, (1,)), group(Home.HOST, (2, 3))),
+    "all-host": (group(StateLocation.HOST, (0, 1, 2, 3)),),
+    "all-device": (group(StateLocation.DEVICE, (0, 1, 2, 3)),),
+    "all-optimizer": (group(StateLocation.OPTIMIZER, (0, 1, 2, 3)),),
+    "mixed": (group(StateLocation.DEVICE, (0,)), group(StateLocation.OPTIMIZER, (1,)), group(StateLocation.HOST, (2, 3))),
 }
 
 
@@ -235,7 +235,7 @@ def test_chunks_that_stay_on_the_device_do_not_even_fit_at_the_build():
 
 def test_rotary_gated_blocks_without_biases_are_laid_out_too():
     blocks = tuple(range(LLAMA.num_layers))
-    _, manager = managed_blocks(nothing_stays((group(Home.HOST, blocks, model=LLAMA),), 1), LLAMA)
+    _, manager = managed_blocks(nothing_stays((group(StateLocation.HOST, blocks, model=LLAMA),), 1), LLAMA)
 
     whole = build_layer(LLAMA, TRAINING, LayerKind.BLOCK, 1, 7, CPU)
     values = manager.values()

@@ -23,7 +23,7 @@ from parplan.executor.chunks.chunk_buffers import BudgetError, Buffer, Copies
 from parplan.executor.data.batches import synthetic
 from parplan.executor.pipeline import pipeline
 from parplan.executor.training.train import ranks_of
-from parplan.executor.watch.allocated import PeakBytes, held_bytes
+from parplan.executor.watch.allocated import PeakBytes, allocated_bytes
 from parplan.planner.plan.plan import Plan
 from parplan.planner.plan.plan_chunks import rank_chunks_of
 from parplan.planner.search.estimate import ChunkRequest
@@ -247,7 +247,7 @@ def test_during_every_pass_chunks_hold_the_bytes_that_the_schedule_counts(step, 
 def test_to_build_a_rank_takes_one_block_more_of_the_device_than_its_states(step):
     plan = at(10**9, HOST, model=DEEP)
     gc.collect()
-    before, peak = held_bytes(gc.get_objects()), PeakBytes()
+    before, peak = allocated_bytes(gc.get_objects()), PeakBytes()
 
     with peak.counted():
         built = pipeline.build_pipeline(plan, ranks_of(plan, torch.device("cpu")), seed=7, after_backward=lambda: None)

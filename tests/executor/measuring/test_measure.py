@@ -29,9 +29,9 @@ from parplan.executor.measuring.footprints import footprint
 from parplan.executor.measuring.layer_operations import residual
 from parplan.executor.measuring.measure import WORKS, measure
 from parplan.executor.measuring.operands import Maker
-from parplan.executor.measuring.trials import Graph, Once
+from parplan.executor.measuring.trials import Graph, TrialStep
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.measurements import Case, Pass, UnsupportedCase
+from parplan.profiles.machines.measurements import Case, CasePass, UnsupportedCase
 from parplan.profiles.models.spec import ModelSpec, Norm, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
 from parplan.profiles.stack import NEUTRAL
@@ -56,7 +56,7 @@ def _case(work: str, precision: str = "fp32", passes: tuple[str, ...] | None = N
     found = WORKS[work]
     return Case(
         work=work, sizes=tuple((name, {**TINY, **sizes}[name]) for name in found.sizes), precision=precision,
-        passes=tuple(Pass(name=name) for name in (found.passes if passes is None else passes)))
+        passes=tuple(CasePass(name=name) for name in (found.passes if passes is None else passes)))
 
 
 @pytest.mark.parametrize("precision", mostly_slow(["fp32", "bf16"], {"bf16"}))
@@ -121,7 +121,7 @@ def test_saved_bytes_are_those_of_the_operator_graph(
 def test_workspace_is_what_is_held_beside_inputs_and_results() -> None:
     x = torch.ones(1000)
 
-    saved, workspace = footprint(Once(lambda: x.exp().exp()), ("time",), CPU)
+    saved, workspace = footprint(TrialStep(lambda: x.exp().exp()), ("time",), CPU)
 
     assert (saved, workspace) == (0, 4 * 1000)
 

@@ -23,7 +23,7 @@ from parplan.costmodels.layers.recompute import Recompute, host_bytes_by_operato
 from parplan.costmodels.memory.activation_copies import copied_bytes
 from parplan.costmodels.operators.sharding import Placements, Sharding, placed_splits
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.memory.host_copies import HostCopies, OnHost
 from parplan.executor.memory.layer_recompute import recomputed
 from parplan.executor.memory.saved_tensors import Recipes
@@ -32,7 +32,7 @@ from parplan.executor.rules.all_rules import nearest_legal, refusals, validate
 from parplan.executor.run_options import Options
 from parplan.executor.sharding.place import place_layer
 from parplan.executor.training.train import build_trainer
-from parplan.planner.plan.plan import Plan, frame_of
+from parplan.planner.plan.plan import Plan, layout_of
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.search.estimate import ChunkRequest, estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
@@ -205,11 +205,11 @@ CASES = {
 def _estimated(model: str, num_micro_batches: int, recompute: str, *, tp: int) -> Plan:
     """A plan for CPUs; gpt-tiny has dropout."""
     training = TrainingSpec(global_batch_size=4, seq_length=16, precision="fp32", stack=load_stack("parplan"))
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=1, dp=1, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=4 // num_micro_batches,
         num_micro_batches=num_micro_batches, sequence_parallel=tp > 1)
     return estimate_plan(
-        load_model(model).spec if model == "gpt-tiny" else LLAMA, with_gpus(load_cluster("cpu"), tp), training, frame,
+        load_model(model).spec if model == "gpt-tiny" else LLAMA, with_gpus(load_cluster("cpu"), tp), training, layout,
         recompute=Recompute(recompute), keep_on_host=KEEP)
 
 
@@ -244,7 +244,7 @@ def _of_a_step(plan: Plan) -> tuple[int, int]:
     pytest.param(tp, case, id=f"tp{tp}-{'-'.join(map(str, case))}") for tp, cases in CASES.items() for case in cases])
 def test_a_step_copies_the_predicted_bytes(case, tp):
     today = reprice(_estimated(*case, tp=tp))
-    predicted = copied_bytes(today.strategy, 0, today.book)
+    predicted = copied_bytes(today.strategy, 0, today.price_cache)
 
     assert predicted > 0
     assert [found[CASES[tp].index(case)] for found in _counted(tp)] == [(predicted, predicted)] * tp
@@ -267,7 +267,7 @@ def test_a_step_of_any_schedule_copies_the_predicted_bytes_on_every_rank():
 
     found, today = _copied(plans, 2), [reprice(plan) for plan in plans]
 
-    expected = [[(copied_bytes(one.strategy, rank, one.book),) * 2 for one in today] for rank in range(2)]
+    expected = [[(copied_bytes(one.strategy, rank, one.price_cache),) * 2 for one in today] for rank in range(2)]
     assert found == expected
     assert min(min(row) for row in expected) > (0, 0)
 
@@ -289,7 +289,7 @@ def test_blocks_in_chunks_send_activations_beside_their_states(alone):
     """One block with all its states at home on the host, one with the optimizer's: the same loss after an update."""
     plan = _estimated("gpt-tiny", 4, "none", tp=1)
     chunked = estimate_plan(
-        plan.model, plan.cluster, plan.training, frame_of(plan), keep_on_host=KEEP,
+        plan.model, plan.cluster, plan.training, layout_of(plan), keep_on_host=KEEP,
         chunks=ChunkRequest(host_blocks=1, optimizer_blocks=1, device_bytes=8 * 2**20))
     validate(chunked)
     today = reprice(chunked)
@@ -301,7 +301,7 @@ def test_blocks_in_chunks_send_activations_beside_their_states(alone):
         losses.append([result.loss for result in trainer.run()])
 
     assert today.plan == chunked
-    assert trainers[0].copied_bytes == (2 * copied_bytes(today.strategy, 0, today.book),) * 2
+    assert trainers[0].copied_bytes == (2 * copied_bytes(today.strategy, 0, today.price_cache),) * 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parplan.costmodels.schedules.actions import Work, parse_row
+from parplan.costmodels.schedules.actions import ActionKind, parse_row
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.models.transformer_layers import Linear
 from parplan.executor.placed_layers import action_rows
@@ -113,13 +113,13 @@ def _seen(plan: Plan, store: dist.Store) -> Seen:
 
 def _watch(trainer: Trainer, store: dist.Store, spans: list[str]) -> None:
     """Write down every span; a backward pass begins when the stage before, which needs its gradient, has recomputed."""
-    ahead = {entry for rank, row in enumerate(action_rows(trainer.plan)) for entry in parse_row(row, rank) if entry[1] is Work.RECOMPUTE}
+    ahead = {entry for rank, row in enumerate(action_rows(trainer.plan)) for entry in parse_row(row, rank) if entry[1] is ActionKind.RECOMPUTE}
     replica = [trainer.ranks.coordinate(axis) for axis in ("dp", "tp")]
 
     @contextmanager
     def span(work: str, stage: int, micro_batch: int) -> Iterator[None]:
         spans.append(f"{stage}{work}{micro_batch}")
-        if work == "B" and (stage - 1, Work.RECOMPUTE, micro_batch) in ahead:
+        if work == "B" and (stage - 1, ActionKind.RECOMPUTE, micro_batch) in ahead:
             store.wait([f"{stage - 1}R{micro_batch} {replica}"], timedelta(seconds=20))
         yield
         if work == "R":
@@ -168,7 +168,7 @@ def test_the_gradients_are_those_of_1f1b_and_of_one_process(world, name):
 @pytest.mark.parametrize(("world", "name"), EVERY)
 def test_every_stage_runs_its_list_and_holds_as_many_micro_batches_as_that_says(world, name):
     plan = (WORLD_4 | WORLD_8)[name]
-    held = {Work.FORWARD: 1, Work.BACKWARD: -1, Work.RECOMPUTE: 0}
+    held = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.RECOMPUTE: 0}
     lists = [parse_row(row, rank) for rank, row in enumerate(action_rows(plan))]
 
     for index, rank in enumerate(seen(world)[name][0]):

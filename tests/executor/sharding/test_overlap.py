@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parplan.costmodels.communication.mesh import Mesh
-from parplan.costmodels.layers.sub_pipeline import Part, block_s, linear_s, row_s
+from parplan.costmodels.layers.sub_pipeline import HalfTime, block_s, linear_s, row_s
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.executor.checking.shrunk_plan import shrunk
 from parplan.executor.rules.all_rules import nearest_legal, refusals, validate
@@ -180,7 +180,7 @@ def test_without_halves_every_all_reduce_is_waited_for_at_once():
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_as_many_all_reduces_are_exposed_as_the_price_says(level):
     compute_s, sent_s = 10.0, 1.0
-    parts = [Part(compute_s, sent_s)] * 2
+    parts = [HalfTime(compute_s, sent_s)] * 2
     priced_s = {
         1: 2 * BLOCKS * (linear_s(compute_s, sent_s) - 2 * compute_s),
         2: BLOCKS * (block_s(parts) - 4 * compute_s),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from parplan.executor.chunks.chunk import Part, own_part
+from parplan.executor.chunks.chunk import OwnedPart, own_part
 from parplan.executor.sharding.tensor_boxes import Box, Boxes, boxes_of
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
@@ -51,7 +51,7 @@ def test_the_ranks_parts_of_a_parameter_are_all_of_it(offset, elements, chunk_el
 
     owned = [(rank * chunk_elements + part.at + i, part.first + i) for rank, part in enumerate(parts) for i in range(part.count)]
     assert owned == [(offset + element, element) for element in range(elements)]
-    assert own_part(0, 4, 4, 1) == Part(0, 0, 0)
+    assert own_part(0, 4, 4, 1) == OwnedPart(0, 0, 0)
 
 
 def parts_of(shape: tuple[int, ...], *borders: int) -> list[Boxes]:

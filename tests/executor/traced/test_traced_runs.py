@@ -14,14 +14,14 @@ from parplan.executor.checking.parity import (
     gradient_errors,
     loss_errors,
 )
-from parplan.executor.rules.traced_rules import validate_module_plan
+from parplan.executor.rules.traced_rules import validate_traced_plan
 from parplan.executor.run_options import Options
 from parplan.executor.traced.program_cut import check_recompute, cut
 from parplan.executor.traced.stage_values import open_values
-from parplan.executor.traced.traced_parity import run_module_plans, run_module_reference
+from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.executor.traced.traced_trainer import opened_of
-from parplan.planner.plan.plan import to_document
-from parplan.planner.plan.traced_plan import ModulePlan, ShardStage, from_document
+from parplan.planner.plan.plan import plan_to_document
+from parplan.planner.plan.traced_plan import TracedPlan, ShardStage, traced_plan_from_document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.tracing.program import PARAMETER
@@ -32,8 +32,8 @@ from tests.helpers.traced_plans import hand_plan
 MODULES = "tests.helpers.traced_modules"
 
 
-def check(plan: ModulePlan) -> None:
-    (found,), expected = run_module_plans([plan]), run_module_reference(plan, by_micro_batch=True)
+def check(plan: TracedPlan) -> None:
+    (found,), expected = run_traced_plans([plan]), run_traced_reference(plan, by_micro_batch=True)
 
     assert found.agree
     assert max(loss_errors(found, expected)) <= LOSS_TOLERANCE
@@ -69,7 +69,7 @@ def test_modules_train_as_in_one_process(module, options):
 
 
 @pytest.fixture(scope="module")
-def plan() -> ModulePlan:
+def plan() -> TracedPlan:
     return hand_plan(f"{MODULES}:translator", pp=2, shards_a_stage=2)
 
 
@@ -111,11 +111,11 @@ def test_a_shard_that_writes_into_its_input_is_not_run_again():
     pytest.param({"pipeline": {"schedule": "interleaved", "virtual_stages": 2}}, "there are 2, pp 2 x virtual_stages 2 are 4", id="ranks"),
 ])
 def test_what_does_not_fit_together_is_refused_when_it_is_read(plan, change, found):
-    body = to_document(plan)
+    body = plan_to_document(plan)
     changed = {key: {**body[key], **values} for key, values in change.items()}
 
     with pytest.raises(ConfigError, match=found):
-        from_document({**body, **changed}, "plan")
+        traced_plan_from_document({**body, **changed}, "plan")
 
 
 @pytest.mark.parametrize(("schedule", "actions", "ranks", "found"), [
@@ -127,10 +127,10 @@ def test_what_cannot_run_is_refused(plan, schedule, actions, ranks, found):
     size = len(plan.shards) // len(ranks)
     stages = tuple(ShardStage(rank=rank, first=k * size, end=(k + 1) * size, zero=0) for k, rank in enumerate(ranks))
     pipeline = replace(plan.pipeline, schedule=schedule, virtual_stages=len(ranks) // 2, actions=tuple(map(_of_all_micro_batches, actions)))
-    whole = from_document(to_document(replace(plan, pipeline=pipeline, stages=stages)), "plan")
+    whole = traced_plan_from_document(plan_to_document(replace(plan, pipeline=pipeline, stages=stages)), "plan")
 
     with pytest.raises(ConfigError, match=found):
-        validate_module_plan(whole)
+        validate_traced_plan(whole)
 
 
 def _of_all_micro_batches(first: str) -> str:
@@ -140,7 +140,7 @@ def _of_all_micro_batches(first: str) -> str:
 
 def test_data_of_a_file_is_refused(plan, tmp_path):
     with pytest.raises(ConfigError, match="draws its own batches"):
-        validate_module_plan(plan, Options(data=tmp_path / "tokens.bin"))
+        validate_traced_plan(plan, Options(data=tmp_path / "tokens.bin"))
 
 
 def test_a_parameter_has_one_value_in_every_process_and_none_of_the_others_memory():

@@ -16,9 +16,9 @@ from parplan.executor.checking.parity import (
     loss_errors,
 )
 from parplan.executor.traced.program_cut import cut
-from parplan.executor.traced.traced_parity import run_module_plans, run_module_reference
+from parplan.executor.traced.traced_parity import run_traced_plans, run_traced_reference
 from parplan.planner.request import Constraints
-from parplan.planner.traced.plan_traced import plan_module
+from parplan.planner.traced.plan_traced import plan_traced_module
 from parplan.planner.traced.shards import shard
 from parplan.profiles.catalog import load_cluster, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
@@ -52,7 +52,7 @@ def traced(name: str):
 ])
 def test_it_trains_as_in_one_process(name, options):
     plan = hand_plan(f"tests.helpers.zoo:{name}", **options)
-    (found,), expected = run_module_plans([plan]), run_module_reference(plan, by_micro_batch=True)
+    (found,), expected = run_traced_plans([plan]), run_traced_reference(plan, by_micro_batch=True)
 
     assert found.agree
     assert max(loss_errors(found, expected)) <= LOSS_TOLERANCE
@@ -117,7 +117,7 @@ def test_what_cannot_be_trained_is_one_error_with_its_line_and_a_hint(name, mess
 
 def test_no_stage_ends_where_a_value_without_gradient_would_be_handed_on():
     training = TrainingSpec(global_batch_size=8, seq_length=SEQ_LENGTH, precision=Precision.FP32, stack=load_stack("parplan"))
-    plan = plan_module(
+    plan = plan_traced_module(
         source("frozen_parameters"), with_gpus(load_cluster("cpu"), 2), training, constraints=Constraints(pp=(2,)), cross_skips=True)
 
     cut(plan, record(open_workload(source("frozen_parameters"), seq_length=SEQ_LENGTH), plan.pipeline.micro_batch_size))

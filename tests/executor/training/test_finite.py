@@ -13,11 +13,11 @@ import torch.distributed as dist
 from parplan.executor.__main__ import run as run_executor
 from parplan.executor.checking.parity import OPTIONS, run_ranks
 from parplan.executor.tensors import forget_meshes, local
-from parplan.executor.traced.traced_trainer import build_module_trainer
+from parplan.executor.traced.traced_trainer import build_traced_trainer
 from parplan.executor.training.finite import _ranks
 from parplan.executor.training.train import Trainer, build_trainer
-from parplan.planner.plan.plan import Plan, write
-from parplan.planner.plan.traced_plan import ModulePlan
+from parplan.planner.plan.plan import Plan, write_plan
+from parplan.planner.plan.traced_plan import TracedPlan
 from parplan.profiles.errors import RunError
 from parplan.profiles.models.spec import Precision
 from tests.helpers.executor_plans import GPT, LLAMA, make_plan
@@ -38,8 +38,8 @@ def alone():
     dist.destroy_process_group()
 
 
-def trainer(plan: Plan | ModulePlan, **options: object) -> Trainer:
-    build = build_module_trainer if isinstance(plan, ModulePlan) else build_trainer
+def trainer(plan: Plan | TracedPlan, **options: object) -> Trainer:
+    build = build_traced_trainer if isinstance(plan, TracedPlan) else build_trainer
     return build(plan, dataclasses.replace(STRICT, **options), torch.device("cpu"))
 
 
@@ -49,7 +49,7 @@ def spoil(trained: Trainer) -> None:
     local(trained.pipeline.parameters[0]).fill_(math.nan)
 
 
-def _spoilt_on_rank_1(plan: Plan | ModulePlan) -> tuple[int, str]:
+def _spoilt_on_rank_1(plan: Plan | TracedPlan) -> tuple[int, str]:
     """How many steps there were, and the error that ended them."""
     trained, done = trainer(plan), 0
     try:
@@ -122,7 +122,7 @@ def test_ranks_are_named_in_runs(flags, text):
 
 def test_the_command_ends_with_its_own_exit_code_and_keeps_the_checkpoint_before(tmp_path, monkeypatch, capsys):
     path, saves = tmp_path / "plan.yaml", tmp_path / "saves"
-    write(make_plan(SHORT), path)
+    write_plan(make_plan(SHORT), path)
     arguments = ["executor", str(path), "--steps", "4", "--learning-rate", "1e38", "--no-record"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--checkpoint-dir", str(saves), "--checkpoint-every", "1"])
 

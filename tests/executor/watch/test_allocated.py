@@ -17,7 +17,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.prices.peaks import Case
 from parplan.executor.training.train import Options, build_trainer
-from parplan.executor.watch.allocated import PeakBytes, _most, held_bytes
+from parplan.executor.watch.allocated import PeakBytes, _most, allocated_bytes
 from parplan.executor.watch.run_recorder import collect
 from parplan.planner.plan.plan import Plan
 from parplan.profiles.catalog import load_model
@@ -64,7 +64,7 @@ def test_the_peak_of_a_run_is_what_memtracker_counts_and_what_is_predicted(dropo
 
 def test_what_was_there_before_and_the_most_of_a_step_count_together():
     before = torch.ones(1000)
-    other, peak = held_bytes(gc.get_objects()), PeakBytes()
+    other, peak = allocated_bytes(gc.get_objects()), PeakBytes()
 
     with peak.counted():
         first = torch.ones(5000)
@@ -93,4 +93,4 @@ def test_blocks_that_another_thread_gave_back_are_left_out():
 def test_memory_of_numpy_and_a_second_view_are_not_the_allocators():
     own = torch.zeros(8)
 
-    assert held_bytes([own, own[:2], torch.from_numpy(np.zeros(1000)), "text"]) == own.nbytes
+    assert allocated_bytes([own, own[:2], torch.from_numpy(np.zeros(1000)), "text"]) == own.nbytes

@@ -14,20 +14,20 @@ import torch.multiprocessing as mp
 
 from parplan.costmodels.schedules.schedule import Schedule, actions
 from parplan.executor.training.train import Options, build_trainer
-from parplan.executor.watch.run_recorder import Clock, Recorder, clock_offsets, collect
+from parplan.executor.watch.run_recorder import Clock, RunRecorder, clock_offsets, collect
 from parplan.planner.plan.plan import Plan
-from parplan.planner.runs.run_file import Run, read, write
+from parplan.planner.runs.run_file import RunFile, read_run, write_run
 from tests.helpers.executor_plans import make_plan
 
 CPU = torch.device("cpu")
 STEPS = 6
 
 
-def recorded(plan: Plan) -> tuple[Run, set[str]]:
+def recorded(plan: Plan) -> tuple[RunFile, set[str]]:
     """The run of `plan` in a new world, and the names of the ranges that torch's profiler saw on rank 0 in the last steps."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(_rank, args=(plan, folder), nprocs=plan.mesh.num_ranks, start_method="fork")
-        return read(Path(folder) / "run.json"), set((Path(folder) / "ranges").read_text().split())
+        return read_run(Path(folder) / "run.json"), set((Path(folder) / "ranges").read_text().split())
 
 
 def _rank(rank: int, plan: Plan, folder: str) -> None:
@@ -42,7 +42,7 @@ def _rank(rank: int, plan: Plan, folder: str) -> None:
     run = collect(plan, trainer.recorder, trainer.state_bytes(), CPU)
     assert (run is not None) == (rank == 0)
     if run is not None:
-        write(run, Path(folder) / "run.json")
+        write_run(run, Path(folder) / "run.json")
         Path(folder, "ranges").write_text(" ".join({event.name for event in profile.events() if " " not in event.name}))
     dist.destroy_process_group()
 
@@ -74,7 +74,7 @@ def test_every_action_is_a_span_in_the_order_of_the_schedule(layout):
     _whole(run, plan)
 
 
-def _whole(run: Run, plan: Plan) -> None:
+def _whole(run: RunFile, plan: Plan) -> None:
     """What a run file always holds."""
     assert run.the_plan() == plan
     assert (run.recorded_steps, len(run.steps.seconds), run.steps.warm_up) == (STEPS - 2, STEPS, 2)
@@ -91,7 +91,7 @@ def _whole(run: Run, plan: Plan) -> None:
 
 
 def test_only_the_last_steps_are_recorded():
-    recorder = Recorder(CPU, 10)
+    recorder = RunRecorder(CPU, 10)
     for step in range(10):
         recorder.start()
         with recorder.span("F", 0, step):
@@ -104,7 +104,7 @@ def test_only_the_last_steps_are_recorded():
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(0, 0), (1, 1), (2, 1), (3, 1), (4, 2)])
 def test_the_first_steps_are_recorded_only_where_there_are_no_others(num_steps, expected):
-    recorder = Recorder(CPU, num_steps)
+    recorder = RunRecorder(CPU, num_steps)
     for _ in range(max(1, num_steps)):
         recorder.start()
         with recorder.span("data", -1, -1):

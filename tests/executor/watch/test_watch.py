@@ -19,9 +19,9 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.executor import __main__ as command
 from parplan.executor.data.batches import Batches
 from parplan.executor.training import train
-from parplan.executor.watch.rank_progress import Progress
-from parplan.executor.watch.watch import SLACK_S, State, Watch
-from parplan.planner.plan.plan import Plan, write
+from parplan.executor.watch.rank_progress import RankProgress
+from parplan.executor.watch.watch import SLACK_S, RankState, Watch
+from parplan.planner.plan.plan import Plan, write_plan
 from tests.helpers.executor_plans import GPT, make_plan
 
 TIMEOUT_S = 4.0  # longer than a start takes
@@ -54,7 +54,7 @@ def _end(
 
     A rank that has not ended `other_s` after the first has None, and is ended.
     """
-    write(plan, path / "plan.yaml")
+    write_plan(plan, path / "plan.yaml")
     torch.set_num_threads(1)
     arguments = [str(path / "plan.yaml"), "--steps", "5", "--timeout", str(timeout_s), *options]
     processes = [
@@ -158,13 +158,13 @@ def test_a_bug_on_every_rank_is_shown_with_its_traceback(tmp_path, store, capfd)
     assert "error: " not in err
 
 
-def _state(**changes: object) -> State:
+def _state(**changes: object) -> RankState:
     return dataclasses.replace(
-        State(beat=9, step=4, micro_batch=3, doing="runs", idle_s=5.0, waits=True, place=""), **changes)
+        RankState(beat=9, step=4, micro_batch=3, doing="runs", idle_s=5.0, waits=True, place=""), **changes)
 
 
 def _watch(mesh: Mesh, timeout_s: float = 60.0) -> Watch:
-    return Watch(dist.HashStore(), 0, mesh, Progress(), timeout_s)
+    return Watch(dist.HashStore(), 0, mesh, RankProgress(), timeout_s)
 
 
 def test_a_rank_that_waits_for_nobody_is_behind_before_one_that_came_less_far():
@@ -202,7 +202,7 @@ def test_more_ranks_beat_less_often():
 def test_the_run_does_not_end_while_another_rank_moves(monkeypatch):
     """Two ranks in one process: rank 0 has not moved for the timeout, rank 1 has just moved, then has not either."""
     store, ends = dist.HashStore(), []
-    progress = Progress()
+    progress = RankProgress()
     first, second = (Watch(store, rank, Mesh(pp=1, dp=2, tp=1), progress, 1.0) for rank in range(2))
     monkeypatch.setattr(Watch, "_end", lambda self, text: ends.append(text))
 

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.planner.baselines.deepspeed_stages import Partition, balanced, blocks_of_stages
 from parplan.profiles.catalog import load_cluster, load_model
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -17,7 +17,7 @@ from parplan.profiles.stack import NEUTRAL
 
 def book_of(model):
     training = TrainingSpec(global_batch_size=8, seq_length=1024, stack=NEUTRAL)
-    return PriceBook(load_model(model).spec, training, machine_for(load_cluster("a100-80gb")))
+    return PriceCache(load_model(model).spec, training, machine_for(load_cluster("a100-80gb")))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -45,8 +45,8 @@ def test_the_stages_of_gpt_20b_by_hand(method, stages, blocks):
 
 
 def test_by_parameters_a_stage_with_a_large_table_has_fewer_blocks():
-    book = book_of("gpt-1.5b")  # embedding and head are 2.7 blocks each
-    blocks = blocks_of_stages(Partition.PARAMETERS, 8, book)
+    price_cache = book_of("gpt-1.5b")  # embedding and head are 2.7 blocks each
+    blocks = blocks_of_stages(Partition.PARAMETERS, 8, price_cache)
 
     assert sum(blocks) == 48
     assert max(blocks[0], blocks[-1]) < min(blocks[1:-1])

@@ -11,10 +11,10 @@ import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import StepPrice, price_step
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.baselines.systems import ALL, Baseline, baseline_names, price_baseline
 from parplan.planner.infeasible.shortfall import limit_bytes
 from parplan.planner.request import SearchOptions
@@ -47,9 +47,9 @@ class Request:
         cluster = replace(cluster, nic=replace(cluster.nic, bytes_per_s=cluster.nic.bytes_per_s * self.slow_nic))
         return entry.spec, cluster, TrainingSpec(global_batch_size=self.batch, seq_length=entry.seq_length, stack=NEUTRAL)
 
-    def book(self) -> PriceBook:
+    def price_cache(self) -> PriceCache:
         model, cluster, training = self.parts()
-        return PriceBook(model, training, machine_for(cluster))
+        return PriceCache(model, training, machine_for(cluster))
 
     def limit_bytes(self) -> float:
         _, cluster, training = self.parts()
@@ -57,7 +57,7 @@ class Request:
         return limit_bytes(cluster, training.stack, SearchOptions(memory_limit_bytes=size))
 
     def baseline(self, name: str) -> Baseline:
-        return price_baseline(name, self.book(), self.limit_bytes())
+        return price_baseline(name, self.price_cache(), self.limit_bytes())
 
 
 SMALL = Request("gpt-1.5b", 8, 16)
@@ -65,11 +65,11 @@ BINDING = Request("llama2-7b", 16, 8, limit_gib=24.0, slow_nic=0.1)
 
 
 def every_megatron_price(
-    request: Request, keep: Callable[[Frame, int, Recompute], bool] = lambda *_: True,
-) -> Iterator[tuple[Frame, int, Recompute, StepPrice]]:
+    request: Request, keep: Callable[[ParallelLayout, int, Recompute], bool] = lambda *_: True,
+) -> Iterator[tuple[ParallelLayout, int, Recompute, StepPrice]]:
     """Megatron-LM's space, by its own rules written out here: each strategy that is kept with its whole price."""
     model, cluster, _ = request.parts()
-    book, gpus, layers = request.book(), request.gpus, model.num_layers
+    price_cache, gpus, layers = request.price_cache(), request.gpus, model.num_layers
     for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, layers + 3)):
         splits = (cluster.gpus_per_node, model.num_heads, model.num_kv_heads, model.ffn_hidden_size, model.padded_vocab_size)
         if gpus % (tp * pp) or any(size % tp for size in splits):
@@ -87,13 +87,13 @@ def every_megatron_price(
             blocks[0] -= embedding
             blocks[-1] -= loss
             for sequence_parallel in {False, tp > 1}:
-                frame = Frame(
+                layout = ParallelLayout(
                     mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
                     micro_batch_size=b, num_micro_batches=m, sequence_parallel=sequence_parallel)
                 for zero, level in itertools.product((0, 1), Recompute):
-                    if keep(frame, zero, level):
-                        strategy = uniform_strategy(frame, blocks, zero=zero, recompute=level, book=book)
-                        yield frame, zero, level, price_step(strategy, book)
+                    if keep(layout, zero, level):
+                        strategy = uniform_strategy(layout, blocks, zero=zero, recompute=level, price_cache=price_cache)
+                        yield layout, zero, level, price_step(strategy, price_cache)
 
 
 def peak_bytes(price: StepPrice) -> float:
@@ -118,7 +118,7 @@ def test_the_megatron_optimum_equals_an_independent_enumeration(request_):
     assert found is not None
     assert found.price.step_s == pytest.approx(fitting_s, rel=1e-12)
     assert peak_bytes(found.price) <= limit
-    assert found.fitted == sum(peak_bytes(price) <= limit for frame, zero, _, price in everything if zero == 0 or frame.mesh.dp > 1)
+    assert found.fitted == sum(peak_bytes(price) <= limit for layout, zero, _, price in everything if zero == 0 or layout.mesh.dp > 1)
 
 
 @pytest.mark.slow
@@ -146,9 +146,9 @@ def test_the_defaults_have_none_of_the_flags_and_as_little_model_parallelism_as_
     request = Request("llama2-7b", 16, 32)
     found = request.baseline("megatron-defaults").optimum
     assert found is not None
-    frame = found.strategy.frame
+    layout = found.strategy.layout
 
-    def is_plain(f: Frame, zero: int, level: Recompute) -> bool:
+    def is_plain(f: ParallelLayout, zero: int, level: Recompute) -> bool:
         return (zero, level, f.sequence_parallel, f.virtual_stages, f.micro_batch_size) == (0, Recompute.NONE, False, 1, 1)
 
     layers = request.parts()[0].num_layers
@@ -157,9 +157,9 @@ def test_the_defaults_have_none_of_the_flags_and_as_little_model_parallelism_as_
     fitting = [degrees for degrees, peak in plain.items() if peak <= request.limit_bytes()]
 
     assert {choice.zero for stage in found.strategy.stages for choice in stage} == {0}
-    assert math.prod((frame.mesh.tp, frame.mesh.pp)) == min(map(math.prod, fitting))
-    assert (frame.mesh.tp, frame.mesh.pp) in fitting
-    assert (frame.micro_batch_size, frame.virtual_stages, frame.sequence_parallel) == (1, 1, False)
+    assert math.prod((layout.mesh.tp, layout.mesh.pp)) == min(map(math.prod, fitting))
+    assert (layout.mesh.tp, layout.mesh.pp) in fitting
+    assert (layout.micro_batch_size, layout.virtual_stages, layout.sequence_parallel) == (1, 1, False)
 
 
 @pytest.mark.parametrize(("model", "limit_gib", "degrees"), [
@@ -171,9 +171,9 @@ def test_the_guide_goes_from_data_to_tensor_to_pipeline_parallelism(model, limit
     found = Request(model, 16, 32, limit_gib=limit_gib).baseline("megatron-guide").optimum
 
     assert found is not None
-    mesh = found.strategy.frame.mesh
+    mesh = found.strategy.layout.mesh
     assert (mesh.tp, mesh.pp) == degrees
-    assert found.strategy.frame.sequence_parallel == (mesh.tp > 1)
+    assert found.strategy.layout.sequence_parallel == (mesh.tp > 1)
 
 
 @pytest.mark.parametrize(("name", "zero"), [("zero-1", 1), ("zero-2", 2), ("zero-3", 3), ("fsdp", 3)])
@@ -181,7 +181,7 @@ def test_the_zero_baselines_are_data_parallel_at_their_stage(name, zero):
     found = SMALL.baseline(name).optimum
 
     assert found is not None
-    assert found.strategy.frame.mesh == Mesh(pp=1, dp=8, tp=1)
+    assert found.strategy.layout.mesh == Mesh(pp=1, dp=8, tp=1)
     assert {choice.zero for stage in found.strategy.stages for choice in stage} == {zero}
 
 
@@ -205,25 +205,25 @@ def test_megatron_is_the_faster_of_itself_with_and_without_interleaving(request_
     assert whole.optimum.price.step_s == min(found.price.step_s for found in fitting)
     for part, interleaves in zip(parts, (False, True), strict=True):
         if part.optimum:
-            assert (part.optimum.strategy.frame.virtual_stages > 1) is interleaves
+            assert (part.optimum.strategy.layout.virtual_stages > 1) is interleaves
 
 
-def every_deepspeed_price(request: Request) -> Iterator[tuple[Frame, StepPrice]]:
+def every_deepspeed_price(request: Request) -> Iterator[tuple[ParallelLayout, StepPrice]]:
     """DeepSpeed's space with stages of as many blocks as can be (`type:transformer`), written out here."""
     model, cluster, _ = request.parts()
-    book = request.book()
+    price_cache = request.price_cache()
     for tp, pp in itertools.product(range(1, cluster.gpus_per_node + 1), range(1, request.gpus + 1)):
         if request.gpus % (tp * pp) or any(size % tp for size in (cluster.gpus_per_node, model.num_heads, model.padded_vocab_size)):
             continue
         dp = request.gpus // tp // pp
         for b in (size for size in range(1, request.batch + 1) if request.batch % (dp * size) == 0):
-            frame = Frame(
+            layout = ParallelLayout(
                 mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=b,
                 num_micro_batches=request.batch // dp // b, sequence_parallel=False)
             blocks = [model.num_layers // pp + (rank < model.num_layers % pp) for rank in range(pp)]
             zeros = (0, 1) if pp > 1 else (0, 1, 2, 3)
             for zero, level in itertools.product(zeros if dp > 1 else (0,), (Recompute.NONE, Recompute.FULL)):
-                yield frame, price_step(uniform_strategy(frame, blocks, zero=zero, recompute=level, book=book), book)
+                yield layout, price_step(uniform_strategy(layout, blocks, zero=zero, recompute=level, price_cache=price_cache), price_cache)
 
 
 @pytest.mark.parametrize("request_", [
@@ -236,17 +236,17 @@ def test_deepspeed_is_no_slower_than_its_stages_of_equal_blocks_and_has_no_seque
     assert found is not None
     assert found.price.step_s <= min(price.step_s for price in equal) * (1 + 1e-12)
     assert peak_bytes(found.price) <= request_.limit_bytes()
-    assert not found.strategy.frame.sequence_parallel
+    assert not found.strategy.layout.sequence_parallel
     zeros = {choice.zero for stage in found.strategy.stages for choice in stage}
-    assert found.strategy.frame.mesh.pp == 1 or zeros <= {0, 1}
-    if [len(stage) for stage in found.strategy.stages] == [len(stage) for stage in uniform_blocks(request_, found.strategy.frame)]:
+    assert found.strategy.layout.mesh.pp == 1 or zeros <= {0, 1}
+    if [len(stage) for stage in found.strategy.stages] == [len(stage) for stage in uniform_blocks(request_, found.strategy.layout)]:
         assert found.price.step_s == pytest.approx(min(price.step_s for price in equal), rel=1e-12)
 
 
-def uniform_blocks(request: Request, frame: Frame):
-    layers, pp = request.parts()[0].num_layers, frame.mesh.pp
+def uniform_blocks(request: Request, layout: ParallelLayout):
+    layers, pp = request.parts()[0].num_layers, layout.mesh.pp
     blocks = [layers // pp + (rank < layers % pp) for rank in range(pp)]
-    return uniform_strategy(frame, blocks, zero=0, recompute=Recompute.NONE, book=request.book()).stages
+    return uniform_strategy(layout, blocks, zero=0, recompute=Recompute.NONE, price_cache=request.price_cache()).stages
 
 
 def test_merak_is_no_slower_than_1f1b_of_whole_layers_and_within_memory():
@@ -266,7 +266,7 @@ def test_the_embedding_and_the_loss_may_count_as_layers_where_the_layers_alone_d
     found = uneven.baseline("megatron").optimum
 
     assert found is not None
-    assert found.strategy.frame.mesh.pp > 2
+    assert found.strategy.layout.mesh.pp > 2
     lengths = [sum(choice.kind is LayerKind.BLOCK for choice in stage) for stage in found.strategy.stages]
     assert sum(lengths) == 126
     assert lengths[0] == lengths[-1] == lengths[1] - 1

@@ -8,7 +8,7 @@ import pytest
 
 from parplan.planner.calibration.in_step import BLOCK, block_model, equations, in_step_of
 from parplan.profiles.catalog import load_cluster, load_stack
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Pass, Record, Timing
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, CasePass, Record, Timing
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import US_PER_S
@@ -21,14 +21,14 @@ ON_GPU = (4096, 32, 32, 128, 16384, 0, 0, 0, 0, 4, 2048)  # large for one
 
 
 def case(sizes) -> Case:
-    passes = (Pass(name="forward"), Pass(name="backward"))
+    passes = (CasePass(name="forward"), CasePass(name="backward"))
     return Case(work=BLOCK, sizes=tuple(zip(NAMES, sizes, strict=True)), precision="fp32", passes=passes)
 
 
 def record(sizes, forward_s: float, backward_s: float) -> Record:
     seconds = {"forward": forward_s, "backward": backward_s}
     times = {name: Timing(median_us=taken_s * US_PER_S, spread=0.0, repeats=5) for name, taken_s in seconds.items()}
-    return Record(case=case(sizes), outcome=Outcome.MEASURED, measured=Measured(times=times))
+    return Record(case=case(sizes), outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
 
 def blocks(shapes, made) -> list[Record]:
@@ -84,7 +84,7 @@ def test_host_time_is_never_negative():
 
 
 def test_without_blocks_there_is_nothing_to_say():
-    failed = replace(record(TINY, 1.0, 1.0), outcome=Outcome.HUNG, measured=None)
+    failed = replace(record(TINY, 1.0, 1.0), outcome=CaseOutcome.HUNG, measured=None)
 
     assert in_step_of([failed], PROFILE, CLUSTER, Precision.FP32, STACK, host_adds=True) is None
 
@@ -99,8 +99,8 @@ def test_a_block_is_the_one_that_its_case_says():
 
 
 def layout(sizes, **figures: float) -> Record:
-    measured = Measured(figures=figures)
-    return Record(case=replace(case(sizes), work="layouts", passes=()), outcome=Outcome.MEASURED, measured=measured)
+    measured = CaseFigures(figures=figures)
+    return Record(case=replace(case(sizes), work="layouts", passes=()), outcome=CaseOutcome.MEASURED, measured=measured)
 
 
 def test_what_layouts_add_is_a_launchs_or_a_line_over_the_layers_bytes():

@@ -13,7 +13,7 @@ from parplan.costmodels.operators.kernels import StreamKernel, operator_kernels
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.calibration.operator_cases import operator_cases
 from parplan.planner.calibration.profile_cases import (
-    Workload,
+    ProfiledWorkload,
     cases_of,
     default_workloads,
     layouts_of,
@@ -25,7 +25,7 @@ from parplan.planner.calibration.profile_cases import (
 )
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.measurements import Measured, Outcome, Record, Timing
+from parplan.profiles.machines.measurements import CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.machines.shipped_profiles import analytic_profile, machine_for
 from parplan.profiles.models.operator_graph import OperatorKind
 from parplan.profiles.models.spec import Precision, TrainingSpec
@@ -37,20 +37,20 @@ from parplan.profiles.stack import AttentionKernel
 CPU, GPU = load_cluster("cpu"), load_cluster("a100-80gb")
 
 
-def workload(name: str, precision: str = "bf16", **model) -> Workload:
+def workload(name: str, precision: str = "bf16", **model) -> ProfiledWorkload:
     entry = load_model(name)
     attention = AttentionKernel(model.pop("attention", "flash"))
     training = TrainingSpec(
         global_batch_size=entry.global_batch_size, seq_length=entry.seq_length, precision=Precision(precision), attention=attention,
         stack=load_stack("torchtitan"))
-    return Workload(model=replace(entry.spec, **model), training=training)
+    return ProfiledWorkload(model=replace(entry.spec, **model), training=training)
 
 
 TINY = workload("gpt-tiny", "fp32")
 WITHOUT_A_CASE = {"cast", "choice", "dispatch", "combine"}
 
 
-def priced_points(one: Workload, size: int, sharding: Sharding):
+def priced_points(one: ProfiledWorkload, size: int, sharding: Sharding):
     """(curve, sizes) of every kernel of a model on one rank that a case could be of."""
     for layer in build_graph(one.model, one.training, size):
         for operator in layer.operators:
@@ -84,7 +84,7 @@ def made_up_us(point) -> float:
 def recorded(cases):
     for case in cases:
         times = {one.name: Timing(median_us=made_up_us(one), spread=0.0, repeats=5) for one in case.passes if one.curve}
-        yield Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times=times))
+        yield Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
 
 @pytest.mark.parametrize(("one", "cluster"), [

@@ -12,20 +12,20 @@ from rich.console import Console
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
-from parplan.planner.calibration.profile_cases import Workload, cases_of
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.calibration.profile_cases import ProfiledWorkload, cases_of
 from parplan.planner.calibration.profile_coverage import coverage, missing_cases
-from parplan.planner.plan.plan import Plan, read, write
+from parplan.planner.plan.plan import Plan, read_plan, write_plan
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.catalog import load_cluster, load_model, load_stack, with_gpus
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Record, Timing
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.machines.speeds import InStep, Profile
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.profiler.communication.comm_cases import TIMED
 from parplan.profiles.profiler.fits.profile_fit import fit_compute
 from parplan.profiles.provenance import Kind
-from parplan.report.plans.summary import Context, print_summary
+from parplan.report.plans.summary import SummaryContext, print_summary
 
 CPU = load_cluster("cpu")
 TINY = load_model("gpt-tiny")
@@ -35,7 +35,7 @@ TRAINING = TrainingSpec(
 
 def profile_of(cases) -> Profile:
     """A profile that measured these cases, at made-up times."""
-    records = [Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times={
+    records = [Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={
         one.name: Timing(median_us=5 + math.prod(one.sizes) / 1000, spread=0.0, repeats=5) for one in case.passes if one.curve}))
         for case in cases if case.work not in TIMED]
     return replace(analytic_profile("cpu"), compute=fit_compute(records, CPU, Precision.FP32))
@@ -45,18 +45,18 @@ def plan_of(
     profile: Profile | None, *, pp: int = 1, dp: int = 1, tp: int = 1, micro_batch_size: int = 16, training=TRAINING, model=TINY.spec,
 ) -> Plan:
     mesh = Mesh(pp=pp, dp=dp, tp=tp)
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=mesh, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=micro_batch_size,
         num_micro_batches=16 // (dp * micro_batch_size), sequence_parallel=False)
     cluster = replace(with_gpus(CPU, mesh.num_ranks), profile=profile)
-    return estimate_plan(model, cluster, training, frame, zero=1 if dp > 1 else 0, recompute=Recompute.NONE)
+    return estimate_plan(model, cluster, training, layout, zero=1 if dp > 1 else 0, recompute=Recompute.NONE)
 
 
 def works(cases) -> set[str]:
     return {case.work for case in cases}
 
 
-ALL = cases_of([Workload(model=TINY.spec, training=TRAINING)], CPU)
+ALL = cases_of([ProfiledWorkload(model=TINY.spec, training=TRAINING)], CPU)
 
 
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}], ids=["one", "tp2"])
@@ -118,11 +118,11 @@ def test_messages_are_missing_by_the_shape_of_their_group(mesh, expected):
 
 def test_a_group_across_nodes_is_missing_as_it_shares_the_nics():
     whole = replace(CPU, gpus_per_node=2, nodes=2, profile=profile_of(ALL))
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=1, dp=2, tp=2), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=8, num_micro_batches=1,
         sequence_parallel=False)
 
-    missing = missing_cases(estimate_plan(TINY.spec, whole, TRAINING, frame, zero=0))
+    missing = missing_cases(estimate_plan(TINY.spec, whole, TRAINING, layout, zero=0))
 
     shapes = {(case.work, *(case.size(name) for name in ("nodes", "ranks_per_node", "groups"))) for case in missing if case.work in TIMED}
     assert shapes == {("all_reduce", 1, 2, 1), ("all_reduce", 2, 1, 2)}
@@ -136,7 +136,7 @@ def test_what_no_case_measures_is_named():
 
 def printed(plan: Plan, **context) -> str:
     out = io.StringIO()
-    print_summary(plan, Console(file=out, width=160), Context(**context))
+    print_summary(plan, Console(file=out, width=160), SummaryContext(**context))
     return out.getvalue()
 
 
@@ -154,8 +154,8 @@ def test_the_summary_says_how_much_was_measured_and_how_to_measure_the_rest(tmp_
     assert "measure what is analytic: plan profile -o mine.yaml --missing plan.yaml" in text
     assert "band unknown: no published step was priced with a profile of your own" in text
     assert "--comm" not in text
-    write(plan, tmp_path / "plan.yaml")
-    assert f"{counts[0]} shapes measured" in printed(read(tmp_path / "plan.yaml"))
+    write_plan(plan, tmp_path / "plan.yaml")
+    assert f"{counts[0]} shapes measured" in printed(read_plan(tmp_path / "plan.yaml"))
 
 
 def test_messages_that_were_not_measured_have_a_command_of_their_own():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.planner.calibration.profiling import (
-    Wanted,
+    ProfileRequest,
     add_records,
     cases_wanted,
     faster,
@@ -19,8 +19,8 @@ from parplan.profiles.catalog import load_model, load_stack
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Pass, Record, Timing
-from parplan.profiles.machines.user_profile import read
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, CasePass, Record, Timing
+from parplan.profiles.machines.user_profile import read_profile
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.profiler.environment import environment
 from parplan.profiles.profiler.journal import beside
@@ -34,7 +34,7 @@ MODEL = load_model("gpt-tiny")
 def measured(tmp_path_factory):
     """What a session leaves on a machine on which one operator does not fit and another hangs."""
     output = tmp_path_factory.mktemp("profile") / "mine.yaml"
-    wanted = Wanted(output=output, device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,), hang_limit_s=2.0)
+    wanted = ProfileRequest(output=output, device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,), hang_limit_s=2.0)
     cases = cases_wanted(wanted, environment("cpu"))
     hanging = [case for case in cases if case.work == "attention"]
     wanted = replace(wanted, cases=tuple(case for case in cases if case not in hanging[1:]))
@@ -49,10 +49,10 @@ def records(found, work):
 def test_what_fails_is_recorded_and_all_else_measured(measured):
     _, found = measured
 
-    assert {record.outcome for record in records(found, "gelu")} == {Outcome.OUT_OF_MEMORY}
-    assert {record.outcome for record in records(found, "attention")} == {Outcome.HUNG}
+    assert {record.outcome for record in records(found, "gelu")} == {CaseOutcome.OUT_OF_MEMORY}
+    assert {record.outcome for record in records(found, "attention")} == {CaseOutcome.HUNG}
     others = [record for record in found.profile.records if record.case.work not in ("gelu", "attention")]
-    assert {record.outcome for record in others} == {Outcome.MEASURED}
+    assert {record.outcome for record in others} == {CaseOutcome.MEASURED}
     assert {"linear", "layer_norm", "block", "adamw", "device_copy"} <= {record.case.work for record in others}
     assert not found.missed
 
@@ -60,7 +60,7 @@ def test_what_fails_is_recorded_and_all_else_measured(measured):
 def test_the_file_has_it_all_and_the_journal_is_gone(measured):
     wanted, found = measured
 
-    assert document(read(wanted.output)) == document(found.profile)
+    assert document(read_profile(wanted.output)) == document(found.profile)
     assert not beside(wanted.output).exists()
 
 
@@ -91,7 +91,7 @@ def test_a_plan_with_it_takes_the_times_that_were_measured(measured):
 
 
 def test_a_budget_that_is_over_leaves_what_was_not_reached(tmp_path):
-    wanted = Wanted(
+    wanted = ProfileRequest(
         output=tmp_path / "mine.yaml", device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,), minutes=1e-6)
 
     with pytest.raises(ConfigError, match="nothing was measured"):
@@ -109,9 +109,9 @@ def collective(n_bytes: int, ranks: int) -> Record:
     sizes = (("bytes", n_bytes), ("nodes", 1), ("ranks_per_node", ranks), ("groups", 1))
     case = Case(
         work="all_reduce", sizes=sizes, precision="fp32",
-        passes=(Pass(name="time", curve="all_reduce", sizes=tuple(size for _, size in sizes)),))
+        passes=(CasePass(name="time", curve="all_reduce", sizes=tuple(size for _, size in sizes)),))
     times = {"time": Timing(median_us=50 + n_bytes / 1e3, spread=0.0, repeats=5)}
-    return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times=times))
+    return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
 
 def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
@@ -126,7 +126,7 @@ def test_collectives_of_elsewhere_join_the_profile(measured, tmp_path):
     assert not has_links(output, 4)
     assert len(joined.records) == len(found.profile.records) + 9
     assert joined.profile.intra.kind is Kind.MEASURED
-    assert document(read(output)) == document(joined)
+    assert document(read_profile(output)) == document(joined)
 
 
 @pytest.mark.parametrize(("device", "message"), [("NVIDIA H200", "measured on NVIDIA H200, .* on cpu"), (None, "no such profile")])
@@ -141,9 +141,9 @@ def test_collectives_of_another_device_or_for_no_profile_are_refused(measured, t
 def test_of_two_looks_the_faster_timing_of_every_pass_counts():
     def linear(forward_us: float, backward_us: float) -> Record:
         taken = {"forward": forward_us, "backward": backward_us}
-        case = Case(work="gelu", sizes=(("tokens", 8), ("width", 8)), precision="fp32", passes=tuple(Pass(name=name) for name in taken))
+        case = Case(work="gelu", sizes=(("tokens", 8), ("width", 8)), precision="fp32", passes=tuple(CasePass(name=name) for name in taken))
         times = {name: Timing(median_us=taken_us, spread=0.0, repeats=5) for name, taken_us in taken.items()}
-        return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times=times))
+        return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times=times))
 
     (found,) = faster([linear(10, 30)], [linear(20, 25)])
 
@@ -152,7 +152,7 @@ def test_of_two_looks_the_faster_timing_of_every_pass_counts():
 
 
 def test_ctrl_c_before_anything_says_how_fast_the_machine_is_is_one_and_keeps_the_journal(tmp_path):
-    wanted = Wanted(output=tmp_path / "mine.yaml", device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,))
+    wanted = ProfileRequest(output=tmp_path / "mine.yaml", device="cpu", precision=Precision.FP32, program=PROGRAM, models=(MODEL,))
     cases = cases_wanted(wanted, environment("cpu"))
     norms = [case for case in cases if case.work == "layer_norm"]
     wanted = replace(wanted, cases=(norms[0], *[case for case in cases if case.work == "linear"][:1]))

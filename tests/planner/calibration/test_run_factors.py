@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.planner.calibration.run_factors import calibrate, unexercised
-from parplan.planner.plan.plan import frame_of
+from parplan.planner.plan.plan import layout_of
 from parplan.planner.runs.run_account import predict
 from parplan.planner.search.estimate import estimate_plan
 from parplan.profiles.documents.schema import document
@@ -71,7 +71,7 @@ def test_the_profile_predicts_the_step_of_its_run(mesh):
     profile = profile_of((plan, {"forward": 1.7, "backward": 1.2, "data": 2.0, "optimizer": 4.0}))
     there = replace(plan.cluster, calibration=profile.calibration)
 
-    again = estimate_plan(plan.model, there, plan.training, frame_of(plan), zero=mesh.get("zero", 0))
+    again = estimate_plan(plan.model, there, plan.training, layout_of(plan), zero=mesh.get("zero", 0))
 
     measured_s = profile.runs[0].measured_s
     assert again.predicted.step_time_s.value == pytest.approx(measured_s, rel=1e-3)

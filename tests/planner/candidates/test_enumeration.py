@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.candidates.enumeration import (
     MAX_MICRO_BATCH_SIZE,
-    describe,
-    enumerate_space,
-    illegal_frame,
+    layout_text,
+    enumerate_candidates,
+    illegal_layout,
     illegal_tensor_parallel,
 )
 from parplan.planner.deadline import deadline_after
@@ -34,11 +34,11 @@ TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
 
 
 def space(num_gpus=8, model=TINY, training=TRAINING, **pins):
-    return enumerate_space(model, with_gpus(A100, num_gpus, min(num_gpus, 8)), training, Constraints(**pins))
+    return enumerate_candidates(model, with_gpus(A100, num_gpus, min(num_gpus, 8)), training, Constraints(**pins))
 
 
-def frame(*, pp=1, dp=1, tp=1, schedule=Schedule.ONE_F_ONE_B, v=1, b=1, m=8, sequence_parallel=False):
-    return Frame(
+def layout(*, pp=1, dp=1, tp=1, schedule=Schedule.ONE_F_ONE_B, v=1, b=1, m=8, sequence_parallel=False):
+    return ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=v, micro_batch_size=b, num_micro_batches=m,
         sequence_parallel=sequence_parallel)
 
@@ -74,34 +74,34 @@ def test_a_degree_that_leaves_a_part_of_a_node_over_is_refused():
 
 
 @pytest.mark.parametrize(("candidate", "reason"), [
-    pytest.param(frame(pp=2, m=8), None, id="legal"),
-    pytest.param(frame(dp=3, m=2), "the global batch of 8 is not micro-batch 1 x dp 3 x a whole number", id="batch"),
-    pytest.param(frame(pp=4, b=4, m=2), "1f1b needs at least pp 4 micro-batches to fill, there are 2", id="1f1b-fills"),
-    pytest.param(frame(pp=4, b=4, m=2, schedule=Schedule.GPIPE), None, id="gpipe-need-not-fill"),
-    pytest.param(frame(pp=8), "pp 8 is more than the 4 layers", id="layers"),
+    pytest.param(layout(pp=2, m=8), None, id="legal"),
+    pytest.param(layout(dp=3, m=2), "the global batch of 8 is not micro-batch 1 x dp 3 x a whole number", id="batch"),
+    pytest.param(layout(pp=4, b=4, m=2), "1f1b needs at least pp 4 micro-batches to fill, there are 2", id="1f1b-fills"),
+    pytest.param(layout(pp=4, b=4, m=2, schedule=Schedule.GPIPE), None, id="gpipe-need-not-fill"),
+    pytest.param(layout(pp=8), "pp 8 is more than the 4 layers", id="layers"),
     pytest.param(
-        frame(pp=2, m=8, schedule=Schedule.INTERLEAVED, v=5),
+        layout(pp=2, m=8, schedule=Schedule.INTERLEAVED, v=5),
         "4 layers, or two more, are not a multiple of pp 2 x 5 virtual stages", id="virtual-stages"),
-    pytest.param(frame(pp=2, m=8, schedule=Schedule.INTERLEAVED, v=3), None, id="virtual-stages-with-shorter-ends"),
+    pytest.param(layout(pp=2, m=8, schedule=Schedule.INTERLEAVED, v=3), None, id="virtual-stages-with-shorter-ends"),
     pytest.param(
-        frame(pp=4, b=4, m=2, schedule=Schedule.INTERLEAVED, v=2),
+        layout(pp=4, b=4, m=2, schedule=Schedule.INTERLEAVED, v=2),
         "interleaved needs micro-batches in multiples of the 4 pipeline ranks, found 2", id="interleaved-multiples"),
-    pytest.param(frame(pp=2, m=8, v=2), "1f1b has 1 virtual stage per rank, found 2", id="1f1b-has-one-chunk"),
+    pytest.param(layout(pp=2, m=8, v=2), "1f1b has 1 virtual stage per rank, found 2", id="1f1b-has-one-chunk"),
     pytest.param(
-        frame(sequence_parallel=True), "sequence parallelism needs tp > 1 that divides the sequence of 128, tp is 1", id="sequence-tp-1"),
+        layout(sequence_parallel=True), "sequence parallelism needs tp > 1 that divides the sequence of 128, tp is 1", id="sequence-tp-1"),
     pytest.param(
-        frame(tp=3, sequence_parallel=True), "sequence parallelism needs tp > 1 that divides the sequence of 128, tp is 3",
+        layout(tp=3, sequence_parallel=True), "sequence parallelism needs tp > 1 that divides the sequence of 128, tp is 3",
         id="sequence-does-not-divide"),
 ])
 def test_a_frame_is_refused_with_its_reason(candidate, reason):
-    assert illegal_frame(candidate, TINY, TRAINING) == reason
+    assert illegal_layout(candidate, TINY, TRAINING) == reason
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 6, 8, 16, 64])
 @pytest.mark.parametrize("pins", [{}, {"tp": (2,)}, {"pp": (1, 2), "zero": (1,)}], ids=["free", "tp-2", "pp-1-or-2"])
 def test_every_mesh_is_searched_or_pruned(num_gpus, pins):
-    found = enumerate_space(TINY, with_gpus(A100, num_gpus, 2 if num_gpus == 6 else None), TRAINING, Constraints(**pins))
-    named = {f"pp {f.mesh.pp} x dp {f.mesh.dp} x tp {f.mesh.tp}" for f in found.frames}
+    found = enumerate_candidates(TINY, with_gpus(A100, num_gpus, 2 if num_gpus == 6 else None), TRAINING, Constraints(**pins))
+    named = {f"pp {f.mesh.pp} x dp {f.mesh.dp} x tp {f.mesh.tp}" for f in found.layouts}
     named |= {re.match(r"pp \d+ x dp \d+ x tp \d+", pruned.candidate).group() for pruned in found.pruned}
 
     every = {
@@ -113,19 +113,19 @@ def test_every_mesh_is_searched_or_pruned(num_gpus, pins):
 def test_nothing_is_enumerated_twice_and_every_frame_is_legal(num_gpus):
     found = space(num_gpus)
 
-    names = Counter([describe(f) for f in found.frames] + [pruned.candidate for pruned in found.pruned])
+    names = Counter([layout_text(f) for f in found.layouts] + [pruned.candidate for pruned in found.pruned])
     assert max(names.values()) == 1
-    assert len(set(found.frames)) == len(found.frames)
-    for candidate in found.frames:
+    assert len(set(found.layouts)) == len(found.layouts)
+    for candidate in found.layouts:
         assert candidate.mesh.num_ranks == num_gpus
-        assert illegal_frame(candidate, TINY, TRAINING) is None
+        assert illegal_layout(candidate, TINY, TRAINING) is None
 
 
 def test_the_frames_of_one_small_cluster_by_hand():
     """2 GPUs, batch 2: three meshes; b 1 or 2 on each where it divides; the pipeline fills with two micro-batches only."""
     found = space(2, training=replace(TRAINING, global_batch_size=2))
 
-    assert sorted(describe(f) for f in found.frames) == sorted([
+    assert sorted(layout_text(f) for f in found.layouts) == sorted([
         "pp 1 x dp 2 x tp 1, 1f1b, micro-batch 1 x 1",
         "pp 2 x dp 1 x tp 1, 1f1b, micro-batch 1 x 2",
         "pp 2 x dp 1 x tp 1, early-recompute, micro-batch 1 x 2",
@@ -156,18 +156,18 @@ def test_the_frames_of_one_small_cluster_by_hand():
 def test_a_pin_keeps_exactly_what_it_names(pins, holds, reason):
     free, pinned = space(), space(**pins)
 
-    assert pinned.frames
-    assert all(map(holds, pinned.frames))
-    wanted = {f for f in free.frames if holds(f)}
-    assert wanted <= set(pinned.frames)  # GPipe is enumerated beside 1F1B only when it is pinned
+    assert pinned.layouts
+    assert all(map(holds, pinned.layouts))
+    wanted = {f for f in free.layouts if holds(f)}
+    assert wanted <= set(pinned.layouts)  # GPipe is enumerated beside 1F1B only when it is pinned
     assert reason is None or reason in {pruned.reason for pruned in pinned.pruned}
 
 
 def test_large_micro_batches_are_tried_only_when_pinned():
     batch = replace(TRAINING, global_batch_size=4 * MAX_MICRO_BATCH_SIZE)
 
-    assert max(f.micro_batch_size for f in space(1, training=batch).frames) == MAX_MICRO_BATCH_SIZE
-    assert {f.micro_batch_size for f in space(1, training=batch, micro_batch_size=(2 * MAX_MICRO_BATCH_SIZE,)).frames} == {128}
+    assert max(f.micro_batch_size for f in space(1, training=batch).layouts) == MAX_MICRO_BATCH_SIZE
+    assert {f.micro_batch_size for f in space(1, training=batch, micro_batch_size=(2 * MAX_MICRO_BATCH_SIZE,)).layouts} == {128}
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -1,4 +1,4 @@
-"""Lower bounds of a frame before it is solved: never above what any strategy costs, pinned or not, and tight where they can be."""
+"""Lower bounds of a layout before it is solved: never above what any strategy costs, pinned or not, and tight where they can be."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from parplan.costmodels.layers.model_states import ideal_states
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import in_reach, redundancy_bound_bytes, time_bound
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.mix_table import MixTable
@@ -41,22 +41,22 @@ def allowed(strategy, pins):
     choices = [choice for stage in strategy.stages for choice in stage]
     levels = {choice.recompute for choice in choices if choice.kind is LayerKind.BLOCK}
     zeros = {choice.zero for choice in choices}
-    return levels <= set(pins.recompute or Recompute) and (strategy.frame.mesh.dp == 1 or zeros <= set(pins.zero or range(4)))
+    return levels <= set(pins.recompute or Recompute) and (strategy.layout.mesh.dp == 1 or zeros <= set(pins.zero or range(4)))
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(4), {1}))
 def test_no_strategy_with_virtual_stages_is_below_the_bounds_of_its_frame(seed):
     instance = random_instance(seed)
     instance = replace(instance, model=replace(instance.model, num_layers=4))
-    book, table = instance.book(), MixTable(instance.book(), Constraints())
-    frames = [
-        frame for frame in enumerate_space(instance.model, instance.cluster, instance.training, Constraints()).frames
-        if frame.virtual_stages > 1]
-    assert frames
-    for frame in frames[:3]:
-        step_s, redundant = time_bound(frame, table).step_s, redundancy_bound_bytes(frame, table)
-        for strategy in itertools.islice(every_strategy(frame, 4), 0, None, 5):
-            price = price_step(strategy, book)
+    price_cache, table = instance.price_cache(), MixTable(instance.price_cache(), Constraints())
+    layouts = [
+        layout for layout in enumerate_candidates(instance.model, instance.cluster, instance.training, Constraints()).layouts
+        if layout.virtual_stages > 1]
+    assert layouts
+    for layout in layouts[:3]:
+        step_s, redundant = time_bound(layout, table).step_s, redundancy_bound_bytes(layout, table)
+        for strategy in itertools.islice(every_strategy(layout, 4), 0, None, 5):
+            price = price_step(strategy, price_cache)
             assert step_s <= price.closed_form_s * (1 + 1e-12)
             assert redundant <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
 
@@ -68,13 +68,13 @@ def test_the_tail_of_the_bound_is_that_of_one_rank():
     instance = replace(
         instance, model=replace(instance.model, num_layers=4, vocab_size=128, tied_embeddings=False),
         cluster=replace(cluster, intra_node=replace(cluster.intra_node, bytes_per_s=1e6), nic=replace(cluster.nic, bytes_per_s=1e6)))
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.GPIPE, virtual_stages=1, micro_batch_size=2, num_micro_batches=1,
         sequence_parallel=False)
-    book = instance.book()
+    price_cache = instance.price_cache()
 
-    bound_s = time_bound(frame, MixTable(book, Constraints(zero=(0,)))).step_s
-    best_s = min(price_step(strategy, book).closed_form_s for strategy in itertools.islice(every_strategy(frame, 4), 3000)
+    bound_s = time_bound(layout, MixTable(price_cache, Constraints(zero=(0,)))).step_s
+    best_s = min(price_step(strategy, price_cache).closed_form_s for strategy in itertools.islice(every_strategy(layout, 4), 3000)
                  if {choice.zero for stage in strategy.stages for choice in stage} == {0})
 
     assert 0.8 * best_s < bound_s <= best_s
@@ -83,65 +83,65 @@ def test_the_tail_of_the_bound_is_that_of_one_rank():
 @pytest.mark.parametrize("pins", PINNED)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_strategy_is_below_the_bounds_of_its_frame(seed, pins):
-    table = MixTable(random_instance(seed).book(), pins)
+    table = MixTable(random_instance(seed).price_cache(), pins)
     seen = 0
     for strategy, price in prices(seed):
         if allowed(strategy, pins):
             seen += 1
-            assert time_bound(strategy.frame, table).step_s <= price.closed_form_s * (1 + 1e-12)
-            assert redundancy_bound_bytes(strategy.frame, table) <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
+            assert time_bound(strategy.layout, table).step_s <= price.closed_form_s * (1 + 1e-12)
+            assert redundancy_bound_bytes(strategy.layout, table) <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
     assert seen > 3
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_some_strategy_fits_in_is_in_reach(seed):
-    table = MixTable(random_instance(seed).book(), Constraints())
+    table = MixTable(random_instance(seed).price_cache(), Constraints())
     least = min(max(memory.total for memory in price.memory) for _, price in prices(seed))
-    states = sum(ideal_states(table.book.graph(1).num_parameters, 1, table.book.training))
+    states = sum(ideal_states(table.price_cache.graph(1).num_parameters, 1, table.price_cache.training))
 
     assert in_reach(table, least)
-    assert not in_reach(table, 0.5 * states / table.book.machine.cluster.num_gpus)
+    assert not in_reach(table, 0.5 * states / table.price_cache.machine.cluster.num_gpus)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_longest_rank_leaves_no_faster_strategy_out(seed):
     """For a cut at each strategy's own time, no strategy below the cut has a rank with more blocks."""
-    table = MixTable(random_instance(seed).book(), Constraints())
+    table = MixTable(random_instance(seed).price_cache(), Constraints())
     by_frame = {}
     for strategy, price in prices(seed):
         fullest = max(
             sum(choice.kind is LayerKind.BLOCK for chunk in strategy.chunks(rank) for choice in chunk)
-            for rank in range(strategy.frame.mesh.pp))
-        by_frame.setdefault(strategy.frame, []).append((price.closed_form_s, fullest))
-    for frame, found in by_frame.items():
-        if frame.virtual_stages == 1 and frame.mesh.pp > 1:
-            bound = time_bound(frame, table)
+            for rank in range(strategy.layout.mesh.pp))
+        by_frame.setdefault(strategy.layout, []).append((price.closed_form_s, fullest))
+    for layout, found in by_frame.items():
+        if layout.virtual_stages == 1 and layout.mesh.pp > 1:
+            bound = time_bound(layout, table)
             for cut_s in {step_s for step_s, _ in found}:
-                longest = bound.longest_rank(frame, cut_s * (1 + 1e-9))
+                longest = bound.longest_rank(layout, cut_s * (1 + 1e-9))
                 assert longest is None or all(fullest <= longest for step_s, fullest in found if step_s <= cut_s)
 
 
 def one_device(m):
-    return Frame(
+    return ParallelLayout(
         mesh=Mesh(pp=1, dp=1, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=m,
         sequence_parallel=False)
 
 
 def test_on_one_device_only_the_optimizer_of_the_ends_is_missing_from_the_bound():
     instance = random_instance(0)
-    book, frame = instance.book(), one_device(4)
-    table = MixTable(book, Constraints(recompute=(Recompute.FULL,)))
+    price_cache, layout = instance.price_cache(), one_device(4)
+    table = MixTable(price_cache, Constraints(recompute=(Recompute.FULL,)))
     ends = [LayerChoice(kind, Recompute.NONE, 0) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)]
     blocks = [LayerChoice(LayerKind.BLOCK, Recompute.FULL, 0)] * instance.model.num_layers
-    price = price_step(Strategy(frame=frame, stages=((ends[0], *blocks, ends[1]),)), book)
+    price = price_step(Strategy(layout=layout, stages=((ends[0], *blocks, ends[1]),)), price_cache)
 
-    missing_s = sum(book.data_parallel(end.kind, 1, frame.mesh, frame.sharding, 0).optimizer.value_s for end in ends)
-    assert time_bound(frame, table).step_s == pytest.approx(price.closed_form_s - missing_s, rel=1e-12)
+    missing_s = sum(price_cache.data_parallel(end.kind, 1, layout.mesh, layout.sharding, 0).optimizer.value_s for end in ends)
+    assert time_bound(layout, table).step_s == pytest.approx(price.closed_form_s - missing_s, rel=1e-12)
     assert missing_s > 0
 
 
 def test_no_cut_or_one_micro_batch_leaves_the_longest_rank_open():
-    bound = time_bound(one_device(4), MixTable(random_instance(0).book(), Constraints()))
+    bound = time_bound(one_device(4), MixTable(random_instance(0).price_cache(), Constraints()))
 
     assert bound.longest_rank(one_device(4), math.inf) is None
     assert bound.longest_rank(replace(one_device(4), num_micro_batches=1), 1.0) is None
@@ -150,9 +150,9 @@ def test_no_cut_or_one_micro_batch_leaves_the_longest_rank_open():
 
 def test_more_freedom_never_raises_a_bound():
     instance = random_instance(3)
-    frame = next(strategy.frame for strategy, _ in every_price(instance) if strategy.frame.mesh.dp > 1)
-    pinned = MixTable(instance.book(), Constraints(recompute=(Recompute.FULL,), zero=(3,)))
-    free = MixTable(instance.book(), Constraints())
+    layout = next(strategy.layout for strategy, _ in every_price(instance) if strategy.layout.mesh.dp > 1)
+    pinned = MixTable(instance.price_cache(), Constraints(recompute=(Recompute.FULL,), zero=(3,)))
+    free = MixTable(instance.price_cache(), Constraints())
 
-    assert time_bound(frame, free).step_s <= time_bound(frame, pinned).step_s
-    assert redundancy_bound_bytes(frame, free) <= redundancy_bound_bytes(frame, pinned)
+    assert time_bound(layout, free).step_s <= time_bound(layout, pinned).step_s
+    assert redundancy_bound_bytes(layout, free) <= redundancy_bound_bytes(layout, pinned)

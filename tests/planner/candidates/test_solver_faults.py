@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from parplan.cli import main
 from parplan.planner.candidates.solver_faults import MOST_FAILURES, can_place
-from parplan.planner.plan.plan import read, to_yaml
+from parplan.planner.plan.plan import read_plan, plan_to_yaml
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import SearchOptions, SolverName
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.solver import Unsolved
-from parplan.planner.stage_columns.columns import Column
+from parplan.planner.stage_columns.columns import StageColumn
 from parplan.profiles.catalog import load_cluster, load_model, with_gpus
 from parplan.profiles.errors import SolverError
 from parplan.profiles.models.spec import TrainingSpec
@@ -226,8 +226,8 @@ def test_a_fault_in_the_first_pass_leaves_the_memory_objective_unproven(fake_cbc
 def test_no_fault_leaves_no_word(fake_cbc, whole):
     fake_cbc("exit 3", after=1000)
 
-    assert to_yaml(find_plan(*gpt_1_5b_on_8())) == to_yaml(whole)
-    assert "solver_failure: null" in to_yaml(whole)
+    assert plan_to_yaml(find_plan(*gpt_1_5b_on_8())) == plan_to_yaml(whole)
+    assert "solver_failure: null" in plan_to_yaml(whole)
 
 
 def test_highs_that_is_missing_is_an_error_with_exit_code_4(monkeypatch):
@@ -252,7 +252,7 @@ def test_the_command_warns_and_notes_what_the_solver_failed_on(fake_cbc, tmp_pat
     assert done.stderr.startswith(f"warning: the solver failed on {MOST_FAILURES} candidates, which nothing is proven about: cbc failed")
     assert "stopped early; " in done.stdout
     assert "note      the solver failed on" in done.stdout
-    assert read(tmp_path / "plan.yaml").search.solver_failure in done.stderr
+    assert read_plan(tmp_path / "plan.yaml").search.solver_failure in done.stderr
 
 
 def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
@@ -268,7 +268,7 @@ def test_the_command_ends_with_4_when_no_plan_was_found(fake_cbc, tmp_path):
 
 
 def column(num_blocks, zero):
-    return Column(((None, num_blocks),), zero, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0)
+    return StageColumn(((None, num_blocks),), zero, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0)
 
 
 @given(

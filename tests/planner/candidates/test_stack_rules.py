@@ -9,8 +9,8 @@ import pytest
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.never_searched import left_out
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import estimate_plan
@@ -30,7 +30,7 @@ def of(name, **changes):
 
 
 def searched(name, **pins):
-    return {frame.schedule for frame in enumerate_space(MODEL, CLUSTER, of(name), replace(PINS, **pins)).frames}
+    return {layout.schedule for layout in enumerate_candidates(MODEL, CLUSTER, of(name), replace(PINS, **pins)).layouts}
 
 
 def test_the_names_that_a_stack_may_use_are_those_of_the_planner():
@@ -55,7 +55,7 @@ def test_a_search_has_the_schedules_of_the_stack_alone():
 
 
 def test_what_a_stack_does_not_run_is_pruned_with_that_reason():
-    reasons = {pruned.reason for pruned in enumerate_space(MODEL, CLUSTER, of("megatron-core"), PINS).pruned}
+    reasons = {pruned.reason for pruned in enumerate_candidates(MODEL, CLUSTER, of("megatron-core"), PINS).pruned}
 
     assert {"megatron-core does not run zbv", "megatron-core does not run scp"} <= reasons
 
@@ -64,18 +64,18 @@ def test_a_stack_with_1f1b_alone_runs_a_pipeline_that_does_not_fill_as_gpipe_ord
     few = replace(TRAINING, global_batch_size=2)
 
     def found(stack):
-        return {frame.schedule for frame in enumerate_space(MODEL, CLUSTER, replace(few, stack=stack), PINS).frames}
+        return {layout.schedule for layout in enumerate_candidates(MODEL, CLUSTER, replace(few, stack=stack), PINS).layouts}
 
     assert Schedule.GPIPE in found(load_stack("megatron-core"))
     assert not found(load_stack("fsdp1"))  # it has no pipeline at all
 
 
 def test_gpipe_of_enough_micro_batches_is_not_1f1b():
-    frames = enumerate_space(MODEL, CLUSTER, of("nanotron"), replace(PINS, schedule=(Schedule.GPIPE,))).frames
+    layouts = enumerate_candidates(MODEL, CLUSTER, of("nanotron"), replace(PINS, schedule=(Schedule.GPIPE,))).layouts
 
-    assert {frame.schedule for frame in frames} == {Schedule.GPIPE}
+    assert {layout.schedule for layout in layouts} == {Schedule.GPIPE}
     with pytest.raises(ConfigError, match="--schedule gpipe: the stack megatron-core does not run it"):
-        enumerate_space(MODEL, CLUSTER, of("megatron-core"), replace(PINS, schedule=(Schedule.GPIPE,)))
+        enumerate_candidates(MODEL, CLUSTER, of("megatron-core"), replace(PINS, schedule=(Schedule.GPIPE,)))
 
 
 @pytest.mark.parametrize(("pins", "message", "stacks"), [
@@ -90,16 +90,16 @@ def test_a_pinned_schedule_that_the_stack_lacks_is_an_error_that_names_the_stack
 
 
 def test_an_estimate_keeps_to_the_stack_too():
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ZBV, virtual_stages=2, micro_batch_size=1, num_micro_batches=8,
         sequence_parallel=False)
 
     with pytest.raises(ConfigError, match="--schedule zbv: the stack nemo does not run it, it runs 1f1b, interleaved"):
-        estimate_plan(MODEL, CLUSTER, of("nemo"), frame)
+        estimate_plan(MODEL, CLUSTER, of("nemo"), layout)
     with pytest.raises(ConfigError, match="--recompute selective: the stack nanotron does not run it, it runs none, full"):
-        estimate_plan(MODEL, CLUSTER, of("nanotron"), replace(frame, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1),
+        estimate_plan(MODEL, CLUSTER, of("nanotron"), replace(layout, schedule=Schedule.ONE_F_ONE_B, virtual_stages=1),
                       recompute=Recompute.SELECTIVE)
-    assert estimate_plan(MODEL, CLUSTER, of("torchtitan"), frame).pipeline.schedule is Schedule.ZBV
+    assert estimate_plan(MODEL, CLUSTER, of("torchtitan"), layout).pipeline.schedule is Schedule.ZBV
 
 
 def test_prices_of_layers_have_the_recompute_of_the_stack_alone():
@@ -115,7 +115,7 @@ def test_prices_of_layers_have_the_recompute_of_the_stack_alone():
 
 def test_a_pinned_recompute_that_the_stack_lacks_is_an_error():
     with pytest.raises(ConfigError, match="--recompute selective: the stack nanotron"):
-        enumerate_space(MODEL, CLUSTER, of("nanotron"), replace(PINS, recompute=(Recompute.SELECTIVE,)))
+        enumerate_candidates(MODEL, CLUSTER, of("nanotron"), replace(PINS, recompute=(Recompute.SELECTIVE,)))
 
 
 def test_bans_that_leave_nothing_of_the_recompute_of_a_stack_are_an_error():

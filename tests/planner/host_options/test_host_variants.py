@@ -14,12 +14,12 @@ from parplan.costmodels.layers.recompute import Recompute, saved_bytes
 from parplan.costmodels.memory.rank_memory import stashes
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.host_options.activation_options import host_options
 from parplan.planner.host_options.host_variants import with_host
 from parplan.planner.infeasible.shortfall import least_peak_bytes
-from parplan.planner.plan.plan import LayerPlan, Plan, read, write
+from parplan.planner.plan.plan import LayerPlan, Plan, read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
@@ -63,9 +63,9 @@ def test_fast_copies_take_activations_to_the_host_and_slow_ones_leave_them_to_re
 def test_a_plan_with_them_fits_and_its_file_is_priced_as_it_was(tmp_path: Path) -> None:
     one = small()
     plan, path = found(one), tmp_path / "plan.yaml"
-    write(plan, path)
+    write_plan(plan, path)
 
-    assert reprice(read(path)).plan.predicted == plan.predicted
+    assert reprice(read_plan(path)).plan.predicted == plan.predicted
     (memory,) = plan.predicted.memory_gib
     assert memory.total * GIB <= one.cluster.device.memory_bytes + 1e-3 * GIB
     assert memory.host * GIB <= one.cluster.host_memory_bytes
@@ -86,22 +86,22 @@ def test_a_small_host_keeps_what_it_holds_and_none_gets_a_plan_without() -> None
 
 def test_the_variants_are_behind_the_options_and_are_lists_of_the_blocks_operators() -> None:
     one = small(rate=2e10)
-    table, plain = MixTable(one.book(), PINS), MixTable(one.book(), Constraints())
-    (frame,) = enumerate_space(one.model, one.cluster, one.training, PINS).frames
-    options, more = plain.options(frame), table.options(frame)
+    table, plain = MixTable(one.price_cache(), PINS), MixTable(one.price_cache(), Constraints())
+    (layout,) = enumerate_candidates(one.model, one.cluster, one.training, PINS).layouts
+    options, more = plain.options(layout), table.options(layout)
     assert more[: len(options)] == options
     assert not any(option.on_host for option in options)
     assert len(more) > len(options)
     for option in more[len(options):]:
-        of_alike = host_options(frame.micro_batch_size, option.sharding, option.recompute, one.book())
+        of_alike = host_options(layout.micro_batch_size, option.sharding, option.recompute, one.price_cache())
         (same,) = (priced for priced in of_alike if priced.on_host == option.on_host)
         assert (option.saved_bytes, option.host_bytes) == (same.saved_bytes, same.host_bytes)
-        block, own = one.book().kept_layer(LayerKind.BLOCK, frame.micro_batch_size), (option.sharding, option.recompute, one.training.stack)
+        block, own = one.price_cache().kept_layer(LayerKind.BLOCK, layout.micro_batch_size), (option.sharding, option.recompute, one.training.stack)
         assert same.saved_bytes == saved_bytes(block, *own, option.on_host)
         assert same.host_bytes == saved_bytes(block, *own) - same.saved_bytes
-    split = replace(frame, schedule=Schedule.ZBV, virtual_stages=2)
+    split = replace(layout, schedule=Schedule.ZBV, virtual_stages=2)
     assert not any(option.on_host for option in table.options(split))
-    assert with_host((), 8, one.book()) == ()
+    assert with_host((), 8, one.price_cache()) == ()
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
@@ -110,23 +110,23 @@ def test_columns_wait_for_copies_as_stages_do_and_never_hold_less(gpus: int, rat
     """Of a stage where one block alone sends, the window beside it is nothing: the column has it all the same."""
     one = instance(gpus, LITTLE * 10, batch=16, pcie_bytes_per_s=rate, pcie_node_bytes_per_s=None)
     pins = replace(PINS, pp=(gpus,), micro_batch_size=(1, 4), schedule=(Schedule.ONE_F_ONE_B,))
-    table, seen = MixTable(one.book(), pins), 0
-    for frame in enumerate_space(one.model, one.cluster, one.training, pins).frames:
-        ranks = [RankColumns(rank, frame, table) for rank in range(gpus)]
-        largest = max(option.host_bytes for option in table.options(frame)) * (1 + one.training.stack.allocator_share)
+    table, seen = MixTable(one.price_cache(), pins), 0
+    for layout in enumerate_candidates(one.model, one.cluster, one.training, pins).layouts:
+        ranks = [RankColumns(rank, layout, table) for rank in range(gpus)]
+        largest = max(option.host_bytes for option in table.options(layout)) * (1 + one.training.stack.allocator_share)
         for limit in (2 ** 40, *(share * max(rank.smallest(6 // gpus).memory_bytes for rank in ranks) for share in (1.01, 1.05, 1.1))):
             columns = tuple(rank.fastest(6 // gpus, limit)[0] for rank in ranks)
-            price = price_step(to_strategy(frame, columns), one.book())
+            price = price_step(to_strategy(layout, columns), one.price_cache())
             for number, (rank, column, memory) in enumerate(zip(ranks, columns, price.memory, strict=True)):
-                whole_s = column.time_s + column.tail_s / frame.num_micro_batches
+                whole_s = column.time_s + column.tail_s / layout.num_micro_batches
                 assert any(bound.time_s <= whole_s * (1 + 1e-9) for bound in rank.relaxed(6 // gpus, limit))
                 assert memory.total <= column.memory_bytes * (1 + 1e-12) <= limit * (1 + 1e-12)
-                sent = stashes(LayerKind.BLOCK, number, frame) * sum(n * option.host_bytes for option, n in column.mix)
+                sent = stashes(LayerKind.BLOCK, number, layout) * sum(n * option.host_bytes for option, n in column.mix)
                 assert memory.host == pytest.approx(sent)
                 apart = memory.apart * (1 + one.training.stack.allocator_share)
                 assert column.memory_bytes <= (memory.total + apart + largest) * (1 + 1e-12)
                 line = price.simulated.ranks[number]
-                assert column.time_s * frame.num_micro_batches == pytest.approx(price.ranks[number].total.value_s - line.tail_s, rel=1e-9)
+                assert column.time_s * layout.num_micro_batches == pytest.approx(price.ranks[number].total.value_s - line.tail_s, rel=1e-9)
                 seen += sent > 0
     assert seen or rate == 1e9
 
@@ -137,15 +137,15 @@ def test_that_activations_went_to_the_host_unasked_is_said() -> None:
     assert not offload_assumed(PINS, plan)
 
 
-def every_strategy(frame: Frame, one: Instance) -> list[Strategy]:
+def every_strategy(layout: ParallelLayout, one: Instance) -> list[Strategy]:
     """Every two of recompute levels with every list that an option has, in every number of blocks."""
-    book = one.book()
+    price_cache = one.price_cache()
     kinds = [
         LayerChoice(LayerKind.BLOCK, level, 0, on_host=option.on_host)
-        for level in Recompute for option in host_options(frame.micro_batch_size, frame.sharding, level, book)]
+        for level in Recompute for option in host_options(layout.micro_batch_size, layout.sharding, level, price_cache)]
     ends = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, 0), LayerChoice(LayerKind.HEAD, Recompute.NONE, 0)
     return [
-        Strategy(frame=frame, stages=((ends[0], *(first,) * count, *(second,) * (6 - count), ends[1]),))
+        Strategy(layout=layout, stages=((ends[0], *(first,) * count, *(second,) * (6 - count), ends[1]),))
         for first, second in itertools.product(kinds, repeat=2) for count in range(6)]
 
 
@@ -155,8 +155,8 @@ def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit(rate: float
     """Blocks that send less than the most that hides have a smaller window: of six blocks that may be a few percent."""
     one, pins = small(rate=rate), replace(PINS, recompute=tuple(Recompute))
     plan = found(one, pins)
-    (frame,) = enumerate_space(one.model, one.cluster, one.training, pins).frames
-    priced = (price_step(strategy, one.book()) for strategy in every_strategy(frame, one))
+    (layout,) = enumerate_candidates(one.model, one.cluster, one.training, pins).layouts
+    priced = (price_step(strategy, one.price_cache()) for strategy in every_strategy(layout, one))
     best_s = min(price.step_s for price in priced if price.memory[0].total <= one.cluster.device.memory_bytes)
     assert plan.predicted.step_time_s.value <= best_s * 1.05
 
@@ -177,5 +177,5 @@ def test_a_plan_found_so_runs_as_it_was_predicted(tmp_path: Path) -> None:
     plan = find_plan(entry.spec, cpu, training, constraints=pins, options=limit)
     assert any(block.keep_on_host for block in blocks(plan))
     path = tmp_path / "plan.yaml"
-    write(plan, path)
+    write_plan(plan, path)
     succeed("check", str(path), "--execute")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from parplan.costmodels.operators.sharding import Sharding
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.layer_options.catalogue import LayerOption
 from parplan.planner.layer_options.mixes import (
     MOST_TUPLES,
@@ -28,9 +28,9 @@ ALL, HEADS = frozenset({"heads", "ffn"}), frozenset({"heads"})
 SEEDS = mostly_slow(range(10), {4})
 
 
-def option(time_s, saved, layout=ALL, workspace=0.0):
+def option(time_s, saved, weight_layout=ALL, workspace=0.0):
     return LayerOption(
-        recompute=(), sharding=Sharding(), layout=layout, time_s=time_s, saved_bytes=saved, ideal_saved_bytes=saved,
+        recompute=(), sharding=Sharding(), weight_layout=weight_layout, time_s=time_s, saved_bytes=saved, ideal_saved_bytes=saved,
         workspace_bytes=workspace)
 
 
@@ -109,18 +109,18 @@ def test_as_many_tuples_are_tried_as_said():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_column_is_below_the_relaxed_bound_of_its_count(seed):
     instance = random_instance(seed)
-    book, pins = instance.book(), Constraints()
-    table = MixTable(book, pins)
+    price_cache, pins = instance.price_cache(), Constraints()
+    table = MixTable(price_cache, pins)
     checked = 0
-    for frame in enumerate_space(instance.model, instance.cluster, instance.training, pins).frames:
-        for rank in range(frame.mesh.pp):
-            columns = RankColumns(rank, frame, table)
-            count = max(1, instance.model.num_layers // frame.mesh.pp)
+    for layout in enumerate_candidates(instance.model, instance.cluster, instance.training, pins).layouts:
+        for rank in range(layout.mesh.pp):
+            columns = RankColumns(rank, layout, table)
+            count = max(1, instance.model.num_layers // layout.mesh.pp)
             smallest = columns.smallest(count).memory_bytes
             for limit in (smallest * 1.001, smallest * 1.2, 1e15):
                 fast, bound = columns.fastest(count, limit), columns.relaxed(count, limit)
                 assert bound
-                weights = (0.0, 0.1, 0.3, 1.0, 1e3) if frame.mesh.pp > 1 else (1 / frame.num_micro_batches,)
+                weights = (0.0, 0.1, 0.3, 1.0, 1e3) if layout.mesh.pp > 1 else (1 / layout.num_micro_batches,)
                 for column, weight in itertools.product(fast, weights):
                     assert min(b.time_s + weight * b.tail_s for b in bound) <= (column.time_s + weight * column.tail_s) * (1 + 1e-9)
                 checked += len(fast)

@@ -14,12 +14,12 @@ from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import Frame
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import time_bound
 from parplan.planner.forbid import parse_bans
 from parplan.planner.layer_options.overlap_levels import illegal_overlap, paying
-from parplan.planner.plan.plan import Plan, from_document, to_document
+from parplan.planner.plan.plan import Plan, plan_from_document, plan_to_document
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import estimate_plan
@@ -34,7 +34,7 @@ from parplan.report.names import pipeline_phrases
 from tests.helpers.instances import PINS, Instance, every_strategy, random_instance, same_sharding
 
 LLAMA, MIXTRAL = load_model("llama3-8b").spec, load_model("mixtral-8x7b").spec
-FRAME = Frame(
+FRAME = ParallelLayout(
     mesh=Mesh(pp=2, dp=1, tp=4), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=8,
     sequence_parallel=False, tp_overlap=3)
 CLUSTER = with_gpus(load_cluster("a100-40gb-pcie"), 8)
@@ -54,10 +54,10 @@ def training(stack: str = "parplan") -> TrainingSpec:
         {"mesh": Mesh(pp=2, dp=1, tp=4), "schedule": Schedule.INTERLEAVED, "virtual_stages": 16}, LLAMA, "hold one", id="one-block"),
 ])
 def test_a_level_that_does_not_apply_says_why(changes, model, reason):
-    frame = replace(FRAME, **changes)
+    layout = replace(FRAME, **changes)
 
-    assert reason in str(illegal_overlap(frame, model))
-    assert illegal_overlap(replace(frame, tp_overlap=0), model) is None
+    assert reason in str(illegal_overlap(layout, model))
+    assert illegal_overlap(replace(layout, tp_overlap=0), model) is None
     assert illegal_overlap(FRAME, LLAMA) is None
 
 
@@ -66,12 +66,12 @@ def test_where_dropout_draws_masks_a_block_at_level_3_is_not_recomputed_in_full(
     pins = replace(PINS, tp=(4,), pp=(2,), micro_batch_size=(2,), schedule=(Schedule.ONE_F_ONE_B,), sequence_parallel=(False,))
 
     found = {tried: Prices(model, CLUSTER, training(), replace(pins, recompute=tried)) for tried in (tuple(Recompute), full)}
-    assert [frame.tp_overlap for frame in found[full].space.frames] == [0, 2]
-    assert [frame.tp_overlap for frame in found[tuple(Recompute)].space.frames] == [0, 2, 3]
+    assert [layout.tp_overlap for layout in found[full].space.layouts] == [0, 2]
+    assert [layout.tp_overlap for layout in found[tuple(Recompute)].space.layouts] == [0, 2, 3]
     options = {
-        frame.tp_overlap: [option.recompute for option in found[tuple(Recompute)].table.options(frame)]
-        for frame in found[tuple(Recompute)].space.frames}
-    everything = tuple(operator.name for operator in found[full].book.graph(1).block.operators)
+        layout.tp_overlap: [option.recompute for option in found[tuple(Recompute)].table.options(layout)]
+        for layout in found[tuple(Recompute)].space.layouts}
+    everything = tuple(operator.name for operator in found[full].price_cache.graph(1).block.operators)
     assert everything in options[2]
     assert everything not in options[3]
     with pytest.raises(ConfigError, match="does not recompute blocks in full where dropout draws other masks"):
@@ -89,14 +89,14 @@ def test_a_stage_of_one_block_runs_at_level_2():
 
 def test_only_a_stack_that_runs_halves_is_offered_them_unless_they_are_pinned():
     def levels(stack: str, pins: Constraints = PINS) -> set[int]:
-        return {frame.tp_overlap for frame in enumerate_space(LLAMA, CLUSTER, training(stack), pins).frames}
+        return {layout.tp_overlap for layout in enumerate_candidates(LLAMA, CLUSTER, training(stack), pins).layouts}
 
     assert levels("parplan") == {0, 1, 2, 3}
     assert levels("megatron-core") == {0}
     assert levels("megatron-core", replace(PINS, tp_overlap=(0, 2))) == {0, 2}
     assert levels("parplan", replace(PINS, forbid=parse_bans(["tp-overlap=3,1"]))) == {0, 2}
-    assert {frame.mesh.tp for frame in enumerate_space(LLAMA, CLUSTER, training(), replace(PINS, tp_overlap=(3,))).frames
-            if frame.tp_overlap == 0} == {1}
+    assert {layout.mesh.tp for layout in enumerate_candidates(LLAMA, CLUSTER, training(), replace(PINS, tp_overlap=(3,))).layouts
+            if layout.tp_overlap == 0} == {1}
 
 
 def test_a_module_of_ones_own_runs_without_halves():
@@ -109,14 +109,14 @@ def test_a_module_of_ones_own_runs_without_halves():
 
 def test_no_level_is_searched_that_another_beats():
     prices = Prices(LLAMA, CLUSTER, training(), replace(PINS, tp=(4,), micro_batch_size=(2,)))
-    by_level = Counter(frame.tp_overlap for frame in prices.space.frames)
+    by_level = Counter(layout.tp_overlap for layout in prices.space.layouts)
 
     assert by_level[3] > 0
     assert by_level[0] > 0
     assert by_level[1] == 0  # over PCIe communication is all that counts
-    assert all(LLAMA.num_layers < 2 * frame.num_virtual_stages for frame in prices.space.frames if frame.tp_overlap == 2)
-    frames, dropped = paying([replace(FRAME, tp_overlap=2)], prices.book)
-    assert frames  # pinned
+    assert all(LLAMA.num_layers < 2 * layout.num_virtual_stages for layout in prices.space.layouts if layout.tp_overlap == 2)
+    layouts, dropped = paying([replace(FRAME, tp_overlap=2)], prices.price_cache)
+    assert layouts  # pinned
     assert not dropped
 
 
@@ -137,13 +137,13 @@ def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price
     instance = slow_instance(seed)
     pins = replace(PINS, tp=(2,), micro_batch_size=(2, 4), sequence_parallel=(False,), schedule=(Schedule.ONE_F_ONE_B,))
     asked = instance.model, instance.cluster, instance.training
-    book, table, best = instance.book(), MixTable(instance.book(), pins), dict[Frame, float]()
-    for frame in enumerate_space(*asked, pins).frames:
-        strategies = itertools.islice(every_strategy(frame, instance.model.num_layers), 0, None, 1 if frame.tp_overlap else 3)
-        best[frame] = min(price_step(made, book).closed_form_s for made in strategies if same_sharding(made) or not book.tied)
+    price_cache, table, best = instance.price_cache(), MixTable(instance.price_cache(), pins), dict[ParallelLayout, float]()
+    for layout in enumerate_candidates(*asked, pins).layouts:
+        strategies = itertools.islice(every_strategy(layout, instance.model.num_layers), 0, None, 1 if layout.tp_overlap else 3)
+        best[layout] = min(price_step(made, price_cache).closed_form_s for made in strategies if same_sharding(made) or not price_cache.tied)
 
-    for frame, best_s in best.items():
-        assert time_bound(frame, table).step_s <= best_s * (1 + 1e-9)
+    for layout, best_s in best.items():
+        assert time_bound(layout, table).step_s <= best_s * (1 + 1e-9)
     fastest = min(best, key=best.__getitem__)
     plan, without = (find_plan(*asked, constraints=replace(pins, tp_overlap=levels)) for levels in (None, (0,)))
     assert plan.pipeline.tp_overlap == fastest.tp_overlap == 3
@@ -152,15 +152,15 @@ def test_the_search_over_levels_equals_brute_force_and_no_bound_is_above_a_price
 
 
 def estimated(level: int, **changes: object) -> Plan:
-    frame = replace(FRAME, tp_overlap=level, **changes)
-    return estimate_plan(LLAMA, CLUSTER, training(), frame, recompute=Recompute.FULL)
+    layout = replace(FRAME, tp_overlap=level, **changes)
+    return estimate_plan(LLAMA, CLUSTER, training(), layout, recompute=Recompute.FULL)
 
 
 def test_a_plan_carries_its_level_and_is_priced_again_alike():
     plans = {level: estimated(level) for level in (0, 3)}
 
     assert plans[3].predicted.step_time_s.value < plans[0].predicted.step_time_s.value
-    again = from_document(to_document(plans[3]), "plan")
+    again = plan_from_document(plan_to_document(plans[3]), "plan")
     assert again == plans[3]
     assert reprice(again).plan.predicted == plans[3].predicted
     assert pipeline_phrases(again.pipeline, again.mesh)[-1] == "sub-pipelined at level 3"
@@ -171,6 +171,6 @@ def test_a_layout_made_by_hand_is_refused_where_halves_do_not_apply():
     with pytest.raises(ConfigError, match="sends twice between halves"):
         estimated(2, sequence_parallel=True)
     with pytest.raises(ConfigError, match="tp_overlap is 4"):
-        from_document({**to_document(estimated(0)), "pipeline": {**to_document(estimated(0))["pipeline"], "tp_overlap": 4}}, "plan")
+        plan_from_document({**plan_to_document(estimated(0)), "pipeline": {**plan_to_document(estimated(0))["pipeline"], "tp_overlap": 4}}, "plan")
     with pytest.raises(ConfigError, match="--tp-overlap is 4"):
         Constraints(tp_overlap=(4,))

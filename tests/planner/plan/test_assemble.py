@@ -10,10 +10,10 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.model_states import StateBytes
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import RankMemory
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import RankTime, price_step
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
 from parplan.planner.plan.assemble import _stage_memory, assemble, runner_up
 from parplan.planner.plan.plan import LayerRun, StagePlan
 from parplan.planner.plan.prediction import Candidates, Objective, SearchRecord, Status
@@ -39,13 +39,13 @@ NONE, SELECTIVE, FULL = (LayerChoice(LayerKind.BLOCK, level, 1) for level in Rec
 def assembled(stages, *, pp=2, dp=2, tp=1, v=1, sequence_parallel=False):
     num_layers = sum(choice.kind is LayerKind.BLOCK for stage in stages for choice in stage)
     model = replace(load_model("gpt-tiny").spec, num_layers=num_layers)
-    book = PriceBook(model, TRAINING, machine_for(with_gpus(load_cluster("a100-80gb"), pp * dp * tp)))
-    frame = Frame(
+    price_cache = PriceCache(model, TRAINING, machine_for(with_gpus(load_cluster("a100-80gb"), pp * dp * tp)))
+    layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
         micro_batch_size=1, num_micro_batches=8 // dp, sequence_parallel=sequence_parallel)
-    strategy = Strategy(frame=frame, stages=stages)
-    price = price_step(strategy, book)
-    return assemble(strategy, price, RECORD, book), price
+    strategy = Strategy(layout=layout, stages=stages)
+    price = price_step(strategy, price_cache)
+    return assemble(strategy, price, RECORD, price_cache), price
 
 
 def test_layer_plans_are_named_in_order_of_use_and_runs_are_merged():
@@ -101,9 +101,9 @@ def test_without_tensor_parallelism_there_are_no_placements():
 @pytest.mark.parametrize("seed", mostly_slow(range(6), {4}))
 def test_the_parts_add_up_and_the_units_are_seconds_and_gib(seed):
     instance = random_instance(seed)
-    book, cluster, training = instance.book(), instance.cluster, instance.training
+    price_cache, cluster, training = instance.price_cache(), instance.cluster, instance.training
     for strategy, price in every_price(instance)[::7]:
-        predicted = assemble(strategy, price, RECORD, book).predicted
+        predicted = assemble(strategy, price, RECORD, price_cache).predicted
 
         step_s, parts = predicted.step_time_s.value, predicted.breakdown
         assert step_s == pytest.approx(price.step_s, rel=1e-5)
@@ -120,9 +120,9 @@ def test_the_parts_add_up_and_the_units_are_seconds_and_gib(seed):
 
 def test_a_runner_up_has_the_figures_of_its_whole_plan():
     plan, price = assembled(((EMBEDDING, NONE), (NONE, FULL, HEAD)))
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=plan.mesh, schedule=plan.pipeline.schedule, virtual_stages=1, micro_batch_size=1, num_micro_batches=4, sequence_parallel=False)
-    line = runner_up(Strategy(frame=frame, stages=((EMBEDDING, NONE), (NONE, FULL, HEAD))), price)
+    line = runner_up(Strategy(layout=layout, stages=((EMBEDDING, NONE), (NONE, FULL, HEAD))), price)
 
     assert (line.mesh, line.pipeline) == (plan.mesh, plan.pipeline)
     assert line.step_time_s == plan.predicted.step_time_s
@@ -141,16 +141,16 @@ def test_a_runner_up_is_marked_when_its_step_is_inside_the_error_band(gpu, facto
     every = Residuals(time_rows=50, time_band=0.1, memory_rows=50, memory_band=0.05, memory_margin=0.08)
     monkeypatch.setattr("parplan.planner.plan.error_band.shipped_terms", lambda: Terms(residuals={"all": every}))
     stages = ((EMBEDDING, NONE, NONE, NONE, NONE, HEAD),)
-    book = PriceBook(load_model("gpt-tiny").spec, TRAINING, machine_for(with_gpus(load_cluster(gpu), 2)))
-    frame = Frame(
+    price_cache = PriceCache(load_model("gpt-tiny").spec, TRAINING, machine_for(with_gpus(load_cluster(gpu), 2)))
+    layout = ParallelLayout(
         mesh=Mesh(pp=1, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=1, num_micro_batches=4,
         sequence_parallel=False)
-    strategy = Strategy(frame=frame, stages=stages)
-    price = price_step(strategy, book)
+    strategy = Strategy(layout=layout, stages=stages)
+    price = price_step(strategy, price_cache)
     other = runner_up(strategy, price)
     other = replace(other, step_time_s=replace(other.step_time_s, value=factor * other.step_time_s.value))
 
-    plan = assemble(strategy, price, replace(RECORD, runners_up=(other,)), book)
+    plan = assemble(strategy, price, replace(RECORD, runners_up=(other,)), price_cache)
 
     assert [found.inside_error_band for found in plan.search.runners_up] == [inside]
     assert (plan.predicted.error_band is None) is (gpu == "cpu")
@@ -163,11 +163,11 @@ def test_a_step_is_only_as_certain_as_its_least_certain_rank():
     slowest = max(price.ranks, key=lambda rank: rank.total.value_s)
     measured = RankTime(**{field.name: Seconds(getattr(slowest, field.name).value_s, Kind.MEASURED) for field in fields(RankTime)})
     mixed = replace(price, ranks=tuple(measured if rank is slowest else rank for rank in price.ranks))
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=plan.mesh, schedule=plan.pipeline.schedule, virtual_stages=1, micro_batch_size=1, num_micro_batches=4, sequence_parallel=False)
-    book = PriceBook(plan.model, TRAINING, machine_for(plan.cluster))
+    price_cache = PriceCache(plan.model, TRAINING, machine_for(plan.cluster))
 
-    predicted = assemble(Strategy(frame=frame, stages=stages), mixed, RECORD, book).predicted
+    predicted = assemble(Strategy(layout=layout, stages=stages), mixed, RECORD, price_cache).predicted
 
     assert predicted.breakdown.compute_s.kind is Kind.MEASURED
     assert predicted.step_time_s.kind is predicted.breakdown.pp_bubble_s.kind is Kind.ANALYTIC

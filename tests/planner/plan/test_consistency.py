@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.plan import PLAN_VERSION, to_document
+from parplan.planner.plan.plan import PLAN_VERSION, plan_to_document
 from parplan.planner.plan.traced_plan import (
-    ModulePlan,
+    TracedPlan,
     ShardPlan,
     ShardStage,
     TracedSummary,
-    from_any,
+    any_plan_from_document,
 )
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
@@ -30,10 +30,10 @@ DESCRIPTIONS = {"device", "link", "nic", "nics", "host_memory_gib", "pcie_gb_per
 OTHERS = (lambda value: value + 1, lambda value: 0, lambda value: -1, lambda value: 7, lambda value: 10**12, lambda value: 2**62)
 
 
-def module_plan(pp: int = 2) -> ModulePlan:
+def module_plan(pp: int = 2) -> TracedPlan:
     """Two shards of three operators a stage, of a module that nobody traces."""
     like = make_plan(pp=pp, dp=2, global_batch_size=8)
-    return ModulePlan(
+    return TracedPlan(
         plan_version=PLAN_VERSION, module=ModuleSource(factory="a.b:c"),
         traced=TracedSummary(name="m", num_parameters=5, num_operators=6 * pp, flops_per_sequence=7, unit="tokens"), cluster=like.cluster,
         training=like.training, mesh=like.mesh, pipeline=like.pipeline,
@@ -75,14 +75,14 @@ def is_free(path) -> bool:
 @pytest.mark.parametrize("name", PLANS)
 def test_every_other_integer_is_refused_or_is_a_prediction_or_a_description(name):
     plan = PLANS[name]()
-    body = to_document(plan)
-    assert from_any(body, "f") == plan
+    body = plan_to_document(plan)
+    assert any_plan_from_document(body, "f") == plan
     taken = set()
     for path in integers(body):
         before = plan if path[0] in ("predicted", "search") else None
         for other in {one(_at(body, path)) for one in OTHERS} - {_at(body, path)}:
             try:
-                found = from_any(changed(body, path, other), "f")
+                found = any_plan_from_document(changed(body, path, other), "f")
             except ConfigError:
                 continue
             taken.add(path)
@@ -125,15 +125,15 @@ def _at(body, path):
     ("module", ("mesh", "tp"), 2, "nothing says how the operators of a traced module are divided"),
 ])
 def test_the_error_names_the_parts_that_differ(name, path, value, message):
-    body = to_document(PLANS[name]())
+    body = plan_to_document(PLANS[name]())
 
     with pytest.raises(ConfigError, match=message):
-        from_any(changed(body, path, value), "f")
+        any_plan_from_document(changed(body, path, value), "f")
 
 
 def test_a_step_of_more_passes_than_can_be_simulated_is_refused():
-    body = to_document(estimated(pp=2))
+    body = plan_to_document(estimated(pp=2))
     body["pipeline"]["num_micro_batches"], body["training"]["global_batch_size"] = 10**8, 2 * 10**8
 
     with pytest.raises(ConfigError, match="400,000,000 forward and backward passes, at most 2,000,000 are planned"):
-        from_any(body, "f")
+        any_plan_from_document(body, "f")

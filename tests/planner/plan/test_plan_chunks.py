@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.costmodels.chunks.chunk_layout import Sized, pack
-from parplan.costmodels.chunks.closed_form import Shares, copied_in_bytes, copied_out_bytes
+from parplan.costmodels.chunks.chunk_layout import SizedTensor, pack
+from parplan.costmodels.chunks.closed_form import OwnedShares, copied_in_bytes, copied_out_bytes
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import Eviction, Home
+from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.executor.checking.shrunk_plan import shrunk
 from parplan.planner.plan.chunk_levels import levels
-from parplan.planner.plan.plan import from_document, read, to_document, write
+from parplan.planner.plan.plan import plan_from_document, read_plan, plan_to_document, write_plan
 from parplan.planner.plan.plan_chunks import busiest_rank, rank_chunks_of
-from parplan.planner.plan.plan_strategy import book_of
+from parplan.planner.plan.plan_strategy import prices_of_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.runs.rank_checks import priced
@@ -33,16 +33,16 @@ from parplan.report.plans.chunk_tables import fullest_levels, home_blocks, spans
 TINY = replace(load_model("gpt-tiny").spec, num_layers=8)
 HALF = TrainingSpec(
     global_batch_size=8, seq_length=128, precision=Precision.FP16, gradient_precision=Precision.FP16, stack=load_stack("parplan"))
-DEVICE, OPTIMIZER, HOST = Home.DEVICE, Home.OPTIMIZER, Home.HOST
+DEVICE, OPTIMIZER, HOST = StateLocation.DEVICE, StateLocation.OPTIMIZER, StateLocation.HOST
 
 
 def estimate(request, pp=1, dp=1, m=1, v=1, training=HALF, model=TINY, **options):
     schedule = Schedule.ONE_F_ONE_B if v == 1 else Schedule.INTERLEAVED
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=1), schedule=schedule, virtual_stages=v, micro_batch_size=8 // (dp * m), num_micro_batches=m,
         sequence_parallel=False)
     cluster = with_gpus(load_cluster("v100-32gb"), pp * dp)
-    return estimate_plan(model, cluster, training, frame, chunks=request, recompute=Recompute.FULL, **options)
+    return estimate_plan(model, cluster, training, layout, chunks=request, recompute=Recompute.FULL, **options)
 
 
 def chunked(host=3, optimizer=2, pp=1, dp=1, m=1, v=1, training=HALF, eviction=Eviction.OPT, budget=2 * GIB, **options):
@@ -83,9 +83,9 @@ def test_groups_are_the_tensors_of_their_blocks_packed():
     h = TINY.hidden_size
     block = (h, h, 3 * h * h, 3 * h, h * h, h, h, h, 4 * h * h, 4 * h, 4 * h * h, h)
     for group, count in zip(plan.chunks.groups, (3, 2, 3), strict=True):
-        layout = pack([Sized("", size) for size in block * count], 2 * group.chunk_elements, 2, count)
+        chunk_layout = pack([SizedTensor("", size) for size in block * count], 2 * group.chunk_elements, 2, count)
 
-        assert (group.num_chunks, group.utilisation) == (layout.num_chunks, pytest.approx(layout.utilisation, abs=1e-6))
+        assert (group.num_chunks, group.utilisation) == (chunk_layout.num_chunks, pytest.approx(chunk_layout.utilisation, abs=1e-6))
 
 
 @pytest.mark.parametrize("options", [
@@ -97,8 +97,8 @@ def test_groups_are_the_tensors_of_their_blocks_packed():
 ])
 def test_a_plan_is_written_read_back_and_priced_again_the_same(tmp_path, options):
     plan = chunked(**options)
-    write(plan, tmp_path / "plan.yaml")
-    again = read(tmp_path / "plan.yaml")
+    write_plan(plan, tmp_path / "plan.yaml")
+    again = read_plan(tmp_path / "plan.yaml")
 
     assert again == plan
     assert reprice(again).plan == plan
@@ -120,7 +120,7 @@ def test_with_room_for_all_a_step_moves_what_the_closed_form_says(dp, m):
     plan = chunked(host=3, optimizer=2, dp=dp, m=m)
     owned = {group.home: group.num_chunks * group.chunk_elements // dp for group in plan.chunks.groups}
     total = sum(owned.values())
-    shares = Shares(parameters=total, delta=owned[HOST] / total, gamma=(owned[HOST] + owned[OPTIMIZER]) / total)
+    shares = OwnedShares(parameters=total, delta=owned[HOST] / total, gamma=(owned[HOST] + owned[OPTIMIZER]) / total)
 
     (rank,) = plan.chunks.ranks
     assert rank.in_bytes == pytest.approx(copied_in_bytes(shares, num_micro_batches=m, staying=shares.delta))
@@ -137,7 +137,7 @@ def test_with_room_for_one_block_every_sweep_but_at_its_turns_fetches_all_as_the
     options = {"host": 8, "optimizer": 0, "m": m, "training": training}
     plan = chunked(**options, budget=smallest(**options))
     (group,), (rank,) = plan.chunks.groups, plan.chunks.ranks
-    shares = Shares(parameters=group.num_chunks * group.chunk_elements, delta=1, gamma=1)
+    shares = OwnedShares(parameters=group.num_chunks * group.chunk_elements, delta=1, gamma=1)
 
     assert group.num_chunks == 8
     assert rank.in_bytes == pytest.approx(copied_in_bytes(shares, num_micro_batches=m, staying=1 / 8))
@@ -177,7 +177,7 @@ def test_a_number_of_blocks_is_not_negative():
 def edited(**changes):
     """The document of a plan with parts replaced: by layer plan, of the first group, of the ranks."""
     plan = chunked(pp=2, dp=2, m=2)
-    body = to_document(plan)
+    body = plan_to_document(plan)
     for name, fields in changes.get("layers", {}).items():
         body["layer_plans"][name].update(fields)
     body["chunks"]["groups"][0].update(changes.get("group", {}))
@@ -200,21 +200,21 @@ def edited(**changes):
 ])
 def test_a_file_that_was_changed_into_what_no_plan_is_says_where(changes, message):
     with pytest.raises((ConfigError, InfeasibleError), match=message):
-        reprice(from_document(edited(**changes), "plan.yaml"))
+        reprice(plan_from_document(edited(**changes), "plan.yaml"))
 
 
 def test_the_schedule_is_of_a_rank_that_there_is_and_of_a_layout_that_its_blocks_fill():
     with pytest.raises(ConfigError, match="pipeline rank 2: the plan has 0 to 1"):
-        rank_chunks_of(from_document(edited(), "plan.yaml"), 2)
+        rank_chunks_of(plan_from_document(edited(), "plan.yaml"), 2)
     with pytest.raises(ConfigError, match="its blocks fill"):
-        rank_chunks_of(from_document(edited(group={"chunk_elements": 64}), "plan.yaml"), 0)
+        rank_chunks_of(plan_from_document(edited(group={"chunk_elements": 64}), "plan.yaml"), 0)
 
 
 def test_a_file_has_the_chunks_of_every_rank():
     body = edited()
     del body["chunks"]["ranks"][1]
     with pytest.raises(ConfigError, match=r"chunks\.ranks has 1 stages, the mesh has pp 2"):
-        from_document(body, "plan.yaml")
+        plan_from_document(body, "plan.yaml")
 
 
 def test_a_plan_without_chunks_has_no_schedule_of_them():
@@ -254,7 +254,7 @@ def test_a_changed_budget_or_policy_is_another_schedule_of_the_same_layout():
 def test_levels_add_up_to_the_bytes_of_every_moment_and_stay_under_the_budget(options):
     plan = chunked(host=4, optimizer=2, **options, budget=smallest(host=4, optimizer=2, **options) + 100_000)
     found = rank_chunks_of(plan, busiest_rank(plan))
-    moments = levels(found, book_of(plan))
+    moments = levels(found, prices_of_plan(plan))
 
     assert [level.total for level in moments] == [moment.device_bytes for moment in found.moments]
     assert max(level.total for level in moments) <= found.device_bytes
@@ -269,12 +269,12 @@ def test_what_is_always_there_is_counted_by_hand():
     plan = chunked(host=3, optimizer=2, m=2)
     size = {group.home: group.num_chunks * group.chunk_elements for group in plan.chunks.groups}
 
-    assert {level.always for level in levels(rank_chunks_of(plan, 0), book_of(plan))} == {16 * size[DEVICE] + 4 * size[OPTIMIZER]}
+    assert {level.always for level in levels(rank_chunks_of(plan, 0), prices_of_plan(plan))} == {16 * size[DEVICE] + 4 * size[OPTIMIZER]}
 
 
 def test_the_fullest_moments_are_of_different_passes_in_the_order_of_the_step():
     plan = chunked(m=4)
-    moments = levels(rank_chunks_of(plan, 0), book_of(plan))
+    moments = levels(rank_chunks_of(plan, 0), prices_of_plan(plan))
     shown = fullest_levels(moments)
 
     assert len({(level.work, level.block) for level in shown}) == len(shown) == 8

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parplan.planner.plan.plan import Plan, read, to_yaml, write
+from parplan.planner.plan.plan import Plan, read_plan, plan_to_yaml, write_plan
 from parplan.planner.plan.prediction import Band, ErrorBand, Objective
 from parplan.planner.search.find_plan import find_plan
 from parplan.profiles.errors import ConfigError
@@ -38,19 +38,19 @@ def plan() -> Plan:
 def test_a_plan_is_read_back_equal_and_written_with_the_same_bytes(seed, objective, tmp_path):
     plan, path = plan_of(seed, objective), tmp_path / "plan.yaml"
 
-    write(plan, path)
+    write_plan(plan, path)
 
-    assert read(path) == plan
-    assert to_yaml(read(path)) == path.read_text() == to_yaml(plan_of(seed, objective))
+    assert read_plan(path) == plan
+    assert plan_to_yaml(read_plan(path)) == path.read_text() == plan_to_yaml(plan_of(seed, objective))
     assert path.read_text().isascii()
 
 
 def test_the_file_holds_no_dates_paths_or_durations_of_the_search(plan):
-    assert not re.search(r"20\d\d-\d\d-\d\d|/home/|/tmp/|elapsed", to_yaml(plan))
+    assert not re.search(r"20\d\d-\d\d-\d\d|/home/|/tmp/|elapsed", plan_to_yaml(plan))
 
 
 def broken(plan, path, change):
-    body = yaml.safe_load(to_yaml(plan))
+    body = yaml.safe_load(plan_to_yaml(plan))
     change(body)
     path.write_text(yaml.safe_dump(body, sort_keys=False))
     return path
@@ -97,7 +97,7 @@ def test_a_broken_file_names_itself_the_place_and_a_way_out(plan, tmp_path, chan
     path = broken(plan, tmp_path / "plan.yaml", change)
 
     with pytest.raises(ConfigError, match=message) as error:
-        read(path)
+        read_plan(path)
 
     assert str(path) in error.value.message
     assert hint is None or hint in error.value.hint
@@ -109,7 +109,7 @@ def test_a_file_from_before_there_were_stacks_and_bands_reads_as_neutral(plan, t
         for other in body["search"]["runners_up"]:
             del other["inside_error_band"]
 
-    found = read(broken(plan, tmp_path / "plan.yaml", older))
+    found = read_plan(broken(plan, tmp_path / "plan.yaml", older))
 
     assert found.training.stack == NEUTRAL
     assert found.predicted.error_band is None
@@ -124,9 +124,9 @@ def test_the_stack_and_the_band_travel_in_the_file(plan, tmp_path):
         name="mine", attention="unfused", flash_kernels=(AvailableKernel(kernel="flash3"),), kernel_slowdown=1.25, host_operator_s=1e-5)
     plan = replace(plan, training=replace(plan.training, stack=stack), predicted=replace(plan.predicted, error_band=band))
 
-    write(plan, path)
+    write_plan(plan, path)
 
-    assert read(path) == plan
+    assert read_plan(path) == plan
     assert yaml.safe_load(path.read_text())["predicted"]["error_band"] == {
         "time": {"share": 0.04, "rows": 700, "stack": "mine"}, "memory": {"share": 0.1, "rows": 9, "stack": "all"}}
 
@@ -144,15 +144,15 @@ def test_what_is_no_plan_is_refused(text, message, tmp_path):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
     with pytest.raises(ConfigError, match=message):
-        read(path)
+        read_plan(path)
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*No such file") as error:
-        read(tmp_path / "none.yaml")
+        read_plan(tmp_path / "none.yaml")
     assert "plan --model" in error.value.hint
     with pytest.raises(ConfigError, match=r"cannot read .*a folder, not a regular file"):
-        read(tmp_path)
+        read_plan(tmp_path)
 
 
 @pytest.mark.parametrize("step", ["replace", "fsync"])
@@ -165,7 +165,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(plan, tmp_path,
 
     monkeypatch.setattr(*((Path, "replace", full) if step == "replace" else (os, "fsync", full)))
     with pytest.raises(ConfigError, match=r"cannot write .*No space left on device"):
-        write(plan, path)
+        write_plan(plan, path)
 
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -173,7 +173,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(plan, tmp_path,
 
 def test_a_folder_that_does_not_exist_is_an_error_of_the_request(plan, tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*No such file or directory") as error:
-        write(plan, tmp_path / "none" / "plan.yaml")
+        write_plan(plan, tmp_path / "none" / "plan.yaml")
 
     assert "--output" in error.value.hint
 

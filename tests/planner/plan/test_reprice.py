@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parplan.planner.plan.plan import read, write
+from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search.find_plan import find_plan
@@ -32,9 +32,9 @@ def searched(model: str, gpus: int, pins: Constraints, objective: str = "through
 ])
 def test_a_plan_file_is_priced_as_the_search_priced_it(model, pins, objective, tmp_path):
     plan = searched(model, 8, pins, objective)
-    write(plan, tmp_path / "plan.yaml")
+    write_plan(plan, tmp_path / "plan.yaml")
 
-    again = reprice(read(tmp_path / "plan.yaml")).plan
+    again = reprice(read_plan(tmp_path / "plan.yaml")).plan
 
     assert again == plan
 

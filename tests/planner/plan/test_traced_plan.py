@@ -9,17 +9,17 @@ import pytest
 import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.plan import to_document, to_yaml, write
-from parplan.planner.plan.traced_plan import ModulePlan, from_document, read
+from parplan.planner.plan.plan import plan_to_document, plan_to_yaml, write_plan
+from parplan.planner.plan.traced_plan import TracedPlan, traced_plan_from_document, read_any_plan
 from parplan.planner.request import Constraints
-from parplan.planner.traced.plan_traced import find_module_plan
+from parplan.planner.traced.plan_traced import find_traced_plan
 from parplan.profiles.catalog import load_cluster
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.report.plan_documents import plan_document, plan_schema
-from parplan.report.plans.summary import Context
-from parplan.report.plans.traced_summary import print_module_summary
+from parplan.report.plans.summary import SummaryContext
+from parplan.report.plans.traced_summary import print_traced_summary
 from parplan.report.text import console
 from tests.helpers.traced_models import model_of, traced_spec
 from tests.planner.plan.test_plan_file import conforms
@@ -32,18 +32,18 @@ CLUSTER = replace(load_cluster("a100-80gb"), nodes=1)
 
 
 @pytest.fixture(scope="module")
-def plan() -> ModulePlan:
+def plan() -> TracedPlan:
     pins = Constraints(pp=(4,), schedule=(Schedule.ONE_F_ONE_B,))
-    return find_module_plan(traced_spec(GPT, TRAINING), CLUSTER, TRAINING, constraints=pins).plan
+    return find_traced_plan(traced_spec(GPT, TRAINING), CLUSTER, TRAINING, constraints=pins).plan
 
 
 def test_a_plan_that_is_written_is_read_as_it_was(plan, tmp_path):
     path = tmp_path / "plan.yaml"
 
-    write(plan, path)
+    write_plan(plan, path)
 
-    assert read(path) == plan
-    assert to_yaml(read(path)) == path.read_text()
+    assert read_any_plan(path) == plan
+    assert plan_to_yaml(read_any_plan(path)) == path.read_text()
 
 
 def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
@@ -68,11 +68,11 @@ def test_stages_hold_all_shards_once_and_shards_all_operators(plan):
     (lambda body: body["traced"].update(flops="many"), r"unknown key traced\.flops"),
 ])
 def test_a_file_that_is_wrong_is_an_error_with_its_place(plan, change, match):
-    body = yaml.safe_load(to_yaml(plan))
+    body = yaml.safe_load(plan_to_yaml(plan))
     change(body)
 
     with pytest.raises(ConfigError, match=match):
-        from_document(body, "plan.yaml")
+        traced_plan_from_document(body, "plan.yaml")
 
 
 def test_the_published_schema_takes_a_plan_of_a_traced_module(plan):
@@ -85,7 +85,7 @@ def test_the_published_schema_takes_a_plan_of_a_traced_module(plan):
 
 
 def test_the_document_has_the_time_that_the_search_took(plan):
-    assert plan_document(plan, 1.23456) == {**to_document(plan), "elapsed_s": 1.235}
+    assert plan_document(plan, 1.23456) == {**plan_to_document(plan), "elapsed_s": 1.235}
 
 
 def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
@@ -94,7 +94,7 @@ def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
     mixed = replace(plan, predicted=fast, stages=(replace(first, zero=1), *(replace(stage, zero=0) for stage in others)))
     out = io.StringIO()
 
-    print_module_summary(mixed, console(out), Context())
+    print_traced_summary(mixed, console(out), SummaryContext())
 
     assert "16,410 " in out.getvalue()
     assert "ZeRO 1 on 1 stage," in out.getvalue()
@@ -103,7 +103,7 @@ def test_a_summary_counts_in_whole_words_and_numbers_without_exponents(plan):
 def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):
     out = io.StringIO()
 
-    print_module_summary(plan, console(out), Context(elapsed_s=1.0, assumed=("--gpus-per-node 8",)))
+    print_traced_summary(plan, console(out), SummaryContext(elapsed_s=1.0, assumed=("--gpus-per-node 8",)))
 
     text = out.getvalue()
     assert text.startswith("gpt, 4.24 M parameters, 45 operators in 10 shards")
@@ -120,11 +120,11 @@ def test_the_summary_says_what_runs_where_and_how_far_to_trust_it(plan):
 def test_a_module_of_samples_is_planned_by_samples():
     model = replace(model_of(*traced_spec(GPT, TRAINING).operators), micro_batch_size=1)
 
-    found = find_module_plan(model, CLUSTER, TRAINING).plan
+    found = find_traced_plan(model, CLUSTER, TRAINING).plan
 
     assert found.training.seq_length == 1
     speed, step_s = found.predicted.tokens_per_s_per_gpu.value, found.predicted.step_time_s.value
     assert speed * step_s * 8 == pytest.approx(16, rel=1e-4)
     out = io.StringIO()
-    print_module_summary(found, console(out), Context())
+    print_traced_summary(found, console(out), SummaryContext())
     assert "samples/s/GPU" in out.getvalue()

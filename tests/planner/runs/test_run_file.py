@@ -10,7 +10,7 @@ import pytest
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.planner.runs.run_account import predict
-from parplan.planner.runs.run_file import Span, fingerprint, read, to_json, write
+from parplan.planner.runs.run_file import WorkSpan, run_fingerprint, read_run, run_to_json, write_run
 from parplan.planner.runs.timelines import measured_parts_s
 from parplan.profiles.errors import ConfigError
 from tests.helpers.synthetic_runs import BYTES, estimated, factors, run_of
@@ -22,13 +22,13 @@ AHEAD = {"pp": 2, "recompute": Recompute.FULL, "schedule": Schedule.EARLY_RECOMP
 def test_a_run_comes_back_unchanged_with_its_plan(tmp_path):
     plan = estimated(**PIPELINE)
     run = run_of(plan)
-    write(run, tmp_path / "run.json")
+    write_run(run, tmp_path / "run.json")
 
-    back = read(tmp_path / "run.json")
+    back = read_run(tmp_path / "run.json")
 
-    assert to_json(back) == to_json(run)
+    assert run_to_json(back) == run_to_json(run)
     assert back.the_plan() == plan
-    assert fingerprint(back) == fingerprint(run)
+    assert run_fingerprint(back) == run_fingerprint(run)
 
 
 @pytest.mark.parametrize("mesh", [
@@ -70,8 +70,8 @@ def test_a_tied_reduction_takes_as_long_as_for_the_rank_that_came_last():
 def test_parts_of_a_pass_add_up_by_micro_batch_before_their_mean():
     first = run_of(estimated()).ranks[0]
 
-    def span(work: str, micro_batch: int, start_s: float, seconds: float) -> Span:
-        return Span(work=work, stage=0, micro_batch=micro_batch, start_s=start_s, end_s=start_s + seconds)
+    def span(work: str, micro_batch: int, start_s: float, seconds: float) -> WorkSpan:
+        return WorkSpan(work=work, stage=0, micro_batch=micro_batch, start_s=start_s, end_s=start_s + seconds)
 
     spans = (  # forward and loss, a backward pass in two of which one half waits, a whole backward pass
         span("F", 0, 0.0, 2.0), span("F", 0, 2.0, 1.0), span("I", 0, 3.0, 4.0), span("F", 1, 7.0, 4.0), span("F", 1, 11.0, 1.0),
@@ -113,14 +113,14 @@ def _broken(text: str, **changes: object) -> str:
 ])
 def test_what_is_no_run_is_refused(change, message, tmp_path):
     path = tmp_path / "run.json"
-    path.write_text(change(to_json(run_of(estimated()))))
+    path.write_text(change(run_to_json(run_of(estimated()))))
 
     with pytest.raises(ConfigError, match=message):
-        read(path)
+        read_run(path)
 
 
 def test_a_missing_run_says_how_to_make_one(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*run\.json: No such file") as error:
-        read(tmp_path / "run.json")
+        read_run(tmp_path / "run.json")
 
     assert error.value.hint == "make one with: torchrun ... -m parplan.executor plan.yaml"

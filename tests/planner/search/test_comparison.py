@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parplan.costmodels.step_breakdown import NAMES
-from parplan.planner.plan.plan import read, write
+from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.prediction import Quantity
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.comparison import MEMORY_NAMES, Comparison, compare
@@ -184,19 +184,19 @@ def test_the_memory_limit_holds_for_the_baselines_too():
 
 def test_a_plan_file_is_compared_as_it_is():
     plan = small_plan(Constraints(tp=(2,)))
-    write(plan, Path("plan.yaml"))
+    write_plan(plan, Path("plan.yaml"))
 
     document = json.loads(printed("plan.yaml", "--baseline", "fsdp", "--json"))
 
     assert document["ours"]["mesh"] == {"pp": plan.mesh.pp, "dp": plan.mesh.dp, "tp": 2, "ep": 1}
     assert document["ours"]["step_time_s"] == pytest.approx(plan.predicted.step_time_s.value, rel=1e-5)
     assert document["filed_step_time_s"] is None
-    assert read(Path("plan.yaml")) == plan
+    assert read_plan(Path("plan.yaml")) == plan
 
 
 def test_a_plan_file_that_needs_more_than_the_limit_is_said_to():
-    write(small_plan(), Path("plan.yaml"))
-    limit_gib = max(memory.total for memory in read(Path("plan.yaml")).predicted.memory_gib) - 1
+    write_plan(small_plan(), Path("plan.yaml"))
+    limit_gib = max(memory.total for memory in read_plan(Path("plan.yaml")).predicted.memory_gib) - 1
 
     output = " ".join(printed("plan.yaml", "--memory-limit", f"{limit_gib:.2f}GiB", "--baseline", "zero-3").split())
 
@@ -215,7 +215,7 @@ def test_an_unknown_baseline_is_refused_with_the_nearest_name():
 
 @pytest.mark.parametrize("more", [("--gpus", "8"), ("--model", "gpt-1.5b"), ("--objective", "memory"), ("--tp", "2")])
 def test_a_plan_file_and_a_request_exclude_each_other(more):
-    write(small_plan(), Path("plan.yaml"))
+    write_plan(small_plan(), Path("plan.yaml"))
 
     assert f"{more[0]} and a plan file exclude each other" in fail(2, "compare", "plan.yaml", *more)
 

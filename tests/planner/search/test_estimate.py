@@ -9,7 +9,7 @@ import pytest
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints
 from parplan.planner.search.estimate import estimate_plan, even_split
@@ -25,13 +25,13 @@ TRAINING = TrainingSpec(global_batch_size=8, seq_length=128, stack=NEUTRAL)
 
 
 def frame_of(pp=2, dp=2, tp=2, schedule=Schedule.ONE_F_ONE_B, v=1, b=1, m=4, sequence_parallel=False):
-    return Frame(
+    return ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=v, micro_batch_size=b, num_micro_batches=m,
         sequence_parallel=sequence_parallel)
 
 
-def estimate(frame=None, num_gpus=8, model=TINY, **choices):
-    return estimate_plan(model, with_gpus(A100, num_gpus), TRAINING, frame or frame_of(), **choices)
+def estimate(layout=None, num_gpus=8, model=TINY, **choices):
+    return estimate_plan(model, with_gpus(A100, num_gpus), TRAINING, layout or frame_of(), **choices)
 
 
 def blocks_of(plan):
@@ -61,7 +61,7 @@ def test_virtual_stages_take_turns():
     assert [stage.rank for stage in plan.stages] == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize(("frame", "choices", "message"), [
+@pytest.mark.parametrize(("layout", "choices", "message"), [
     pytest.param(frame_of(dp=1), {}, "pp 2 x dp 1 x tp 2 is 4 GPUs, the cluster has 8", id="mesh-is-not-the-cluster"),
     pytest.param(frame_of(pp=1, dp=1, tp=8, m=8), {}, "tp 8 does not divide the 4 attention heads", id="tensor-parallel"),
     pytest.param(frame_of(m=3), {}, "the global batch of 8 is not micro-batch 1 x dp 2 x a whole number", id="batch"),
@@ -73,9 +73,9 @@ def test_virtual_stages_take_turns():
         "the ranks hold 5, 3 blocks, not multiples of the 2 virtual stages", id="chunks-are-equal"),
     pytest.param(None, {"zero": 4}, "--zero is 4", id="zero-stage"),
 ])
-def test_what_cannot_run_is_refused_with_its_reason(frame, choices, message):
+def test_what_cannot_run_is_refused_with_its_reason(layout, choices, message):
     with pytest.raises(ConfigError, match=message):
-        estimate(frame, **choices)
+        estimate(layout, **choices)
 
 
 def test_a_plan_that_does_not_fit_is_priced_all_the_same():
@@ -90,23 +90,23 @@ def test_a_plan_that_does_not_fit_is_priced_all_the_same():
     assert plan.search.status is Status.ESTIMATE
 
 
-@pytest.mark.parametrize(("recompute", "zero", "frame", "num_gpus"), [
+@pytest.mark.parametrize(("recompute", "zero", "layout", "num_gpus"), [
     pytest.param(Recompute.NONE, 1, frame_of(), 8, id="zero-1"),
     pytest.param(Recompute.FULL, 3, frame_of(pp=1, dp=4, m=2), 8, id="zero-3-full-recompute"),
     pytest.param(Recompute.SELECTIVE, 0, frame_of(dp=1, m=8, schedule=Schedule.INTERLEAVED, v=4), 4, id="interleaved"),
 ])
-def test_the_search_pinned_to_one_configuration_says_the_same(recompute, zero, frame, num_gpus):
+def test_the_search_pinned_to_one_configuration_says_the_same(recompute, zero, layout, num_gpus):
     """Everything but the split of the blocks is pinned; the estimate is given the split that the search found."""
-    cluster, mesh = with_gpus(A100, num_gpus), frame.mesh
+    cluster, mesh = with_gpus(A100, num_gpus), layout.mesh
     pins = Constraints(
-        pp=(mesh.pp,), dp=(mesh.dp,), tp=(mesh.tp,), micro_batch_size=(frame.micro_batch_size,), virtual_stages=(frame.virtual_stages,),
-        schedule=(frame.schedule,), sequence_parallel=(frame.sequence_parallel,), recompute=(recompute,), zero=(zero,),
+        pp=(mesh.pp,), dp=(mesh.dp,), tp=(mesh.tp,), micro_batch_size=(layout.micro_batch_size,), virtual_stages=(layout.virtual_stages,),
+        schedule=(layout.schedule,), sequence_parallel=(layout.sequence_parallel,), recompute=(recompute,), zero=(zero,),
         megatron_sharding=True)
 
     found = find_plan(TINY, cluster, TRAINING, constraints=pins)
     counts = [sum(last - first + 1 for first, last in chunks) for chunks in blocks_of(found)]
     per_rank = tuple(sum(counts[rank :: mesh.pp]) for rank in range(mesh.pp))
-    by_hand = estimate_plan(TINY, cluster, TRAINING, frame, recompute=recompute, zero=zero, blocks=per_rank)
+    by_hand = estimate_plan(TINY, cluster, TRAINING, layout, recompute=recompute, zero=zero, blocks=per_rank)
 
     assert by_hand.predicted == found.predicted
     assert by_hand.layer_plans == found.layer_plans

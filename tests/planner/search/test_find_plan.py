@@ -9,7 +9,7 @@ import pytest
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
 from parplan.planner.candidates.lower_bounds import redundancy_bound_bytes, time_bound
 from parplan.planner.deadline import NEVER
-from parplan.planner.plan.plan import to_yaml
+from parplan.planner.plan.plan import plan_to_yaml
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import Constraints, SearchOptions, SolverName
 from parplan.planner.search.find_plan import find_plan
@@ -75,16 +75,16 @@ def test_search_equals_brute_force_under_both_objectives_with_memory_binding(see
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bounds_never_exceed_the_optimum_of_their_frame(seed):
     instance = random_instance(seed)
-    table = MixTable(instance.book(), PINS)
+    table = MixTable(instance.price_cache(), PINS)
     best_s, best_bytes = {}, {}
     for strategy, price in every_price(instance):
-        frame = strategy.frame
-        best_s[frame] = min(best_s.get(frame, float("inf")), price.closed_form_s)
-        best_bytes[frame] = min(best_bytes.get(frame, float("inf")), redundant_bytes(strategy, price))
+        layout = strategy.layout
+        best_s[layout] = min(best_s.get(layout, float("inf")), price.closed_form_s)
+        best_bytes[layout] = min(best_bytes.get(layout, float("inf")), redundant_bytes(strategy, price))
 
-    for frame, optimum_s in best_s.items():
-        assert time_bound(frame, table).step_s <= optimum_s * (1 + 1e-9)
-        assert redundancy_bound_bytes(frame, table) <= best_bytes[frame] * (1 + 1e-9) + 1
+    for layout, optimum_s in best_s.items():
+        assert time_bound(layout, table).step_s <= optimum_s * (1 + 1e-9)
+        assert redundancy_bound_bytes(layout, table) <= best_bytes[layout] * (1 + 1e-9) + 1
 
 
 def gpt_2_5b_on_16():
@@ -111,7 +111,7 @@ def in_14_gib():
 
 @pytest.mark.slow
 def test_the_same_request_gives_the_same_bytes_twice(whole):
-    assert to_yaml(find_plan(*gpt_2_5b_on_16())) == to_yaml(whole)
+    assert plan_to_yaml(find_plan(*gpt_2_5b_on_16())) == plan_to_yaml(whole)
 
 
 @pytest.mark.slow

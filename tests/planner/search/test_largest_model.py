@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.planner.plan.plan import read
+from parplan.planner.plan.plan import read_plan
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
 from parplan.planner.search.largest_model import (
@@ -27,7 +27,7 @@ from parplan.planner.search.largest_model import (
 )
 from parplan.profiles.catalog import load_cluster, with_gpus
 from parplan.profiles.errors import InfeasibleError
-from parplan.profiles.models.families import Family, family_of
+from parplan.profiles.models.families import ModelFamily, family_of
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
 from parplan.profiles.units import MIB, tflops
@@ -47,7 +47,7 @@ PINS = Constraints(offload=(), tp=(1,), megatron_sharding=True)
 OPTIONS = SearchOptions(memory_limit_bytes=690 * MIB)
 
 
-def family() -> Family:
+def family() -> ModelFamily:
     return family_of(FAMILY, "own.yaml")
 
 
@@ -146,7 +146,7 @@ ASKED = ("max-model", "--family", "own.yaml", "--gpus", "2", "--gpu", "cpu", "--
 def test_the_command_prints_a_row_and_writes_the_plan_of_the_largest(own):
     result = succeed(*ASKED, "-o", "big.yaml")
 
-    plan = read(own / "big.yaml")
+    plan = read_plan(own / "big.yaml")
     total = tflops(flops_per_s(plan))
     assert re.search(rf"^  nothing +{plan.model.name} +6 ", result.stdout, re.MULTILINE)
     assert f"wrote big.yaml, the plan of {plan.model.name}" in result.stderr

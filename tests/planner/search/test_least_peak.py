@@ -7,7 +7,7 @@ import json
 import pytest
 
 from parplan.planner.deadline import NEVER
-from parplan.planner.plan.plan import read
+from parplan.planner.plan.plan import read_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Progress, SearchOptions
@@ -99,7 +99,7 @@ def test_ctrl_c_keeps_the_lowest_peak_so_far(objective):
 def test_the_plan_file_of_the_least_peak_is_read_again_priced_again_and_shown(tmp_path):
     path = tmp_path / "plan.yaml"
     body = json.loads(succeed(*TINY, "--json", "-o", str(path)).stdout)
-    plan = read(path)
+    plan = read_plan(path)
 
     assert body.get("plan", body)["search"]["objective"] == "peak"
     assert plan.search.objective is Objective.PEAK

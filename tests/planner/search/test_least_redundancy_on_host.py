@@ -18,18 +18,18 @@ from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.step import price_step
 from parplan.planner.deadline import NEVER
 from parplan.planner.master import Master
-from parplan.planner.plan.plan import Plan, host_gib, read, to_yaml, write
+from parplan.planner.plan.plan import Plan, host_gib, read_plan, plan_to_yaml, write_plan
 from parplan.planner.plan.plan_chunks import rank_chunks_of
-from parplan.planner.plan.plan_strategy import book_of
+from parplan.planner.plan.plan_strategy import prices_of_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
-from parplan.planner.search.pareto import Front, find_front, plan_paths
+from parplan.planner.search.pareto import ParetoFront, find_front, plan_paths
 from parplan.profiles.errors import InfeasibleError
 from parplan.profiles.models.spec import Precision
 from parplan.profiles.units import GIB
-from parplan.report.plans.summary import Context
+from parplan.report.plans.summary import SummaryContext
 from parplan.report.plots.front_plot import draw_front
 from parplan.report.searches.front_table import front_document, print_front
 from parplan.report.text import gib_text
@@ -110,14 +110,14 @@ def test_redundant_is_what_devices_hold_beyond_one_copy_of_all_states_wherever_t
 
 
 def _num_parameters(plan: Plan) -> int:
-    return book_of(plan).graph(1).num_parameters
+    return prices_of_plan(plan).graph(1).num_parameters
 
 
 @pytest.mark.slow
 def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it_was(tmp_path: Path) -> None:
     plan, path = lean(asked(4, 3), SEARCHED_OFFLOAD, 0.5), tmp_path / "plan.yaml"
-    write(plan, path)
-    back = read(path)
+    write_plan(plan, path)
+    back = read_plan(path)
 
     assert back == plan
     assert reprice(back).plan.predicted == plan.predicted
@@ -132,12 +132,12 @@ def test_its_file_has_the_budget_of_every_rank_and_is_priced_and_scheduled_as_it
 def test_few_bytes_are_missed_of_the_best_of_all_strategies_with_exact_schedules(slowdown: float) -> None:
     """Also where the closed form is furthest from them: slow PCIe, six small blocks."""
     one, offload = instance(1, 20 * STATES, Precision.FP32, 4, pcie_bytes_per_s=3e9, **ONE_DOMAIN), (Offload.OPTIMIZER, Offload.PARAMETERS)
-    pins, book, found = Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,)), one.book(), []
-    (frame,) = chunked_frames(one, pins)
-    for strategy in every_strategy(frame):
-        needed = rank_chunks(strategy, 0, book, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes
+    pins, price_cache, found = Constraints(offload=offload, recompute=tuple(Recompute), micro_batch_size=(2,)), one.price_cache(), []
+    (layout,) = chunked_frames(one, pins)
+    for strategy in every_strategy(layout):
+        needed = rank_chunks(strategy, 0, price_cache, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes
         for more in (0, 3_200_000):
-            price = price_step(strategy, book.within(Chunking(device_bytes=needed + more)))
+            price = price_step(strategy, price_cache.within(Chunking(device_bytes=needed + more)))
             found.append((price.step_s, sum(rank.total for rank in price.redundant)))
     plan = find_plan(
         one.model, one.cluster, one.training, Objective.MEMORY, constraints=pins,
@@ -164,11 +164,11 @@ def test_where_nothing_fits_without_the_host_the_fastest_with_it_is_the_measure(
 
 
 def test_with_nothing_said_the_host_is_left_alone_where_the_devices_are_enough() -> None:
-    assert to_yaml(lean(asked(1, 20), None)) == to_yaml(lean(asked(1, 20), ()))
+    assert plan_to_yaml(lean(asked(1, 20), None)) == plan_to_yaml(lean(asked(1, 20), ()))
 
 
 def test_the_same_request_gives_the_same_bytes() -> None:
-    first, again = (to_yaml(lean(asked(1, 20), SEARCHED_OFFLOAD)) for _ in range(2))
+    first, again = (plan_to_yaml(lean(asked(1, 20), SEARCHED_OFFLOAD)) for _ in range(2))
     assert first == again
 
 
@@ -199,7 +199,7 @@ def test_a_time_limit_is_that_of_all_its_searches() -> None:
 
 
 @cache
-def front_of(gpus: int, states: int, offload: tuple[Offload, ...] | None) -> Front:
+def front_of(gpus: int, states: int, offload: tuple[Offload, ...] | None) -> ParetoFront:
     one = asked(gpus, states)
     return find_front(
         one.model, one.cluster, one.training, constraints=Constraints(offload=offload), options=SearchOptions(memory_margin=0.0),
@@ -230,7 +230,7 @@ def test_a_front_where_only_the_host_makes_it_fit_has_it_in_every_point() -> Non
     unasked, asked_for = front_of(1, 6, None), front_of(1, 6, SEARCHED_OFFLOAD)
 
     assert all(point.host_gib > 0 for point in unasked.points)
-    assert [to_yaml(point.plan) for point in unasked.points] == [to_yaml(point.plan) for point in asked_for.points]
+    assert [plan_to_yaml(point.plan) for point in unasked.points] == [plan_to_yaml(point.plan) for point in asked_for.points]
 
 
 def test_a_front_with_nothing_said_leaves_the_host_alone_where_the_devices_are_enough() -> None:
@@ -256,7 +256,7 @@ def test_an_interrupt_among_the_searches_with_the_host_keeps_the_points(monkeypa
 def test_the_table_and_the_picture_say_what_each_point_keeps_on_the_host(tmp_path: Path) -> None:
     for front in (front_of(1, 20, ()), front_of(1, 20, SEARCHED_OFFLOAD)):
         out = io.StringIO()
-        print_front(front, plan_paths(Path("plan.yaml"), len(front.points)), Console(file=out, width=200), Context())
+        print_front(front, plan_paths(Path("plan.yaml"), len(front.points)), Console(file=out, width=200), SummaryContext())
         text = out.getvalue()
         assert ("GiB of a node's host" in text) == front.uses_host
         for point in front.points:

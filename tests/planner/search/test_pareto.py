@@ -10,23 +10,23 @@ import pytest
 
 from parplan.costmodels.step import price_step
 from parplan.costmodels.strategy import Strategy
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.deadline import NEVER
 from parplan.planner.master import Master
-from parplan.planner.plan.plan import Plan, read, to_yaml, write
+from parplan.planner.plan.plan import Plan, read_plan, plan_to_yaml, write_plan
 from parplan.planner.plan.plan_strategy import strategy_of
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.request import SearchOptions
 from parplan.planner.search.find_plan import find_plan, search
 from parplan.planner.search.pareto import (
     SLOWDOWNS,
-    Front,
-    Point,
+    ParetoFront,
+    ParetoPoint,
     find_front,
     plan_paths,
     undominated,
 )
-from parplan.planner.search.search_session import Prices
+from parplan.planner.search.search_session import SearchPrices
 from parplan.profiles.errors import ConfigError, InfeasibleError, SolverError
 from parplan.profiles.models.operator_graph import LayerKind
 from parplan.profiles.units import GIB, MIB
@@ -45,11 +45,11 @@ from tests.helpers.instances import (
 SEEDS = mostly_slow(range(8), {5})
 ROUNDED = 2e-5  # relative: six digits of seconds, four of GiB
 DIGIT_GIB = 1e-4
-MIXED = 50  # strategies of each frame whose layers have ZeRO stages of their own, besides all with one for each rank
+MIXED = 50  # strategies of each layout whose layers have ZeRO stages of their own, besides all with one for each rank
 
 
 @cache
-def front_of(seed: int, num_points: int = 16) -> Front:
+def front_of(seed: int, num_points: int = 16) -> ParetoFront:
     instance = random_instance(seed)
     return find_front(instance.model, instance.cluster, instance.training, constraints=PINS, num_points=num_points)
 
@@ -59,24 +59,24 @@ def every_value(seed: int) -> tuple[tuple[float, float, float, float], ...]:
     """Closed form and simulated seconds, GiB of peak and of redundancy of every strategy that fits; ends on one rank are alike."""
     found = (
         (p.closed_form_s, p.step_s, peak_bytes(p) / GIB, redundant_bytes(s, p) / GIB)
-        for s, p in every_price(random_instance(seed), mixed=MIXED) if s.frame.mesh.pp > 1 or same_zero_of_ends(s))
+        for s, p in every_price(random_instance(seed), mixed=MIXED) if s.layout.mesh.pp > 1 or same_zero_of_ends(s))
     return tuple(values for values in found if values[2] <= front_of(seed).usable_gib)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_point_is_a_strategy_of_the_enumeration_with_levels_and_zero_stages_of_its_own(seed):
-    """Frame and blocks of each stage are enumerated; each layer has a level and a ZeRO stage that the enumeration gives some layer."""
+    """Layout and blocks of each stage are enumerated; each layer has a level and a ZeRO stage that the enumeration gives some layer."""
     instance = random_instance(seed)
-    book, usable_gib = instance.book(), front_of(seed).usable_gib
-    levels = {(kind, book.recompute_operators(kind, level)) for kind in LayerKind for level in PINS.recompute}
-    frames = enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames
+    price_cache, usable_gib = instance.price_cache(), front_of(seed).usable_gib
+    levels = {(kind, price_cache.recompute_operators(kind, level)) for kind in LayerKind for level in PINS.recompute}
+    layouts = enumerate_candidates(instance.model, instance.cluster, instance.training, PINS).layouts
     for point in front_of(seed).points:
-        strategy = strategy_of(point.plan, book)
-        price, zeros = price_step(strategy, book), range(4) if strategy.frame.mesh.dp > 1 else (0,)
+        strategy = strategy_of(point.plan, price_cache)
+        price, zeros = price_step(strategy, price_cache), range(4) if strategy.layout.mesh.dp > 1 else (0,)
 
-        assert strategy.frame in frames
-        assert shape(strategy) in map(shape, every_strategy(strategy.frame, instance.model.num_layers))
-        assert not book.tied or same_sharding(strategy)
+        assert strategy.layout in layouts
+        assert shape(strategy) in map(shape, every_strategy(strategy.layout, instance.model.num_layers))
+        assert not price_cache.tied or same_sharding(strategy)
         assert all((choice.kind, choice.recompute) in levels and choice.zero in zeros for stage in strategy.stages for choice in stage)
         assert point.step_time_s == pytest.approx(price.step_s, rel=ROUNDED)
         assert point.peak_memory_gib == pytest.approx(peak_bytes(price) / GIB, abs=DIGIT_GIB)
@@ -142,14 +142,14 @@ def test_less_memory_is_never_faster_than_what_was_found_within_more(seed):
 def test_the_same_request_gives_the_same_front():
     first, again = front_of(3), front_of.__wrapped__(3)
 
-    assert [to_yaml(point.plan) for point in first.points] == [to_yaml(point.plan) for point in again.points]
+    assert [plan_to_yaml(point.plan) for point in first.points] == [plan_to_yaml(point.plan) for point in again.points]
 
 
 def test_each_plan_says_its_place_and_its_limit_and_is_read_back(tmp_path):
     front = front_of(5)
     for number, point in enumerate(front.points, 1):
-        write(point.plan, tmp_path / "plan.yaml")
-        place = read(tmp_path / "plan.yaml").search.front
+        write_plan(point.plan, tmp_path / "plan.yaml")
+        place = read_plan(tmp_path / "plan.yaml").search.front
 
         assert place == point.plan.search.front
         assert (place.number, place.points, place.complete) == (number, len(front.points), True)
@@ -180,7 +180,7 @@ def test_a_memory_limit_bounds_all_points():
     assert max(point.peak_memory_gib for point in front.points) <= limit_gib + DIGIT_GIB
 
 
-def asked(seed: int = 1, **options: object) -> Front:
+def asked(seed: int = 1, **options: object) -> ParetoFront:
     instance = random_instance(seed)
     return find_front(instance.model, instance.cluster, instance.training, constraints=PINS, options=SearchOptions(**options))
 
@@ -264,7 +264,7 @@ def test_searches_are_told_of_before_they_start():
 
 def test_what_one_search_learned_does_not_change_what_another_finds():
     instance = random_instance(6)
-    shared = Prices(instance.model, instance.cluster, instance.training, PINS)
+    shared = SearchPrices(instance.model, instance.cluster, instance.training, PINS)
     peaks = sorted({round(peak * GIB) + 1 for _, _, peak, _ in every_value(6)})
     for limit in (peaks[-1], peaks[len(peaks) // 2], peaks[0], peaks[len(peaks) // 3], peaks[-1]):  # tighter, looser, tighter
         options = SearchOptions(memory_limit_bytes=limit)
@@ -308,8 +308,8 @@ def test_a_tie_is_with_the_leanest_point_inside_the_error_band_that_needs_no_mor
     plan = front_of(0).points[0].plan
     share = plan.predicted.error_band.time.share
     steps = (1.0, 1 + 0.5 * share, 1 + 0.9 * share, 1 + 2.5 * share)
-    points = tuple(Point(with_values(plan, step_s=step, redundant_gib=9.0 - index)) for index, step in enumerate(steps))
-    front = Front(points=points, stopped=None, usable_gib=76.0, nothing_within_gib=None, num_searches=4)
+    points = tuple(ParetoPoint(with_values(plan, step_s=step, redundant_gib=9.0 - index)) for index, step in enumerate(steps))
+    front = ParetoFront(points=points, stopped=None, usable_gib=76.0, nothing_within_gib=None, num_searches=4)
 
     assert [front.leaner_tie(point) for point in points] == [3, 3, None, None]
 

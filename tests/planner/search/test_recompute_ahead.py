@@ -11,8 +11,8 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import AHEAD, LAST_KEEPS_ALL, Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import Frame
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import ahead_bound_s, time_bound
 from parplan.planner.master import evaluate, lower_bound_s
 from parplan.planner.request import Constraints, SearchOptions
@@ -42,7 +42,7 @@ def instance_of(seed):
 
 
 def frame_of(schedule, pp=2, dp=1, m=4):
-    return Frame(
+    return ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=1), schedule=schedule, virtual_stages=1, micro_batch_size=1, num_micro_batches=m,
         sequence_parallel=False)
 
@@ -50,57 +50,57 @@ def frame_of(schedule, pp=2, dp=1, m=4):
 @cache
 def every_price(seed, schedule):
     """Every split and mix of levels, where the schedule lets the last stage recompute."""
-    instance, frame = instance_of(seed), frame_of(schedule)
-    book = instance.book()
-    found = every_strategy(frame, instance.model.num_layers)
+    instance, layout = instance_of(seed), frame_of(schedule)
+    price_cache = instance.price_cache()
+    found = every_strategy(layout, instance.model.num_layers)
     kept = (strategy for strategy in found if schedule not in LAST_KEEPS_ALL or all(
         choice.recompute is Recompute.NONE for choice in strategy.stages[-1]))
-    return [(strategy, price_step(strategy, book)) for strategy in kept]
+    return [(strategy, price_step(strategy, price_cache)) for strategy in kept]
 
 
 @pytest.mark.parametrize("stack", ["megatron-core", "megatron-deepspeed"])
 @pytest.mark.parametrize(("schedule", "pp", "dp"), [
     (Schedule.SCP, 4, 2), (Schedule.SCP, 2, 4), (Schedule.EARLY_RECOMPUTE, 4, 2), (Schedule.LAST_NO_RECOMPUTE, 8, 1)])
 def test_columns_have_the_price_and_the_memory_of_the_strategy_that_they_become(schedule, pp, dp, stack):
-    from parplan.costmodels.price_cache import PriceBook
+    from parplan.costmodels.price_cache import PriceCache
     from parplan.profiles.catalog import load_stack
     from parplan.profiles.machines.shipped_profiles import machine_for
 
     training = TrainingSpec(global_batch_size=32, seq_length=1024, stack=load_stack(stack))
-    book = PriceBook(load_model("gpt-1.5b").spec, training, machine_for(with_gpus(load_cluster("a100-80gb"), 8)))
-    frame, table = frame_of(schedule, pp, dp, 32 // dp), MixTable(book, Constraints())
-    ranks = [RankColumns(rank, frame, table) for rank in range(pp)]
+    price_cache = PriceCache(load_model("gpt-1.5b").spec, training, machine_for(with_gpus(load_cluster("a100-80gb"), 8)))
+    layout, table = frame_of(schedule, pp, dp, 32 // dp), MixTable(price_cache, Constraints())
+    ranks = [RankColumns(rank, layout, table) for rank in range(pp)]
     for limit_gib in (9.0, 12.0, 30.0):
         columns = tuple(next(iter(rank.fastest(48 // pp, limit_gib * GIB)[-1:]), None) for rank in ranks)
         if None in columns:
             continue
-        price = price_step(to_strategy(frame, columns), book)
+        price = price_step(to_strategy(layout, columns), price_cache)
         relaxed = [rank.relaxed(48 // pp, limit_gib * GIB) for rank in ranks]
 
-        assert evaluate(frame, columns, proven=True).step_s == pytest.approx(price.closed_form_s, rel=1e-12)
+        assert evaluate(layout, columns, proven=True).step_s == pytest.approx(price.closed_form_s, rel=1e-12)
         for column, memory, redundant in zip(columns, price.memory, price.redundant, strict=True):
             assert column.memory_bytes == pytest.approx(memory.total, rel=1e-9)
             assert column.memory_bytes <= limit_gib * GIB
             assert column.redundant_bytes == pytest.approx(redundant.total, rel=1e-9)
-        assert lower_bound_s(frame, relaxed, 48) <= price.closed_form_s * (1 + 1e-12)
+        assert lower_bound_s(layout, relaxed, 48) <= price.closed_form_s * (1 + 1e-12)
     assert None not in columns
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_strategy_is_below_the_bounds_of_its_frame(seed, schedule):
-    book = instance_of(seed).book()
+    price_cache = instance_of(seed).price_cache()
     usual_s = min(price.closed_form_s for _, price in every_price(seed, Schedule.ONE_F_ONE_B))
     for pins in (Constraints(), Constraints(recompute=(Recompute.FULL,)), Constraints(recompute=(Recompute.SELECTIVE,))):
-        table = MixTable(book, pins)
+        table = MixTable(price_cache, pins)
         allowed = set(pins.recompute or LEVELS)
         steps_s = [
             price.closed_form_s for strategy, price in every_price(seed, schedule)
             if {c.recompute for stage in strategy.stages[:-1] for c in stage if c.kind is LayerKind.BLOCK} <= allowed]
-        frame = frame_of(schedule)
-        assert time_bound(frame, table).step_s <= min(steps_s) * (1 + 1e-12)
+        layout = frame_of(schedule)
+        assert time_bound(layout, table).step_s <= min(steps_s) * (1 + 1e-12)
         if pins.recompute is None:
-            assert ahead_bound_s(frame, usual_s, table) <= min(steps_s) * (1 + 1e-12)
+            assert ahead_bound_s(layout, usual_s, table) <= min(steps_s) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -152,8 +152,8 @@ def test_last_no_recompute_is_tried_only_where_it_is_asked_for_and_nothing_where
     instance = instance_of(1)
 
     def schedules(**pins):
-        found = enumerate_space(instance.model, instance.cluster, instance.training, Constraints(**pins))
-        return {frame.schedule for frame in found.frames}
+        found = enumerate_candidates(instance.model, instance.cluster, instance.training, Constraints(**pins))
+        return {layout.schedule for layout in found.layouts}
 
     assert schedules() >= {Schedule.EARLY_RECOMPUTE, Schedule.SCP}
     assert Schedule.LAST_NO_RECOMPUTE not in schedules()

@@ -12,12 +12,12 @@ from parplan.commands.requests.described import action_rows
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import rank_memory
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule, csv_rows
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
-from parplan.planner.candidates.enumeration import enumerate_space
-from parplan.planner.plan.plan import read, write
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
+from parplan.planner.candidates.enumeration import enumerate_candidates
+from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints, SearchOptions
 from parplan.planner.search.estimate import estimate_plan
@@ -40,36 +40,36 @@ TRAINING = TrainingSpec(global_batch_size=32, seq_length=4096, stack=NEUTRAL)
 ZBV_PIN = Constraints(schedule=(Schedule.ZBV,), pp=(2,))
 
 
-def frame_of(pp: int = 4, dp: int = 2, tp: int = 1, *, schedule: Schedule = Schedule.ZBV, v: int = 2, b: int = 1, actions=()) -> Frame:
-    return Frame(
+def frame_of(pp: int = 4, dp: int = 2, tp: int = 1, *, schedule: Schedule = Schedule.ZBV, v: int = 2, b: int = 1, actions=()) -> ParallelLayout:
+    return ParallelLayout(
         mesh=Mesh(pp=pp, dp=dp, tp=tp), schedule=schedule, virtual_stages=v, micro_batch_size=b,
         num_micro_batches=TRAINING.global_batch_size // (b * dp), sequence_parallel=tp > 1, actions=actions)
 
 
-def zbv_strategy(frame: Frame, counts: tuple[int, ...], zeros: tuple[tuple[int, ...], ...]) -> Strategy:
+def zbv_strategy(layout: ParallelLayout, counts: tuple[int, ...], zeros: tuple[tuple[int, ...], ...]) -> Strategy:
     """`counts[r]` blocks on rank r, the larger half on its first chunk; `zeros[r]` their ZeRO stages, the ends have the first."""
-    layers: list[list[LayerChoice]] = [[] for _ in range(frame.num_virtual_stages)]
+    layers: list[list[LayerChoice]] = [[] for _ in range(layout.num_virtual_stages)]
     for rank, (count, own) in enumerate(zip(counts, zeros, strict=True)):
         blocks = [LayerChoice(LayerKind.BLOCK, (), zero) for zero in own]
         layers[rank] += blocks[: -(-count // 2)]
-        layers[frame.num_virtual_stages - 1 - rank] += blocks[-(-count // 2) :]
+        layers[layout.num_virtual_stages - 1 - rank] += blocks[-(-count // 2) :]
     layers[0].insert(0, LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zeros[0][0]))
     layers[-1].append(LayerChoice(LayerKind.HEAD, Recompute.NONE, zeros[0][0]))
-    return Strategy(frame=frame, stages=tuple(map(tuple, layers)))
+    return Strategy(layout=layout, stages=tuple(map(tuple, layers)))
 
 
-@pytest.mark.parametrize("frame", [frame_of(), frame_of(2, 2, 2), frame_of(4, 1, 2, b=4), frame_of(2, 4, b=2)], ids=str)
-def test_what_a_rank_holds_of_micro_batches_is_what_the_simulation_holds(frame):
-    book = PriceBook(LLAMA, TRAINING, machine_for(H100))
+@pytest.mark.parametrize("layout", [frame_of(), frame_of(2, 2, 2), frame_of(4, 1, 2, b=4), frame_of(2, 4, b=2)], ids=str)
+def test_what_a_rank_holds_of_micro_batches_is_what_the_simulation_holds(layout):
+    price_cache = PriceCache(LLAMA, TRAINING, machine_for(H100))
     strategy = zbv_strategy(
-        frame, (LLAMA.num_layers // frame.mesh.pp,) * frame.mesh.pp, ((1,) * (LLAMA.num_layers // frame.mesh.pp),) * frame.mesh.pp)
-    price = price_step(strategy, book)
+        layout, (LLAMA.num_layers // layout.mesh.pp,) * layout.mesh.pp, ((1,) * (LLAMA.num_layers // layout.mesh.pp),) * layout.mesh.pp)
+    price = price_step(strategy, price_cache)
 
     for rank, timeline in enumerate(price.simulated.ranks):
-        memory = rank_memory(strategy, rank, book)
+        memory = rank_memory(strategy, rank, price_cache)
         layers = [choice for chunk in strategy.chunks(rank) for choice in chunk]
-        kept = [book.activations(c.kind, frame.micro_batch_size, frame.sharding) for c in layers]
-        states = [book.states(c.kind, frame.mesh, frame.sharding, 1) for c in layers]
+        kept = [price_cache.activations(c.kind, layout.micro_batch_size, layout.sharding) for c in layers]
+        states = [price_cache.states(c.kind, layout.mesh, layout.sharding, 1) for c in layers]
         transient = max(size.workspace for size in kept) + max(state.zero_buffer for state in states)
         assert memory.activations + memory.temporaries - transient == pytest.approx(timeline.peak_stash_bytes, rel=1e-12)
 
@@ -77,33 +77,33 @@ def test_what_a_rank_holds_of_micro_batches_is_what_the_simulation_holds(frame):
 @pytest.mark.parametrize("seed", [1, 4])
 def test_columns_have_the_price_and_the_memory_of_the_strategy_that_they_become(seed):
     instance = replace(random_instance(seed), model=replace(random_instance(seed).model, num_layers=7))
-    book, table = instance.book(), MixTable(instance.book(), Constraints())
-    frame = Frame(
+    price_cache, table = instance.price_cache(), MixTable(instance.price_cache(), Constraints())
+    layout = ParallelLayout(
         mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ZBV, virtual_stages=2, micro_batch_size=1, num_micro_batches=2,
         sequence_parallel=False)
     counts = (3, 4)
-    columns = tuple(RankColumns(rank, frame, table).smallest(count) for rank, count in enumerate(counts))
+    columns = tuple(RankColumns(rank, layout, table).smallest(count) for rank, count in enumerate(counts))
 
-    strategy = to_strategy(frame, columns)
-    price = price_step(strategy, book)
+    strategy = to_strategy(layout, columns)
+    price = price_step(strategy, price_cache)
 
     assert [sum(c.kind is LayerKind.BLOCK for chunk in strategy.chunks(rank) for c in chunk) for rank in range(2)] == [3, 4]
     assert [len(stage) for stage in strategy.stages] == [1 + 2, 2, 2, 1 + 1]
     for rank, column in enumerate(columns):
         assert column.memory_bytes == pytest.approx(price.memory[rank].total, rel=1e-12)
         line = price.simulated.ranks[rank]
-        assert column.time_s * frame.num_micro_batches == pytest.approx(line.busy_s + line.transfer_s, rel=1e-12)
+        assert column.time_s * layout.num_micro_batches == pytest.approx(line.busy_s + line.transfer_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", mostly_slow(range(4), {1}))
 def test_the_search_finds_the_best_of_all_plans_of_the_schedule_where_memory_binds(seed):
     instance = replace(random_instance(seed), model=replace(random_instance(seed).model, num_layers=6))
-    book, space = instance.book(), enumerate_space(instance.model, instance.cluster, instance.training, ZBV_PIN)
-    frames = [frame for frame in space.frames if frame.mesh.tp == 1]
+    price_cache, space = instance.price_cache(), enumerate_candidates(instance.model, instance.cluster, instance.training, ZBV_PIN)
+    layouts = [layout for layout in space.layouts if layout.mesh.tp == 1]
     everything = [
-        price_step(zbv_strategy(frame, counts, zeros), book)
-        for frame in frames for counts in ((2, 4), (3, 3), (4, 2))
-        for zeros in product(*(combinations_with_replacement(range(3) if frame.mesh.dp > 1 else (0,), count) for count in counts))]
+        price_step(zbv_strategy(layout, counts, zeros), price_cache)
+        for layout in layouts for counts in ((2, 4), (3, 3), (4, 2))
+        for zeros in product(*(combinations_with_replacement(range(3) if layout.mesh.dp > 1 else (0,), count) for count in counts))]
     peaks = sorted(map(peak_bytes, everything))
     limit = int(peaks[len(peaks) // 4])
     best_s = min(price.closed_form_s for price in everything if peak_bytes(price) <= limit)
@@ -137,14 +137,14 @@ def test_where_the_bubble_is_large_the_search_takes_it_and_says_what_it_holds():
     (Constraints(zero=(3,)), "zbv does not run with ZeRO 3"),
 ])
 def test_what_the_executor_cannot_run_with_it_is_not_offered(pins, reason):
-    space = enumerate_space(LLAMA, H100, TRAINING, pins)
+    space = enumerate_candidates(LLAMA, H100, TRAINING, pins)
 
-    assert not any(frame.schedule is Schedule.ZBV and frame.mesh.dp > 1 for frame in space.frames)
+    assert not any(layout.schedule is Schedule.ZBV and layout.mesh.dp > 1 for layout in space.layouts)
     assert any(reason in pruned.reason for pruned in space.pruned)
 
 
 def test_the_zero_stages_of_its_columns_leave_out_the_third():
-    table = MixTable(PriceBook(LLAMA, TRAINING, machine_for(H100)), Constraints())
+    table = MixTable(PriceCache(LLAMA, TRAINING, machine_for(H100)), Constraints())
 
     assert table.zero_stages(frame_of()) == (0, 1, 2)
     assert table.zero_stages(frame_of(schedule=Schedule.INTERLEAVED)) == (0, 1, 2, 3)
@@ -163,11 +163,11 @@ def test_lists_from_a_file_are_priced_as_the_schedule_that_they_are_and_read_bac
         file.write_text("\n".join(csv_rows(schedule, 4, known.num_micro_batches, v)) + "\n")
         own = replace(known, schedule=Schedule.CUSTOM, actions=action_rows(file))
 
-        found, expected = (estimate_plan(LLAMA, H100, TRAINING, frame, zero=1) for frame in (own, known))
+        found, expected = (estimate_plan(LLAMA, H100, TRAINING, layout, zero=1) for layout in (own, known))
 
         assert found.predicted.step_time_s == expected.predicted.step_time_s
-        write(found, tmp_path / "plan.yaml")
-        assert read(tmp_path / "plan.yaml") == found
+        write_plan(found, tmp_path / "plan.yaml")
+        assert read_plan(tmp_path / "plan.yaml") == found
         assert reprice(found).plan.predicted == found.predicted
         for mine, theirs in zip(found.predicted.memory_gib, expected.predicted.memory_gib, strict=True):
             assert mine.total == pytest.approx(theirs.total, rel=2e-3)
@@ -182,11 +182,11 @@ def test_an_estimate_of_what_cannot_run_is_refused(zero, recompute, message):
 
 def test_lists_that_wait_for_each_other_are_refused_before_they_are_priced():
     rows = ("0F0,0B0", "1F0,1B0")
-    frame = replace(frame_of(2, 4, schedule=Schedule.CUSTOM, v=1, actions=rows), num_micro_batches=1, micro_batch_size=8)
-    estimate_plan(LLAMA, H100, TRAINING, frame, zero=1)
+    layout = replace(frame_of(2, 4, schedule=Schedule.CUSTOM, v=1, actions=rows), num_micro_batches=1, micro_batch_size=8)
+    estimate_plan(LLAMA, H100, TRAINING, layout, zero=1)
 
     with pytest.raises(ConfigError, match="1B0 comes after nothing"):
-        estimate_plan(LLAMA, H100, TRAINING, replace(frame, actions=("0F0,0B0", "1B0,1F0")), zero=1)
+        estimate_plan(LLAMA, H100, TRAINING, replace(layout, actions=("0F0,0B0", "1B0,1F0")), zero=1)
 
 
 def test_a_plan_has_lists_when_and_only_when_its_schedule_is_custom():

@@ -13,17 +13,17 @@ from parplan.costmodels.chunks.chunk_budget import IDS_BYTES
 from parplan.costmodels.chunks.chunk_memory import chunked_memory
 from parplan.costmodels.chunks.chunk_schedule import rank_chunks
 from parplan.costmodels.host.offload import Offload
-from parplan.costmodels.host.state_location import Eviction, Home
+from parplan.costmodels.host.state_location import Eviction, StateLocation
 from parplan.costmodels.layers.chunked_layer import Chunking
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.memory.rank_memory import occupied_bytes, stashes, usable_bytes
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import bubble_share, price_step
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
 from parplan.planner.candidates.chunk_lower_bounds import ChunkBound
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import in_reach, may_fit, time_bound
-from parplan.planner.host_options.state_locations import Homes
+from parplan.planner.host_options.state_locations import BlockLocations
 from parplan.planner.infeasible.shortfall import _shorter, enough_host_bytes
 from parplan.planner.request import SEARCHED_OFFLOAD, Constraints, SearchOptions
 from parplan.planner.search.find_plan import find_plan
@@ -57,8 +57,8 @@ def instance(gpus: int, memory_bytes: int, precision: Precision = Precision.FP32
     return Instance(MODEL, cluster(gpus, memory_bytes, **changes), training)
 
 
-def chunked_frames(found: Instance, pins: Constraints = PINS) -> list[Frame]:
-    return [frame for frame in enumerate_space(found.model, found.cluster, found.training, pins).frames if frame.chunked]
+def chunked_frames(found: Instance, pins: Constraints = PINS) -> list[ParallelLayout]:
+    return [layout for layout in enumerate_candidates(found.model, found.cluster, found.training, pins).layouts if layout.chunked]
 
 
 CASES = [
@@ -70,22 +70,22 @@ def test_no_exact_schedule_needs_more_than_its_column_says(gpus: int, precision:
     """Nor its host: what is printed fits. On one rank, without embedding and head, columns are exact."""
     memory_bytes = 6 * STATES // gpus
     found = instance(gpus, memory_bytes, precision, batch)
-    book, table, tried = found.book(), MixTable(found.book(), PINS), 0
-    for frame, share in itertools.product(chunked_frames(found)[:: 2 * gpus], (0.5, 0.8)):
+    price_cache, table, tried = found.price_cache(), MixTable(found.price_cache(), PINS), 0
+    for layout, share in itertools.product(chunked_frames(found)[:: 2 * gpus], (0.5, 0.8)):
         limit, budget = share * memory_bytes, Chunking(limit_bytes=float(memory_bytes * 100))
-        ranks = [ChunkColumns(rank, frame, table) for rank in range(frame.mesh.pp)]
-        counts = [next(block_counts(rank, frame, 6)) if frame.equal_ranks else 6 // frame.mesh.pp for rank in range(frame.mesh.pp)]
+        ranks = [ChunkColumns(rank, layout, table) for rank in range(layout.mesh.pp)]
+        counts = [next(block_counts(rank, layout, 6)) if layout.equal_ranks else 6 // layout.mesh.pp for rank in range(layout.mesh.pp)]
         options = [rank.fastest(count, limit) for rank, count in zip(ranks, counts, strict=True)]
         for columns in zip(*(own[:: max(1, len(own) // 3)] for own in options), strict=False):
-            strategy = to_strategy(frame, columns)
+            strategy = to_strategy(layout, columns)
             for rank, column in enumerate(columns):
-                exact = rank_chunks(strategy, rank, book, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes
-                assert occupied_bytes(exact, frame.mesh, book) <= column.memory_bytes * (1 + 1e-12) + 1
+                exact = rank_chunks(strategy, rank, price_cache, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes
+                assert occupied_bytes(exact, layout.mesh, price_cache) <= column.memory_bytes * (1 + 1e-12) + 1
                 assert column.memory_bytes <= limit
-                host = chunked_memory(strategy, rank, book.within(budget)).host
-                costs = table.homes(frame, column.mix[0][0].sharding, column.num_blocks)
+                host = chunked_memory(strategy, rank, price_cache.within(budget)).host
+                costs = table.homes(layout, column.mix[0][0].sharding, column.num_blocks)
                 told = [costs.host_bytes[i] for i in range(len(costs.host)) if costs.homes(i) == column.homes]
-                in_flight = stashes(LayerKind.BLOCK, rank, frame) / frame.virtual_stages
+                in_flight = stashes(LayerKind.BLOCK, rank, layout) / layout.virtual_stages
                 sent = in_flight * sum(count * option.host_bytes for option, count in column.mix)
                 assert host == pytest.approx(told[0] + sent, rel=1e-9)
                 tried += 1
@@ -95,12 +95,12 @@ def test_no_exact_schedule_needs_more_than_its_column_says(gpus: int, precision:
 def test_the_best_of_all_counts_is_found() -> None:
     """Every mix with every homes, priced one by one; the columns are those that none beats in time and in tail."""
     found = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
-    table = MixTable(found.book(), PINS)
-    for frame in chunked_frames(found):
-        rank, limit = ChunkColumns(0, frame, table), float(found.cluster.device.memory_bytes)
-        usable = usable_bytes(limit, frame.mesh, table.book)
+    table = MixTable(found.price_cache(), PINS)
+    for layout in chunked_frames(found):
+        rank, limit = ChunkColumns(0, layout, table), float(found.cluster.device.memory_bytes)
+        usable = usable_bytes(limit, layout.mesh, table.price_cache)
         cells = []
-        for mixes, *_ in rank._mixes(table.get(frame, 0, 6, rank.zero), 6):
+        for mixes, *_ in rank._mixes(table.get(layout, 0, 6, rank.zero), 6):
             for row, home in itertools.product(range(len(mixes.compute_s)), range(len(mixes.costs.host))):
                 own = np.array([row]), np.array([home])
                 if mixes.needed(*own)[0] <= usable and mixes.costs.host_bytes[home] <= table.host_share_bytes:
@@ -115,20 +115,20 @@ def test_the_best_of_all_counts_is_found() -> None:
 @pytest.mark.parametrize(("gpus", "precision", "batch"), CASES)
 def test_no_column_is_below_the_relaxation_nor_any_below_the_bound(gpus: int, precision: Precision, batch: int) -> None:
     found = instance(gpus, 5 * STATES // (2 * gpus), precision, batch, pcie_bytes_per_s=5e9)
-    table, limit, seen = MixTable(found.book(), PINS), float(found.cluster.device.memory_bytes), 0
-    for frame in chunked_frames(found)[:: 2 * gpus]:
-        share, own = bubble_share(frame, table.book), time_bound(frame, table)
-        bound, passes = ChunkBound(frame, table, own, limit, share), frame.num_micro_batches
-        for rank in range(frame.mesh.pp):
-            columns = ChunkColumns(rank, frame, table)
-            for count in block_counts(rank, frame, 6):
+    table, limit, seen = MixTable(found.price_cache(), PINS), float(found.cluster.device.memory_bytes), 0
+    for layout in chunked_frames(found)[:: 2 * gpus]:
+        share, own = bubble_share(layout, table.price_cache), time_bound(layout, table)
+        bound, passes = ChunkBound(layout, table, own, limit, share), layout.num_micro_batches
+        for rank in range(layout.mesh.pp):
+            columns = ChunkColumns(rank, layout, table)
+            for count in block_counts(rank, layout, 6):
                 solved, relaxed = columns.fastest(count, limit), columns.relaxed(count, limit)
                 for column in solved:
                     seen += 1
                     assert any(c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s * (1 + 1e-9) for c in relaxed)
                     step_s = (passes - share) * column.time_s + own.total_s + column.tail_s
                     assert bound.step_s(count) <= step_s * (1 + 1e-9)
-                    assert may_fit(frame, table, limit) or frame.mesh.pp > 1
+                    assert may_fit(layout, table, limit) or layout.mesh.pp > 1
     assert seen > 3
 
 
@@ -140,40 +140,40 @@ def test_no_mix_that_sends_activations_is_below_the_relaxation(
     """Every mix with every homes, of hosts that hold the states of some blocks beside activations; what fits is not ruled out."""
     monkeypatch.setattr("parplan.planner.stage_columns.chunk_columns.MOST_SENDING", 10**6)
     found = instance(gpus, 3 * STATES, batch=32, pcie_bytes_per_s=rate, host_memory_bytes=int(gpus * host * STATES))
-    table, limit, sent = MixTable(found.book(), PINS), float(found.cluster.device.memory_bytes), 0
-    for frame in chunked_frames(found)[:: 3 * gpus]:
-        for rank in range(frame.mesh.pp):
-            columns = ChunkColumns(rank, frame, table)
-            for count in list(block_counts(rank, frame, 6))[::2]:
+    table, limit, sent = MixTable(found.price_cache(), PINS), float(found.cluster.device.memory_bytes), 0
+    for layout in chunked_frames(found)[:: 3 * gpus]:
+        for rank in range(layout.mesh.pp):
+            columns = ChunkColumns(rank, layout, table)
+            for count in list(block_counts(rank, layout, 6))[::2]:
                 relaxed, solved = columns.relaxed(count, limit), columns.fastest(count, limit)
                 for column in solved:
                     assert any(c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s * (1 + 1e-9) for c in relaxed)
                     sent += any(option.on_host for option, _ in column.mix)
-                assert not solved or frame.mesh.pp > 1 or may_fit(frame, table, limit)
-                assert not solved or frame.mesh.pp > 1 or in_reach(table, limit)
+                assert not solved or layout.mesh.pp > 1 or may_fit(layout, table, limit)
+                assert not solved or layout.mesh.pp > 1 or in_reach(table, limit)
     assert sent or host < 6
 
 
 def test_fewer_micro_batches_hold_as_much_but_for_their_ids() -> None:
     """What an error says of a plan that does not fit is of as many micro-batches as fill its pipeline."""
     found = instance(2, 10 * STATES, batch=16)
-    book, table = found.book().within(Chunking(limit_bytes=float(10**12))), MixTable(found.book(), PINS)
-    for frame in chunked_frames(found):
-        if _shorter(frame) != frame:
-            ranks = [ChunkColumns(rank, frame, table) for rank in range(frame.mesh.pp)]
-            strategy = to_strategy(frame, tuple(rank.smallest(6 // frame.mesh.pp) for rank in ranks))
-            for rank in range(frame.mesh.pp):
-                shorter = replace(strategy, frame=_shorter(frame))
-                whole, less = (chunked_memory(each, rank, book) for each in (strategy, shorter))
-                dropped = frame.num_micro_batches - shorter.frame.num_micro_batches
-                ids = IDS_BYTES * found.training.seq_length * frame.micro_batch_size * dropped
+    price_cache, table = found.price_cache().within(Chunking(limit_bytes=float(10**12))), MixTable(found.price_cache(), PINS)
+    for layout in chunked_frames(found):
+        if _shorter(layout) != layout:
+            ranks = [ChunkColumns(rank, layout, table) for rank in range(layout.mesh.pp)]
+            strategy = to_strategy(layout, tuple(rank.smallest(6 // layout.mesh.pp) for rank in ranks))
+            for rank in range(layout.mesh.pp):
+                shorter = replace(strategy, layout=_shorter(layout))
+                whole, less = (chunked_memory(each, rank, price_cache) for each in (strategy, shorter))
+                dropped = layout.num_micro_batches - shorter.layout.num_micro_batches
+                ids = IDS_BYTES * found.training.seq_length * layout.micro_batch_size * dropped
                 assert (whole.states, whole.activations, whole.host) == (less.states, less.activations, less.host)
                 assert whole.temporaries - less.temporaries == ids
 
 
-def every_strategy(frame: Frame) -> list[Strategy]:
+def every_strategy(layout: ParallelLayout) -> list[Strategy]:
     """All homes and levels of one rank's blocks, in runs."""
-    zero = 3 if frame.mesh.dp > 1 else 0
+    zero = 3 if layout.mesh.dp > 1 else 0
     ends = LayerChoice(LayerKind.EMBEDDING, Recompute.NONE, zero), LayerChoice(LayerKind.HEAD, Recompute.NONE, zero)
     found = []
     for host, optimizer in itertools.product(range(7), repeat=2):
@@ -181,8 +181,8 @@ def every_strategy(frame: Frame) -> list[Strategy]:
             for levels in itertools.combinations_with_replacement(Recompute, 6):
                 blocks = [
                     LayerChoice(LayerKind.BLOCK, level, zero, home=home)
-                    for level, home in zip(levels, Homes(host, optimizer).of(6), strict=True)]
-                found.append(Strategy(frame=frame, stages=((ends[0], *blocks, ends[1]),)))
+                    for level, home in zip(levels, BlockLocations(host, optimizer).of(6), strict=True)]
+                found.append(Strategy(layout=layout, stages=((ends[0], *blocks, ends[1]),)))
     return found
 
 
@@ -192,12 +192,12 @@ def test_a_plan_is_as_fast_as_the_fastest_of_all_strategies_that_fit() -> None:
     found = instance(1, 5 * STATES // 2, pcie_bytes_per_s=3e9)
     pins = replace(PINS, recompute=tuple(Recompute), micro_batch_size=(2,))
     plan = find_plan(found.model, found.cluster, found.training, constraints=pins, options=SearchOptions(memory_margin=0.0))
-    (frame,) = chunked_frames(found, pins)
-    book, best_s = found.book().within(Chunking(limit_bytes=float(found.cluster.device.memory_bytes))), float("inf")
-    usable = usable_bytes(found.cluster.device.memory_bytes, frame.mesh, book)
-    for strategy in every_strategy(frame):
-        if rank_chunks(strategy, 0, book, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes <= int(usable):
-            best_s = min(best_s, price_step(strategy, book).step_s)
+    (layout,) = chunked_frames(found, pins)
+    price_cache, best_s = found.price_cache().within(Chunking(limit_bytes=float(found.cluster.device.memory_bytes))), float("inf")
+    usable = usable_bytes(found.cluster.device.memory_bytes, layout.mesh, price_cache)
+    for strategy in every_strategy(layout):
+        if rank_chunks(strategy, 0, price_cache, eviction=Eviction.OPT, device_bytes=10**12).smallest_bytes <= int(usable):
+            best_s = min(best_s, price_step(strategy, price_cache).step_s)
     assert plan.predicted.step_time_s.value <= best_s * 1.02
 
 
@@ -262,5 +262,5 @@ def test_a_plan_keeps_on_the_host_only_what_it_may(offload: tuple[Offload, ...])
         found.model, found.cluster, found.training, constraints=Constraints(offload=offload), options=SearchOptions(memory_margin=0.0))
     assert plan.chunks is not None
     homes = {group.home for group in plan.chunks.groups}
-    assert homes <= {Home.DEVICE, Home.OPTIMIZER if offload == (Offload.OPTIMIZER,) else Home.HOST}
+    assert homes <= {StateLocation.DEVICE, StateLocation.OPTIMIZER if offload == (Offload.OPTIMIZER,) else StateLocation.HOST}
     assert len(homes) > 1

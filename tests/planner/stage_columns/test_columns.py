@@ -12,8 +12,8 @@ from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import Frame
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.costmodels.strategy import ParallelLayout
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.master import evaluate
 from parplan.planner.request import Constraints
 from parplan.planner.stage_columns.block_counts import block_counts, to_strategy
@@ -46,23 +46,23 @@ def instance_of(seed, num_layers=None):
 
 
 def frames_of(instance):
-    return enumerate_space(instance.model, instance.cluster, instance.training, PINS).frames
+    return enumerate_candidates(instance.model, instance.cluster, instance.training, PINS).layouts
 
 
 def frame_of(pp, v=1):
-    return Frame(
+    return ParallelLayout(
         mesh=Mesh(pp=pp, dp=1, tp=1), schedule=Schedule.INTERLEAVED if v > 1 else Schedule.ONE_F_ONE_B, virtual_stages=v,
         micro_batch_size=1, num_micro_batches=8, sequence_parallel=False)
 
 
-def every_mix(rank, count, frame, book):
+def every_mix(rank, count, layout, price_cache):
     """The columns of a rank at each ZeRO stage with each subset of levels: the whole front of time against memory, whose
     middle is mixes of levels, and the ends of the other criteria."""
     found = set()
-    for zero in range(4) if frame.mesh.dp > 1 else (0,):
+    for zero in range(4) if layout.mesh.dp > 1 else (0,):
         for size in (1, 2, 3):
             for levels in itertools.combinations(Recompute, size):
-                columns = RankColumns(rank, frame, MixTable(book, Constraints(recompute=levels, zero=(zero,), megatron_sharding=True)))
+                columns = RankColumns(rank, layout, MixTable(price_cache, Constraints(recompute=levels, zero=(zero,), megatron_sharding=True)))
                 found.update((*columns.leanest(count, UNLIMITED), columns.smallest(count)))
                 front = columns.fastest(count, UNLIMITED)
                 while front:
@@ -75,18 +75,18 @@ def every_mix(rank, count, frame, book):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_columns_cost_what_full_pricing_says_for_every_mix_and_zero_stage(seed, num_layers):
     instance = instance_of(seed, num_layers)
-    book = instance.book()
+    price_cache = instance.price_cache()
     mixed = 0
-    for frame in frames_of(instance):
-        pp, layers = frame.mesh.pp, instance.model.num_layers
+    for layout in frames_of(instance):
+        pp, layers = layout.mesh.pp, instance.model.num_layers
         split = [layers // pp + (rank < layers % pp) for rank in range(pp)]
-        per_rank = [every_mix(rank, count, frame, book) for rank, count in enumerate(split)]
+        per_rank = [every_mix(rank, count, layout, price_cache) for rank, count in enumerate(split)]
         longest = max(map(len, per_rank))
         mixed += sum(len(column.mix) > 1 for options in per_rank for column in options)
         for index in range(longest):  # every column of every rank, next to a varied choice of the other ranks
             columns = tuple(options[(index + 3 * rank) % len(options)] for rank, options in enumerate(per_rank))
-            price = price_step(to_strategy(frame, columns), book)
-            choice = evaluate(frame, columns, proven=True)
+            price = price_step(to_strategy(layout, columns), price_cache)
+            choice = evaluate(layout, columns, proven=True)
 
             assert [column.memory_bytes for column in columns] == pytest.approx([m.total for m in price.memory], rel=1e-12)
             assert [column.redundant_bytes for column in columns] == pytest.approx(
@@ -94,7 +94,7 @@ def test_columns_cost_what_full_pricing_says_for_every_mix_and_zero_stage(seed, 
             assert choice.step_s == pytest.approx(price.closed_form_s, rel=1e-12)
             for column, rank, timeline in zip(columns, price.ranks, price.simulated.ranks, strict=True):
                 work_s = rank.total.value_s - timeline.tail_s
-                assert column.time_s * frame.num_micro_batches == pytest.approx(work_s, rel=1e-9)
+                assert column.time_s * layout.num_micro_batches == pytest.approx(work_s, rel=1e-9)
                 assert column.tail_s == pytest.approx(timeline.tail_s, rel=1e-12)
     assert mixed or num_layers is None
 
@@ -106,12 +106,12 @@ def test_columns_hold_what_full_pricing_says_under_every_stack(name, gradients):
     stack, instance = load_stack(name), instance_of(3, 4)
     training = replace(
         instance.training, stack=stack, attention=stack.attention, precision=Precision.FP16, gradient_precision=gradients)
-    book = replace(instance, training=training).book()
-    for frame in frames_of(instance):
-        table = MixTable(book, Constraints())
-        columns = tuple(RankColumns(rank, frame, table).smallest(4 // frame.mesh.pp) for rank in range(frame.mesh.pp))
+    price_cache = replace(instance, training=training).price_cache()
+    for layout in frames_of(instance):
+        table = MixTable(price_cache, Constraints())
+        columns = tuple(RankColumns(rank, layout, table).smallest(4 // layout.mesh.pp) for rank in range(layout.mesh.pp))
 
-        price = price_step(to_strategy(frame, columns), book)
+        price = price_step(to_strategy(layout, columns), price_cache)
 
         assert [column.memory_bytes for column in columns] == pytest.approx([m.total for m in price.memory], rel=1e-12)
         assert [column.redundant_bytes for column in columns] == pytest.approx([rank.total for rank in price.redundant], rel=1e-9, abs=16)
@@ -120,17 +120,17 @@ def test_columns_hold_what_full_pricing_says_under_every_stack(name, gradients):
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_columns_hold_what_there_is_at_the_fullest_moment_where_the_stack_frees_gradients(seed):
     stack, instance = load_stack("parplan"), instance_of(seed, 4)
-    book = replace(instance, training=replace(instance.training, stack=stack, precision=Precision.FP32)).book()
+    price_cache = replace(instance, training=replace(instance.training, stack=stack, precision=Precision.FP32)).price_cache()
     apart = mixed = 0
     pins = replace(PINS, schedule=None)
-    for frame in enumerate_space(instance.model, instance.cluster, instance.training, pins).frames:
-        if frame.mesh.tp > 2 or 4 % frame.num_virtual_stages:
+    for layout in enumerate_candidates(instance.model, instance.cluster, instance.training, pins).layouts:
+        if layout.mesh.tp > 2 or 4 % layout.num_virtual_stages:
             continue
-        ranks = [RankColumns(rank, frame, MixTable(book, pins)) for rank in range(frame.mesh.pp)]
-        per_rank = [[*rank.leanest(4 // frame.mesh.pp, UNLIMITED), rank.smallest(4 // frame.mesh.pp)] for rank in ranks]
+        ranks = [RankColumns(rank, layout, MixTable(price_cache, pins)) for rank in range(layout.mesh.pp)]
+        per_rank = [[*rank.leanest(4 // layout.mesh.pp, UNLIMITED), rank.smallest(4 // layout.mesh.pp)] for rank in ranks]
         for index in range(0, max(map(len, per_rank)), 5):
             columns = tuple(options[index % len(options)] for options in per_rank)
-            price = price_step(to_strategy(frame, columns), book)
+            price = price_step(to_strategy(layout, columns), price_cache)
 
             assert [column.memory_bytes for column in columns] == pytest.approx([m.total for m in price.memory], rel=1e-9)
             assert [column.redundant_bytes for column in columns] == pytest.approx(
@@ -139,29 +139,29 @@ def test_columns_hold_what_there_is_at_the_fullest_moment_where_the_stack_frees_
             apart += sum(memory.apart > 0 for memory in price.memory)
             mixed += any(len({option.zero for option, _ in column.mix}) > 1 for column in columns)
     assert apart
-    assert mixed or book.model.num_layers < 4
+    assert mixed or price_cache.model.num_layers < 4
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_enumerated_strategy_of_one_rank_beats_its_columns(seed):
-    """pp 1: every strategy of the frame is one column, so the columns can be compared with the enumeration."""
+    """pp 1: every strategy of the layout is one column, so the columns can be compared with the enumeration."""
     instance = random_instance(seed)
-    book, layers = instance.book(), instance.model.num_layers
-    for frame in (frame for frame in frames_of(instance) if frame.mesh.pp == 1):
-        mixed = (strategy for strategy in mixed_strategies(frame, layers, 400) if same_zero_of_ends(strategy))
-        priced = [(s, price_step(s, book)) for s in (*every_strategy(frame, layers), *mixed)]
+    price_cache, layers = instance.price_cache(), instance.model.num_layers
+    for layout in (layout for layout in frames_of(instance) if layout.mesh.pp == 1):
+        mixed = (strategy for strategy in mixed_strategies(layout, layers, 400) if same_zero_of_ends(strategy))
+        priced = [(s, price_step(s, price_cache)) for s in (*every_strategy(layout, layers), *mixed)]
         peaks = sorted(peak_bytes(price) for _, price in priced)
         for limit in (peaks[len(peaks) // 3] + 1, UNLIMITED, peaks[0] / 2):
             fitting = [
-                (p.simulated.ranks[0].busy_s, p.simulated.ranks[0].tail_s, redundant_bytes(s, p) / frame.mesh.num_ranks)
+                (p.simulated.ranks[0].busy_s, p.simulated.ranks[0].tail_s, redundant_bytes(s, p) / layout.mesh.num_ranks)
                 for s, p in priced if peak_bytes(p) <= limit]
-            columns = RankColumns(0, frame, MixTable(book, PINS))
+            columns = RankColumns(0, layout, MixTable(price_cache, PINS))
             fast, lean = columns.fastest(layers, limit), columns.leanest(layers, limit)
             assert bool(fast) == bool(lean) == bool(fitting)
             for point in fitting:  # nothing beats the columns
-                assert min(c.time_s * frame.num_micro_batches + c.tail_s for c in fast) <= (point[0] + point[1]) * (1 + 1e-9)
+                assert min(c.time_s * layout.num_micro_batches + c.tail_s for c in fast) <= (point[0] + point[1]) * (1 + 1e-9)
                 assert any(
-                    c.time_s * frame.num_micro_batches + c.tail_s <= (point[0] + point[1]) * (1 + 1e-9)
+                    c.time_s * layout.num_micro_batches + c.tail_s <= (point[0] + point[1]) * (1 + 1e-9)
                     and c.redundant_bytes <= point[2] + 16 for c in lean)
             for column in (*fast, *lean):  # and the columns are within memory
                 assert column.memory_bytes <= limit
@@ -171,26 +171,26 @@ def test_no_enumerated_strategy_of_one_rank_beats_its_columns(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_smallest_column_has_the_least_memory_of_all(seed):
     instance = random_instance(seed)
-    book, layers = instance.book(), instance.model.num_layers
-    for frame in (frame for frame in frames_of(instance) if frame.mesh.pp == 1):
-        least = min(peak_bytes(price_step(strategy, book)) for strategy in with_other_ends(every_strategy(frame, layers)))
+    price_cache, layers = instance.price_cache(), instance.model.num_layers
+    for layout in (layout for layout in frames_of(instance) if layout.mesh.pp == 1):
+        least = min(peak_bytes(price_step(strategy, price_cache)) for strategy in with_other_ends(every_strategy(layout, layers)))
 
-        assert RankColumns(0, frame, MixTable(book, PINS)).smallest(layers).memory_bytes == pytest.approx(least, rel=1e-12)
+        assert RankColumns(0, layout, MixTable(price_cache, PINS)).smallest(layers).memory_bytes == pytest.approx(least, rel=1e-12)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_whole_end_of_a_tied_embedding_does_not_stand_in_for_a_sharded_one(rank):
     """The other rank's must be alike, and there the sharded one may be the faster."""
-    book = random_instance(0).book()
-    assert book.tied
-    frame = next(one for one in frames_of(random_instance(0)) if one.mesh == Mesh(pp=2, dp=2, tp=1) and one.num_micro_batches == 2)
-    columns = RankColumns(rank, frame, MixTable(book, PINS))
+    price_cache = random_instance(0).price_cache()
+    assert price_cache.tied
+    layout = next(one for one in frames_of(random_instance(0)) if one.mesh == Mesh(pp=2, dp=2, tp=1) and one.num_micro_batches == 2)
+    columns = RankColumns(rank, layout, MixTable(price_cache, PINS))
     for sharded in (False, True):
         every = [priced for priced in columns.candidates(1) if (priced.zero > 0) == sharded]
-        least_s = min((frame.num_micro_batches * priced.time_s + priced.tail_s).min() for priced in every)
+        least_s = min((layout.num_micro_batches * priced.time_s + priced.tail_s).min() for priced in every)
         found = [column for column in columns.fastest(1, UNLIMITED) if (column.zero > 0) == sharded]
 
-        assert min(frame.num_micro_batches * c.time_s + c.tail_s for c in found) == pytest.approx(least_s, rel=1e-12)
+        assert min(layout.num_micro_batches * c.time_s + c.tail_s for c in found) == pytest.approx(least_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(("pp", "v", "num_layers", "longest", "expected"), [
@@ -210,21 +210,21 @@ def test_embedding_and_head_are_on_the_first_and_the_last_rank():
 
 
 def test_a_strategy_lists_each_chunk_with_its_share_of_every_level():
-    book = random_instance(0).book()
-    frame = frame_of(2, 2)
+    price_cache = random_instance(0).price_cache()
+    layout = frame_of(2, 2)
     columns = tuple(
-        RankColumns(rank, frame, MixTable(book, Constraints(recompute=(level,)))).smallest(4)
+        RankColumns(rank, layout, MixTable(price_cache, Constraints(recompute=(level,)))).smallest(4)
         for rank, level in enumerate((Recompute.FULL, Recompute.NONE)))
 
-    stages = [[(choice.kind, choice.recompute) for choice in stage] for stage in to_strategy(frame, columns).stages]
+    stages = [[(choice.kind, choice.recompute) for choice in stage] for stage in to_strategy(layout, columns).stages]
 
-    full, none = ((LayerKind.BLOCK, book.recompute_operators(LayerKind.BLOCK, level)) for level in (Recompute.FULL, Recompute.NONE))
+    full, none = ((LayerKind.BLOCK, price_cache.recompute_operators(LayerKind.BLOCK, level)) for level in (Recompute.FULL, Recompute.NONE))
     embedding, head = (LayerKind.EMBEDDING, Recompute.NONE), (LayerKind.HEAD, Recompute.NONE)
     assert stages == [[embedding, full, full], [none, none], [full, full], [none, none, head]]
 
 
 def test_without_data_parallelism_there_is_no_zero_stage_to_choose():
-    table = MixTable(random_instance(0).book(), Constraints(zero=(1, 3)))
+    table = MixTable(random_instance(0).price_cache(), Constraints(zero=(1, 3)))
 
     assert table.zero_choices(Mesh(pp=2, dp=1, tp=2)) == (0,)
     assert table.zero_choices(Mesh(pp=1, dp=2, tp=2)) == (1, 3)

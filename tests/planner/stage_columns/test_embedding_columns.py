@@ -8,13 +8,13 @@ from functools import cache
 
 import pytest
 
-from parplan.costmodels.host.host_embedding import illegal_lookup
+from parplan.costmodels.host.host_embedding import illegal_host_embedding
 from parplan.costmodels.host.offload import Offload
 from parplan.costmodels.step import price_step
 from parplan.planner.candidates.branch_and_bound import WORTH_REPLAYING
-from parplan.planner.candidates.enumeration import enumerate_space
+from parplan.planner.candidates.enumeration import enumerate_candidates
 from parplan.planner.candidates.lower_bounds import may_fit, redundancy_bound_bytes, time_bound
-from parplan.planner.plan.plan import read, write
+from parplan.planner.plan.plan import read_plan, write_plan
 from parplan.planner.plan.prediction import Objective, Status
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import SEARCHED_OFFLOAD, SearchOptions
@@ -49,26 +49,26 @@ def untied(seed: int) -> Instance:
 def prices(seed: int):
     """Every strategy with its price, with the table on the device and, where that is legal, on the host."""
     instance = untied(seed)
-    here = instance.book()
+    here = instance.price_cache()
     there, found = here.with_table(on_host=True), []
-    for frame in enumerate_space(instance.model, instance.cluster, instance.training, LOOKUP).frames:
-        books = (here,) if illegal_lookup(frame.mesh, instance.model.hidden_size, tied=False) else (here, there)
-        for strategy, book in itertools.product(every_strategy(frame, instance.model.num_layers), books):
-            found.append((strategy, price_step(strategy, book), book is there))
+    for layout in enumerate_candidates(instance.model, instance.cluster, instance.training, LOOKUP).layouts:
+        books = (here,) if illegal_host_embedding(layout.mesh, instance.model.hidden_size, tied=False) else (here, there)
+        for strategy, price_cache in itertools.product(every_strategy(layout, instance.model.num_layers), books):
+            found.append((strategy, price_step(strategy, price_cache), price_cache is there))
     return found
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_strategy_is_below_the_bounds_of_its_frame_wherever_its_table_is(seed):
-    table = MixTable(untied(seed).book(), LOOKUP)
-    time_s = cache(lambda frame: time_bound(frame, table).step_s)
-    redundant = cache(lambda frame: redundancy_bound_bytes(frame, table))
+    table = MixTable(untied(seed).price_cache(), LOOKUP)
+    time_s = cache(lambda layout: time_bound(layout, table).step_s)
+    redundant = cache(lambda layout: redundancy_bound_bytes(layout, table))
 
     assert {there for _, _, there in prices(seed)} == {False, True}
     for strategy, price, _ in prices(seed):
-        assert time_s(strategy.frame) <= price.closed_form_s * (1 + 1e-12)
-        assert redundant(strategy.frame) <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
-        assert may_fit(strategy.frame, table, peak_bytes(price) * (1 + 1e-9))
+        assert time_s(strategy.layout) <= price.closed_form_s * (1 + 1e-12)
+        assert redundant(strategy.layout) <= redundant_bytes(strategy, price) * (1 + 1e-12) + 1
+        assert may_fit(strategy.layout, table, peak_bytes(price) * (1 + 1e-9))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -80,14 +80,14 @@ def test_a_search_equals_the_enumeration_of_both(seed, tmp_path):
 
     plan = find_plan(
         instance.model, instance.cluster, instance.training, constraints=LOOKUP, options=SearchOptions(memory_limit_bytes=limit))
-    write(plan, tmp_path / "plan.yaml")
+    write_plan(plan, tmp_path / "plan.yaml")
 
     assert plan.search.status is Status.OPTIMAL
     assert plan.search.bound <= fastest_s * (1 + 1e-5) + 2e-6
     assert plan.search.gap < 0.001
     assert plan.search.value <= WORTH_REPLAYING * fastest_s + 1e-6
     assert plan.predicted.step_time_s.value <= 1.05 * min(price.step_s for price in fitting)
-    assert reprice(read(tmp_path / "plan.yaml")).plan.predicted == plan.predicted
+    assert reprice(read_plan(tmp_path / "plan.yaml")).plan.predicted == plan.predicted
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -109,34 +109,34 @@ def test_the_least_redundant_plan_is_that_of_both_within_the_peak_of_the_one_wit
     assert plan.search.bound <= least + 1e-4
 
 
-def frames(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD):
+def layouts(instance: Instance, offload: tuple[Offload, ...] = SEARCHED_OFFLOAD):
     asked = replace(PINS, offload=offload)
-    return enumerate_space(instance.model, instance.cluster, instance.training, asked).frames
+    return enumerate_candidates(instance.model, instance.cluster, instance.training, asked).layouts
 
 
 def test_only_the_first_rank_has_both_and_only_where_that_is_legal_and_there_is_room():
     instance = untied(0)
-    table, small = (MixTable(book, replace(PINS, offload=SEARCHED_OFFLOAD)) for book in (instance.book(), instance.book()))
+    table, small = (MixTable(price_cache, replace(PINS, offload=SEARCHED_OFFLOAD)) for price_cache in (instance.price_cache(), instance.price_cache()))
     small.host_share_bytes = 1
-    for frame in frames(instance):
-        legal = frame.mesh.tp == 1
-        for rank in range(frame.mesh.pp):
-            assert isinstance(rank_columns(rank, frame, table), EitherTable) == (legal and rank == 0)
-            assert not isinstance(rank_columns(rank, frame, small), EitherTable)
+    for layout in layouts(instance):
+        legal = layout.mesh.tp == 1
+        for rank in range(layout.mesh.pp):
+            assert isinstance(rank_columns(rank, layout, table), EitherTable) == (legal and rank == 0)
+            assert not isinstance(rank_columns(rank, layout, small), EitherTable)
 
 
 def test_real_numbers_of_blocks_are_a_bound_of_both_in_chunks_or_not():
     instance = untied(0)
-    table = MixTable(instance.book(), replace(PINS, offload=SEARCHED_OFFLOAD))
+    table = MixTable(instance.price_cache(), replace(PINS, offload=SEARCHED_OFFLOAD))
     checked = set()
-    for frame in frames(instance):
-        columns = rank_columns(0, frame, table)
-        if not isinstance(columns, EitherTable) or frame.mesh.pp > 1:
+    for layout in layouts(instance):
+        columns = rank_columns(0, layout, table)
+        if not isinstance(columns, EitherTable) or layout.mesh.pp > 1:
             continue
         limit = columns.smallest(2).memory_bytes * 1.1
         for column in columns.fastest(2, limit):
             assert any(c.time_s <= column.time_s * (1 + 1e-9) and c.tail_s <= column.tail_s + 1e-12 for c in columns.relaxed(2, limit))
-            checked.add((frame.chunked, column.looks_up))
+            checked.add((layout.chunked, column.looks_up))
     assert (True, True) in checked
     assert (False, True) in checked
 

@@ -11,7 +11,7 @@ from parplan.planner.traced.repeated_blocks import repeated_blocks
 from parplan.planner.traced.shard_classes import ShardClasses
 from parplan.planner.traced.shard_flow import Flow
 from parplan.planner.traced.shards import shard
-from parplan.planner.traced.stage_rules import Rule, StageRule, parse_stages, ranges
+from parplan.planner.traced.stage_rules import StageRuleKind, StageRule, parse_stages, ranges
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.spec import ModelSpec, TrainingSpec
 from parplan.profiles.stack import NEUTRAL
@@ -190,7 +190,7 @@ def test_what_a_stage_keeps_is_the_union_of_what_its_shards_keep():
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("uniform", StageRule(rule=Rule.UNIFORM)), ("ilp", StageRule()), ("2,3,5", StageRule(rule=Rule.CUSTOM, counts=(2, 3, 5)))])
+    ("uniform", StageRule(rule=StageRuleKind.UNIFORM)), ("ilp", StageRule()), ("2,3,5", StageRule(rule=StageRuleKind.CUSTOM, counts=(2, 3, 5)))])
 def test_what_stages_says(text, expected):
     assert parse_stages(text) == expected
 
@@ -205,9 +205,9 @@ def test_shards_are_given_to_stages_by_number_by_parameters_and_by_counts():
     sharded = shard(traced_spec(GPT, TRAINING))
     sizes = [found.parameters for found in sharded.shards]
 
-    assert ranges(StageRule(rule=Rule.UNIFORM), sharded, 4) == ((0, 3), (3, 6), (6, 8), (8, 10))
+    assert ranges(StageRule(rule=StageRuleKind.UNIFORM), sharded, 4) == ((0, 3), (3, 6), (6, 8), (8, 10))
     assert ranges(parse_stages("1,4,4,1"), sharded, 4) == ((0, 1), (1, 5), (5, 9), (9, 10))
-    by_parameters = ranges(StageRule(rule=Rule.PARAMETERS), sharded, 3)
+    by_parameters = ranges(StageRule(rule=StageRuleKind.PARAMETERS), sharded, 3)
     largest = max(sum(sizes[first:end]) for first, end in by_parameters)
     assert largest == min(
         max(sum(sizes[:a]), sum(sizes[a:b]), sum(sizes[b:])) for a in range(1, 9) for b in range(a + 1, 10))

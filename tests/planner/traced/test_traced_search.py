@@ -9,20 +9,20 @@ import pytest
 
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
-from parplan.costmodels.price_cache import PriceBook
+from parplan.costmodels.price_cache import PriceCache
 from parplan.costmodels.schedules.schedule import Schedule
 from parplan.costmodels.step import price_step
-from parplan.costmodels.strategy import Frame, LayerChoice, Strategy
+from parplan.costmodels.strategy import ParallelLayout, LayerChoice, Strategy
 from parplan.planner.plan.prediction import Status
 from parplan.planner.request import Constraints, SearchOptions
-from parplan.planner.traced.plan_traced import find_module_plan
-from parplan.planner.traced.range_tables import Tables
-from parplan.planner.traced.shard_price_cache import ShardBook
+from parplan.planner.traced.plan_traced import find_traced_plan
+from parplan.planner.traced.range_tables import RangeTables
+from parplan.planner.traced.shard_price_cache import ShardPriceCache
 from parplan.planner.traced.shard_strategy import ShardRun, ShardStrategy, price_shards
 from parplan.planner.traced.shards import Shard, Sharded, shard
 from parplan.planner.traced.shared_rank_master import solve_ranks
 from parplan.planner.traced.stage_rules import StageRule, parse_stages
-from parplan.planner.traced.traced_search import ModuleSearch, to_strategy
+from parplan.planner.traced.traced_search import TracedSearch, to_shard_strategy
 from parplan.profiles.catalog import load_cluster
 from parplan.profiles.errors import ConfigError, InfeasibleError
 from parplan.profiles.machines.shipped_profiles import machine_for
@@ -39,7 +39,7 @@ GPT = ModelSpec(
 LLAMA = replace(GPT, name="llama", tied_embeddings=False, gated_ffn=True, linear_bias=False, dropout=0.0)
 TRAINING = TrainingSpec(global_batch_size=32, seq_length=512, stack=NEUTRAL)
 CLUSTER = replace(load_cluster("a100-80gb"), nodes=2)
-FRAME = Frame(
+FRAME = ParallelLayout(
     mesh=Mesh(pp=4, dp=4, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=4,
     sequence_parallel=False)
 
@@ -54,8 +54,8 @@ def by_block(spec: ModelSpec) -> Sharded:
     return replace(found, shards=(first, *blocks, last))
 
 
-def tables_of(sharded: Sharded, training: TrainingSpec = TRAINING) -> Tables:
-    return Tables(ShardBook(sharded, training, machine_for(CLUSTER)))
+def tables_of(sharded: Sharded, training: TrainingSpec = TRAINING) -> RangeTables:
+    return RangeTables(ShardPriceCache(sharded, training, machine_for(CLUSTER)))
 
 
 @pytest.mark.parametrize("spec", [GPT, LLAMA], ids=lambda spec: spec.name)
@@ -63,16 +63,16 @@ def tables_of(sharded: Sharded, training: TrainingSpec = TRAINING) -> Tables:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("level", [Recompute.NONE, Recompute.FULL])
 def test_a_traced_model_costs_what_its_description_does(spec, schedule, micro_batches, zero, level):
-    frame = replace(FRAME, schedule=schedule, num_micro_batches=micro_batches)
+    layout = replace(FRAME, schedule=schedule, num_micro_batches=micro_batches)
     block = LayerChoice(LayerKind.BLOCK, level, zero)
     ends = [LayerChoice(kind, Recompute.NONE, zero) for kind in (LayerKind.EMBEDDING, LayerKind.HEAD)]
-    described = Strategy(frame=frame, stages=((ends[0], block), (block,), (block,), (block, ends[1])))
+    described = Strategy(layout=layout, stages=((ends[0], block), (block,), (block,), (block, ends[1])))
     again = (lambda *shards: shards) if level is Recompute.FULL else (lambda *shards: ())
-    traced = ShardStrategy(frame=frame, stages=(
+    traced = ShardStrategy(layout=layout, stages=(
         ShardRun(first=0, end=2, zero=zero, again=again(1)), ShardRun(first=2, end=3, zero=zero, again=again(2)),
         ShardRun(first=3, end=4, zero=zero, again=again(3)), ShardRun(first=4, end=6, zero=zero, again=again(4))))
 
-    expected = price_step(described, PriceBook(spec, TRAINING, machine_for(CLUSTER)))
+    expected = price_step(described, PriceCache(spec, TRAINING, machine_for(CLUSTER)))
     found = price_shards(traced, tables_of(by_block(spec)))
 
     assert found.step_s == pytest.approx(expected.step_s, rel=1e-12)
@@ -87,8 +87,8 @@ def test_half_blocks_reduce_and_gather_by_half_blocks():
     stages = tuple(ShardRun(first=first, end=end, zero=3) for first, end in ((0, 3), (3, 5), (5, 7), (7, 10)))
     whole = tuple(ShardRun(first=first, end=end, zero=3) for first, end in ((0, 2), (2, 3), (3, 4), (4, 6)))
 
-    halves = price_shards(ShardStrategy(frame=FRAME, stages=stages), tables_of(shard(traced_spec(GPT, TRAINING))))
-    blocks = price_shards(ShardStrategy(frame=FRAME, stages=whole), tables_of(by_block(GPT)))
+    halves = price_shards(ShardStrategy(layout=FRAME, stages=stages), tables_of(shard(traced_spec(GPT, TRAINING))))
+    blocks = price_shards(ShardStrategy(layout=FRAME, stages=whole), tables_of(by_block(GPT)))
 
     assert halves.memory[1].states == blocks.memory[1].states
     assert halves.memory[1].activations == blocks.memory[1].activations
@@ -96,18 +96,18 @@ def test_half_blocks_reduce_and_gather_by_half_blocks():
     assert halves.step_s > blocks.step_s
 
 
-def searched(sharded, pins=None, options=None, how=None, training=TRAINING, cluster=CLUSTER) -> ModuleSearch:
-    return ModuleSearch(sharded, cluster, training, pins or Constraints(), options or SearchOptions(), how or StageRule())
+def searched(sharded, pins=None, options=None, how=None, training=TRAINING, cluster=CLUSTER) -> TracedSearch:
+    return TracedSearch(sharded, cluster, training, pins or Constraints(), options or SearchOptions(), how or StageRule())
 
 
-def every_plan(search: ModuleSearch, frame: Frame, zeros: tuple[int, ...]) -> list[tuple[float, float]]:
+def every_plan(search: TracedSearch, layout: ParallelLayout, zeros: tuple[int, ...]) -> list[tuple[float, float]]:
     """Closed form and peak bytes of all cuts, ZeRO stages and sets of recomputed shards, priced one by one."""
-    size, pp = len(search.sharded.shards), frame.mesh.pp
+    size, pp = len(search.sharded.shards), layout.mesh.pp
     found = []
     for inner in combinations(range(1, size), pp - 1):
         for chosen, bits in product(product(zeros, repeat=pp), product((False, True), repeat=size)):
             again = [k for k in range(size) if bits[k]]
-            price = price_shards(ShardStrategy(frame=frame, stages=tuple(
+            price = price_shards(ShardStrategy(layout=layout, stages=tuple(
                 ShardRun(first=a, end=b, zero=zero, again=tuple(k for k in again if a <= k < b))
                 for a, b, zero in zip((0, *inner), (*inner, size), chosen, strict=True))), search.tables)
             found.append((price.closed_form_s, max(memory.total for memory in price.memory)))
@@ -133,8 +133,8 @@ def test_the_search_finds_what_brute_force_finds(schedule):
     cluster = replace(CLUSTER, nodes=1, gpus_per_node=4)
     pins = Constraints(pp=(2,), schedule=(schedule,), micro_batch_size=(8192,), zero=(0, 2))
     first = searched(sharded, pins, training=training, cluster=cluster)
-    (frame,) = first.space.frames
-    plans = every_plan(first, frame, (0, 2))
+    (layout,) = first.space.layouts
+    plans = every_plan(first, layout, (0, 2))
     peaks, again = sorted({peak for _, peak in plans}), set()
 
     for limit in (peaks[-1], *(peaks[round(share * (len(peaks) - 1))] for share in (0.5, 0.2, 0.05, 0.0)), peaks[0] - MIB):
@@ -149,7 +149,7 @@ def test_the_search_finds_what_brute_force_finds(schedule):
     assert len(again) > 1, "some of the limits ask for recompute"
 
 
-FRAME_OF_TWO = Frame(
+FRAME_OF_TWO = ParallelLayout(
     mesh=Mesh(pp=2, dp=2, tp=1), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=8192, num_micro_batches=4,
     sequence_parallel=False)
 
@@ -159,16 +159,16 @@ def test_stages_that_share_their_ranks_are_chosen_as_by_trying_all_their_columns
     pins = Constraints(pp=(2,), schedule=(Schedule.INTERLEAVED,), virtual_stages=(2,), micro_batch_size=(8192,), zero=(0, 2))
     training, cluster = TrainingSpec(global_batch_size=65536, seq_length=1, stack=NEUTRAL), replace(CLUSTER, nodes=1, gpus_per_node=4)
     search = searched(uneven(), pins, SearchOptions(memory_limit_bytes=int(limit_gib * 1024 * MIB)), training=training, cluster=cluster)
-    (frame,) = search.space.frames
-    tables = search.stages(frame)
-    cuts = search.cut_ranges(frame, tables)
+    (layout,) = search.space.layouts
+    tables = search.stages(layout)
+    cuts = search.cut_ranges(layout, tables)
     options = [table.columns(*cut) for table, cut in zip(tables, cuts, strict=True)]
 
-    found = solve_ranks(frame, options, tables)
+    found = solve_ranks(layout, options, tables)
 
     expected = float("inf")
     for columns in product(*options):
-        price = price_shards(ShardStrategy(frame=frame, stages=tuple(
+        price = price_shards(ShardStrategy(layout=layout, stages=tuple(
             ShardRun(first=one.first, end=one.end, zero=one.zero, again=one.again) for one in columns)), search.tables)
         if max(memory.total for memory in price.memory) <= search.limit_bytes:
             expected = min(expected, price.closed_form_s)
@@ -185,7 +185,7 @@ def test_what_the_columns_say_is_what_the_step_costs(schedule):
 
     assert found.solved
     for one in found.solved:
-        price = price_shards(to_strategy(one), search.tables)
+        price = price_shards(to_shard_strategy(one), search.tables)
         assert max(memory.total for memory in price.memory) <= search.limit_bytes
         if schedule in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
             assert price.closed_form_s == pytest.approx(one.value, rel=1e-9)
@@ -196,7 +196,7 @@ def test_recompute_ahead_of_the_gradient_is_faster_than_1f1b_where_memory_needs_
     pins = Constraints(pp=(4,), micro_batch_size=(2,))
 
     plain, early = (
-        find_module_plan(model, CLUSTER, TRAINING, constraints=replace(pins, schedule=(schedule,)), options=options).plan
+        find_traced_plan(model, CLUSTER, TRAINING, constraints=replace(pins, schedule=(schedule,)), options=options).plan
         for schedule in (Schedule.ONE_F_ONE_B, Schedule.EARLY_RECOMPUTE))
 
     assert plain.stages[0].recompute
@@ -207,7 +207,7 @@ def test_recompute_ahead_of_the_gradient_is_faster_than_1f1b_where_memory_needs_
 def test_the_same_request_gives_the_same_plan():
     model = traced_spec(GPT, TRAINING)
 
-    one, two = (find_module_plan(model, CLUSTER, TRAINING) for _ in range(2))
+    one, two = (find_traced_plan(model, CLUSTER, TRAINING) for _ in range(2))
 
     assert one == two
     assert one.plan.search.status is Status.OPTIMAL
@@ -219,7 +219,7 @@ def test_nothing_fits_and_the_error_says_what_binds_by_how_much_and_what_would_h
     cluster = replace(CLUSTER, nodes=1)
 
     with pytest.raises(InfeasibleError, match=r"large does not fit on 8 x a100-80gb: the leanest plan \(pp \d") as error:
-        find_module_plan(traced_spec(large, TRAINING), cluster, TRAINING)
+        find_traced_plan(traced_spec(large, TRAINING), cluster, TRAINING)
 
     assert "GiB short" in error.value.message
     assert "the largest part is states" in error.value.message
@@ -239,7 +239,7 @@ def test_stages_by_counts_are_kept_and_cost_no_less_than_those_of_the_search():
     model, pins = traced_spec(GPT, TRAINING), Constraints(pp=(4,), schedule=(Schedule.ONE_F_ONE_B,))
 
     plans = {
-        text: find_module_plan(model, CLUSTER, TRAINING, constraints=pins, how=parse_stages(text)).plan
+        text: find_traced_plan(model, CLUSTER, TRAINING, constraints=pins, how=parse_stages(text)).plan
         for text in ("ilp", "uniform", "parameters", "1,3,3,3")}
 
     assert [stage.end - stage.first for stage in plans["1,3,3,3"].stages] == [1, 3, 3, 3]
@@ -251,12 +251,12 @@ def test_a_parameter_that_all_shards_hold_is_counted_once_a_stage_and_summed_ove
     parts = [linear(f"part.{k}", value(f"y{k - 1}") if k else value("batch_x"), f"y{k}", weight="w") for k in range(4)]
     sharded = shard(model_of(*parts))
     tables = tables_of(sharded)
-    frame = replace(FRAME_OF_TWO, micro_batch_size=2)
+    layout = replace(FRAME_OF_TWO, micro_batch_size=2)
 
     def states(first: int, end: int) -> int:
         rest = [ShardRun(first=0, end=first, zero=0)] if first else [ShardRun(first=end, end=4, zero=0)]
         runs = sorted([ShardRun(first=first, end=end, zero=0), *rest], key=lambda run: run.first)
-        price = price_shards(ShardStrategy(frame=frame, stages=tuple(runs)), tables)
+        price = price_shards(ShardStrategy(layout=layout, stages=tuple(runs)), tables)
         assert price.ranks[0].dp_comm.value_s > 0
         return price.memory[0 if first == 0 else 1].states.total
 

@@ -9,7 +9,7 @@ import pytest
 from parplan.costmodels.communication.mesh import Mesh
 from parplan.costmodels.layers.recompute import Recompute
 from parplan.costmodels.schedules.schedule import Schedule
-from parplan.costmodels.strategy import Frame
+from parplan.costmodels.strategy import ParallelLayout
 from parplan.planner.search.estimate import estimate_plan
 from parplan.planner.validation.configuration import OPTIONAL, configuration_of
 from parplan.planner.validation.priced_rows import price_row
@@ -34,10 +34,10 @@ FULL = dict.fromkeys(OPTIONAL, "") | ROW
 
 
 def test_a_row_is_priced_as_estimate_prices_its_configuration():
-    frame = Frame(
+    layout = ParallelLayout(
         mesh=Mesh(pp=2, dp=4, tp=2), schedule=Schedule.ONE_F_ONE_B, virtual_stages=1, micro_batch_size=2, num_micro_batches=4,
         sequence_parallel=True)
-    plan = estimate_plan(MODEL, with_gpus(load_cluster("a100-80gb"), 16), TRAINING, frame, zero=1, recompute=Recompute.FULL)
+    plan = estimate_plan(MODEL, with_gpus(load_cluster("a100-80gb"), 16), TRAINING, layout, zero=1, recompute=Recompute.FULL)
 
     priced = price_row({**ROW, "memory_kind": "allocated"})
 

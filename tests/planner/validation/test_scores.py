@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parplan.planner.validation.priced_rows import Priced
+from parplan.planner.validation.priced_rows import PricedRow
 from parplan.planner.validation.scores import (
     SourceScore,
     error_table,
@@ -24,27 +24,27 @@ SECONDS = st.floats(1e-3, 1e3, allow_nan=False)
 PAIRS = st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=12)
 
 
-def timed(grid: str | None, *pairs: tuple[float, float], source: str = "made") -> list[Priced]:
+def timed(grid: str | None, *pairs: tuple[float, float], source: str = "made") -> list[PricedRow]:
     """Rows of one grid: (predicted, measured) seconds."""
     return [
-        Priced(f"{source}-{index}", source, predicted_s=predicted, measured_s=measured, grid=grid)
+        PricedRow(f"{source}-{index}", source, predicted_s=predicted, measured_s=measured, grid=grid)
         for index, (predicted, measured) in enumerate(pairs)]
 
 
-def memory_row(*, ran_out: bool | None, fits: bool | None) -> Priced:
-    return Priced("made-1", "made", out_of_memory=ran_out, predicted_fits=fits)
+def memory_row(*, ran_out: bool | None, fits: bool | None) -> PricedRow:
+    return PricedRow("made-1", "made", out_of_memory=ran_out, predicted_fits=fits)
 
 
 def test_errors_of_a_source_by_hand():
     rows = [
-        Priced("a-1", "a", measured_s=1.0, predicted_s=1.1, measured_gib=10.0, predicted_gib=9.0),
-        Priced("a-2", "a", measured_s=2.0, predicted_s=1.6, measured_gib=10.0, predicted_gib=10.5),
-        Priced("a-3", "a", measured_s=4.0, predicted_s=4.0),
-        Priced("a-4", "a", predicted_s=3.0),
-        Priced("a-5", "a", reason="mixture of experts"),
-        Priced("a-6", "a", reason="no recompute"),
-        Priced("a-7", "a", reason="no recompute"),
-        Priced("b-1", "b", measured_s=1.0, predicted_s=5.0),
+        PricedRow("a-1", "a", measured_s=1.0, predicted_s=1.1, measured_gib=10.0, predicted_gib=9.0),
+        PricedRow("a-2", "a", measured_s=2.0, predicted_s=1.6, measured_gib=10.0, predicted_gib=10.5),
+        PricedRow("a-3", "a", measured_s=4.0, predicted_s=4.0),
+        PricedRow("a-4", "a", predicted_s=3.0),
+        PricedRow("a-5", "a", reason="mixture of experts"),
+        PricedRow("a-6", "a", reason="no recompute"),
+        PricedRow("a-7", "a", reason="no recompute"),
+        PricedRow("b-1", "b", measured_s=1.0, predicted_s=5.0),
     ]
 
     found = score(rows)
@@ -61,7 +61,7 @@ def test_errors_of_a_source_by_hand():
 
 
 def test_a_source_without_a_priced_row_has_counts_and_nothing_else():
-    found = score([Priced("a-1", "a", reason="mixture of experts")])["a"]
+    found = score([PricedRow("a-1", "a", reason="mixture of experts")])["a"]
 
     assert found == SourceScore(
         rows=1, priced=0, unpriced={"mixture of experts": 1}, mape_time=None, median_time=None, bias_time=None, kendall_tau=None,
@@ -135,7 +135,7 @@ def test_ranking_is_inside_each_grid_and_every_grid_counts_once():
     pytest.param(timed("grid", (1.0, 1.0), (2.0, 2.0)), id="two-configurations"),
     pytest.param(timed("grid", (1.0, 1.0), (1.0, 1.1), (1.0, 1.2), (2.0, 2.0)), id="repeats-of-two-configurations"),
     pytest.param(timed(None, (1.0, 1.0), (2.0, 2.0), (3.0, 3.0)), id="no-grid"),
-    pytest.param([Priced(f"made-{n}", "made", predicted_s=n, grid="grid") for n in (1.0, 2.0, 3.0)], id="not-timed"),
+    pytest.param([PricedRow(f"made-{n}", "made", predicted_s=n, grid="grid") for n in (1.0, 2.0, 3.0)], id="not-timed"),
 ])
 def test_fewer_than_three_timed_configurations_are_no_grid(rows):
     assert grid_scores(rows) == []
@@ -162,7 +162,7 @@ def test_recall_and_precision_of_nothing_are_none():
 
 
 def test_the_error_table_is_the_scores_rounded_and_survives_json():
-    rows = [*timed("grid", (1.0, 3.0), (2.0, 3.5), (4.0, 3.7)), Priced("made-9", "made", reason="mixture of experts")]
+    rows = [*timed("grid", (1.0, 3.0), (2.0, 3.5), (4.0, 3.7)), PricedRow("made-9", "made", reason="mixture of experts")]
 
     table = error_table(rows)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parplan.planner.validation.configuration import OPTIONAL
-from parplan.planner.validation.priced_rows import Priced, price_row
+from parplan.planner.validation.priced_rows import PricedRow, price_row
 from parplan.planner.validation.term_fit import (
     Fit,
     _quantile,
@@ -16,7 +16,7 @@ from parplan.planner.validation.term_fit import (
     fit_terms,
     residuals_of,
     terms_of,
-    to_yaml,
+    terms_to_yaml,
 )
 from parplan.profiles.machines.stack_terms import EVERY_STACK, Terms, shipped_terms
 
@@ -94,7 +94,7 @@ def test_a_quantile_is_a_value_that_enough_do_not_exceed():
 
 
 def priced(**change):
-    return Priced("made-1", "made", **{"measured_s": 1.0, "predicted_s": 1.0, "capacity_gib": 100.0, **change})
+    return PricedRow("made-1", "made", **{"measured_s": 1.0, "predicted_s": 1.0, "capacity_gib": 100.0, **change})
 
 
 def test_bands_hold_eight_rows_in_ten_and_toy_runs_have_no_part_in_that_of_memory():
@@ -128,5 +128,5 @@ def test_stacks_that_share_terms_share_residuals():
 def test_the_file_is_ascii_and_the_same_for_the_same_terms():
     terms = replace(shipped_terms())
 
-    assert to_yaml(terms) == to_yaml(shipped_terms())
-    assert to_yaml(terms).isascii()
+    assert terms_to_yaml(terms) == terms_to_yaml(shipped_terms())
+    assert terms_to_yaml(terms).isascii()

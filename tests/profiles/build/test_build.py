@@ -16,7 +16,7 @@ from parplan.profiles.build.__main__ import (
     _line,
     _slowed,
     from_datasheet,
-    to_yaml,
+    shipped_profile_to_yaml,
 )
 from parplan.profiles.build.attention_curves import (
     CACHE_WRITE,
@@ -38,7 +38,7 @@ from parplan.profiles.machines.curves import (
     memory_bound_s,
     spline_s,
 )
-from parplan.profiles.machines.curve_fitting import Family, Score, Tables, fit, rounded, score
+from parplan.profiles.machines.curve_fitting import CurveFamily, Score, MeasurementTables, fit, rounded, fit_score
 from parplan.profiles.machines.shipped_profiles import (
     analytic_profile,
     machine_for,
@@ -46,7 +46,7 @@ from parplan.profiles.machines.shipped_profiles import (
     shipped_profile,
 )
 from parplan.profiles.provenance import Kind
-from parplan.profiles.machines.speeds import Passes
+from parplan.profiles.machines.speeds import PassCurves
 from parplan.profiles.stack import FlashKernel
 
 CHIP = Chip(peak_flops_per_s=1e15, bytes_per_s=1e12, num_sms=100)
@@ -60,7 +60,7 @@ def write(path, columns, rows):
 
 
 def made_up_family(rows):
-    return Family(
+    return CurveFamily(
         device="made-up", name="copy", rows=rows, sizes=lambda row: (int(row["elements"]),), start=(1e-6, 0.9),
         curve=lambda x: MemoryCurve(
             launch_s=float(x[0]), bandwidth_share=float(x[1]), kind=Kind.INTERPOLATED, source="made up"),
@@ -81,7 +81,7 @@ def test_rows_that_no_profile_may_rest_on_are_refused(tmp_path):
         ("A", "gelu", 4, 1, "x/good a", "host_timed other_run_differs"), ("A", "gelu", 5, 1, "stas00/ml-engineering b", ""),
         ("B", "gelu", 6, 1, "x/good a", ""), ("A", "norm", 7, 1, "y/other a", ""),
     ])
-    tables = Tables(tmp_path)
+    tables = MeasurementTables(tmp_path)
 
     def elements(**options):
         return [row["elements"] for row in tables.rows("elementwise", {"gpu": "A", "source": ("x/",)}, **options)]
@@ -123,7 +123,7 @@ def test_a_constant_that_does_not_matter_stays_finite():
 
 
 def test_a_score_is_in_absolute_percent():
-    line = score("d", "f", np.array([1.1, 0.8, 1.0]), np.ones(3), np.array([2.0, 1.0, 1.0]))
+    line = fit_score("d", "f", np.array([1.1, 0.8, 1.0]), np.ones(3), np.array([2.0, 1.0, 1.0]))
 
     assert (line.median, line.mean) == (pytest.approx(0.1), pytest.approx(0.1))
     assert line.crossed == (0.0, pytest.approx(1 / 3))
@@ -137,7 +137,7 @@ def test_a_collective_spline_rises_even_where_rows_do_not(tmp_path):
         for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all") for ranks in (2, 4, 8) for i in range(21)
     ]
     write(tmp_path / "collectives.csv", columns, rows)
-    curves = tuple(_curves(Tables(tmp_path), "made-up", ("A",), ("x/",), []))
+    curves = tuple(_curves(MeasurementTables(tmp_path), "made-up", ("A",), ("x/",), []))
 
     assert len(curves) == 12
     for curve in curves:
@@ -147,9 +147,9 @@ def test_a_collective_spline_rises_even_where_rows_do_not(tmp_path):
 
 
 def test_a_profile_reads_back_as_it_was_written():
-    text = to_yaml(analytic_profile("made-up"))
+    text = shipped_profile_to_yaml(analytic_profile("made-up"))
 
-    assert to_yaml(read_profile(text, "made-up.yaml")) == text
+    assert shipped_profile_to_yaml(read_profile(text, "made-up.yaml")) == text
     assert text.isascii()
 
 
@@ -169,7 +169,7 @@ def test_a_variant_is_built_after_its_lender():
 
 def every_curve(profile):
     for value in (getattr(profile.compute, name) for name in profile.compute.__dataclass_fields__):
-        yield from (value.forward, value.backward) if isinstance(value, Passes) else (value,) if isinstance(value, Curve) else ()
+        yield from (value.forward, value.backward) if isinstance(value, PassCurves) else (value,) if isinstance(value, Curve) else ()
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.device)
@@ -188,7 +188,7 @@ def test_every_shipped_profile_prices_training_and_is_what_the_writer_writes(dev
     profile = shipped_profile(device)
 
     assert profile.name == device
-    assert read_profile(to_yaml(profile), device).intra.link_share == profile.intra.link_share
+    assert read_profile(shipped_profile_to_yaml(profile), device).intra.link_share == profile.intra.link_share
     for curve in every_curve(profile):
         assert curve.source
         assert all(0 < getattr(curve, share) <= 1 for share in ("efficiency", "bandwidth_share") if hasattr(curve, share))
@@ -232,7 +232,7 @@ def test_a_profile_from_a_datasheet_is_analytic_throughout(sheet):
     assert profile.intra.kind is profile.inter.kind is Kind.ANALYTIC
     assert profile.compute.forward.efficiency / (1 + profile.compute.forward.throttle) == pytest.approx(
         sheet.efficiency * sheet.sustained, rel=1e-3)
-    assert to_yaml(read_profile(to_yaml(profile), sheet.device)) == to_yaml(profile)
+    assert shipped_profile_to_yaml(read_profile(shipped_profile_to_yaml(profile), sheet.device)) == shipped_profile_to_yaml(profile)
 
 
 def attention_rows(flag, passes):
@@ -254,7 +254,7 @@ def attention_rows(flag, passes):
 
 def test_the_cache_writes_of_inference_rows_are_told_from_the_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(Bench, "lender", lambda self, gpu: CHIP)
-    bench = Bench(recipe=RECIPES[0], cluster=load_cluster("a100-80gb"), tables=Tables(tmp_path), scores=[])
+    bench = Bench(recipe=RECIPES[0], cluster=load_cluster("a100-80gb"), tables=MeasurementTables(tmp_path), scores=[])
     rows = [*attention_rows("", 0.0), *attention_rows(CACHE_WRITE, 3.0)]
 
     curve = _flash(bench, RECIPES[0].gpu, "forward", rows)

@@ -147,8 +147,8 @@ def test_json_reads_as_it_did():
 READERS = {
     "model": lambda path: load_model(str(path)), "cluster": lambda path: load_cluster(str(path)),
     "stack": lambda path: load_stack(str(path)), "family": lambda path: load_family(str(path)),
-    "plan": plan.read, "profile": own.read, "communication": comm_file.read,
-    "run": runs.read,    "nccl-tests": lambda path: nccl_tests.read([path]),
+    "plan": plan.read_plan, "profile": own.read_profile, "communication": comm_file.read_comm_file,
+    "run": runs.read_run,    "nccl-tests": lambda path: nccl_tests.read_nccl_tests([path]),
     "schedule": action_rows, "checkpoint": lambda path: read_document(path.parent),
     "tokens": lambda path: read_sidecar(path.with_name("tokens.bin"))}
 NAMES = {"checkpoint": "checkpoint.json", "tokens": "tokens.bin.json"}
@@ -192,7 +192,7 @@ def test_every_reader_of_yaml_is_the_bounded_one(kind, text, tmp_path):
         READERS[kind](path)
 
 
-@pytest.mark.parametrize("read", [lambda path: load_config(str(path)), runs.read, lambda path: read_document(path.parent)])
+@pytest.mark.parametrize("read", [lambda path: load_config(str(path)), runs.read_run, lambda path: read_document(path.parent)])
 @pytest.mark.parametrize("text", ["[" * 100_000, "[NaN]", f"[{'9' * 4301}]", '{"a": 1, "a": 2}'])
 def test_every_reader_of_json_is_the_bounded_one(read, text, tmp_path):
     for name in ("config.json", "checkpoint.json"):

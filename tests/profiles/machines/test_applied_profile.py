@@ -13,9 +13,9 @@ from parplan.costmodels.layers.layer_price import price_operators
 from parplan.costmodels.operators.sharding import Sharding
 from parplan.planner.layer_options.layer_problem import layer_problem
 from parplan.planner.layer_options.layer_program import evaluate
-from parplan.planner.plan.plan import from_document, to_document, write
-from parplan.planner.plan.plan import read as read_plan
-from parplan.planner.plan.plan import to_yaml as plan_yaml
+from parplan.planner.plan.plan import plan_from_document, plan_to_document, write_plan
+from parplan.planner.plan.plan import read_plan as read_plan
+from parplan.planner.plan.plan import plan_to_yaml as plan_yaml
 from parplan.planner.plan.reprice import reprice
 from parplan.planner.request import Constraints
 from parplan.planner.search.find_plan import find_plan
@@ -29,14 +29,14 @@ from parplan.profiles.catalog import (
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.applied_profile import applied
 from parplan.profiles.machines.calibration_factors import Calibration, Factor
-from parplan.profiles.machines.curves import Bounds, CollectiveCurve
+from parplan.profiles.machines.curves import SizeBounds, CollectiveCurve
 from parplan.profiles.machines.shipped_profiles import analytic_profile, machine_for
 from parplan.profiles.machines.speeds import InStep, Profile
 from parplan.profiles.machines.user_profile import (
     PROFILE_VERSION,
-    OwnProfile,
+    UserProfile,
     prices_fingerprint,
-    to_yaml,
+    profile_to_yaml,
 )
 from parplan.profiles.models.spec import Precision, TrainingSpec
 from parplan.profiles.models.transformer import build_graph
@@ -53,7 +53,7 @@ def calibration(**values: float) -> Calibration:
         cause: Factor(value=value, measured=True, source="run 0123") for cause, value in values.items()})
 
 
-PROFILE = OwnProfile(
+PROFILE = UserProfile(
     profile_version=PROFILE_VERSION, fingerprint=prices_fingerprint(CLUSTER, TRAINING.stack), device="a100-80gb",
     calibration=calibration(**ODD), allocator_share=0.07)
 CPU = load_cluster("cpu")
@@ -64,14 +64,14 @@ def measured_profile() -> Profile:
     """The assumptions for a CPU, with two products measured."""
     assumed = analytic_profile("cpu")
     forward = replace(
-        assumed.compute.forward, kind=Kind.INTERPOLATED, bounds=Bounds(low=(128, 64, 64), high=(512, 64, 64)), rows=2, efficiency=0.5,
+        assumed.compute.forward, kind=Kind.INTERPOLATED, bounds=SizeBounds(low=(128, 64, 64), high=(512, 64, 64)), rows=2, efficiency=0.5,
         points=((128, 64, 64, 12.5), (512, 64, 64, 40.0)))
     in_step = InStep(
         stack="torchtitan", kernel_slowdown=1.0, forward_s=1e-5, backward_s=1e-5, host_adds=True, source="blocks of made-up models")
     return replace(assumed, compute=replace(assumed.compute, forward=forward), in_step=in_step)
 
 
-MEASURED = OwnProfile(
+MEASURED = UserProfile(
     profile_version=PROFILE_VERSION, device="cpu", precision="fp32", allocator_share=0.01, communicator_bytes=2**20,
     cluster=cluster_document(CPU), profile=measured_profile())
 
@@ -156,9 +156,9 @@ def test_collectives_that_were_measured_hold_on_the_machines_own_link_whatever_i
     assert machine_for(replace(CPU, profile=own)).collective_curves["all_reduce"] == (curve,)
 
 
-def asked(tmp_path, profile: OwnProfile, **more):
+def asked(tmp_path, profile: UserProfile, **more):
     path = tmp_path / "mine.yaml"
-    path.write_text(to_yaml(profile))
+    path.write_text(profile_to_yaml(profile))
     return question(Asked(model="gpt-tiny", gpus=2, profile=str(path), **more))
 
 
@@ -194,27 +194,27 @@ def test_a_plan_keeps_what_was_measured_in_compact_rows(tmp_path):
     there = replace(CPU, profile=MEASURED.profile)
     plan = find_plan(load_model("gpt-tiny").spec, there, AT_FP32, "throughput")
     text = plan_yaml(plan)
-    write(plan, tmp_path / "plan.yaml")
+    write_plan(plan, tmp_path / "plan.yaml")
 
     back = read_plan(tmp_path / "plan.yaml")
 
     assert plan_yaml(back) == text
     assert "        - [128, 64, 64, 12.5]\n" in text
-    assert to_document(reprice(back).plan) == to_document(plan)
-    assert to_document(from_document(json.loads(json.dumps(to_document(plan))), "run.json")) == to_document(plan)
-    assert "profile" not in to_document(replace(plan, cluster=CPU))["cluster"]
+    assert plan_to_document(reprice(back).plan) == plan_to_document(plan)
+    assert plan_to_document(plan_from_document(json.loads(json.dumps(plan_to_document(plan))), "run.json")) == plan_to_document(plan)
+    assert "profile" not in plan_to_document(replace(plan, cluster=CPU))["cluster"]
 
 
 def test_a_plan_keeps_the_calibration_that_it_was_made_with(tmp_path):
     there = replace(CLUSTER, calibration=calibration(**ODD))
     plan = find_plan(load_model("gpt-2.5b").spec, there, TRAINING, "throughput", constraints=Constraints(tp=(2,), pp=(2,)))
-    write(plan, tmp_path / "plan.yaml")
+    write_plan(plan, tmp_path / "plan.yaml")
 
     back = read_plan(tmp_path / "plan.yaml")
 
     assert back == plan
     assert reprice(back).plan == plan  # search, its integer programs and the price of the result agree
-    assert "calibration" not in to_document(replace(plan, cluster=CLUSTER))["cluster"]
+    assert "calibration" not in plan_to_document(replace(plan, cluster=CLUSTER))["cluster"]
 
 
 def test_slow_communication_makes_a_search_leave_it():

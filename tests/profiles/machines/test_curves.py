@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parplan.profiles.machines.curves import (
-    Bounds,
+    SizeBounds,
     Chip,
     CollectiveCurve,
     FlashCurve,
@@ -111,7 +111,7 @@ def test_spline_by_hand(n_bytes, expected_s):
 
 
 def test_a_curve_is_analytic_outside_its_bounds():
-    bounded = replace(MATMUL, bounds=Bounds(low=(64, 64, 64), high=(1024, 1024, 1024)))
+    bounded = replace(MATMUL, bounds=SizeBounds(low=(64, 64, 64), high=(1024, 1024, 1024)))
 
     assert bounded.kind_at((64, 1024, 100)) is Kind.INTERPOLATED
     assert bounded.kind_at((64, 1025, 100)) is Kind.ANALYTIC

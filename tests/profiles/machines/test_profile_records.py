@@ -12,46 +12,46 @@ from parplan.profiles.catalog import cluster_document
 from parplan.profiles.documents.schema import document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.measured_points import curves_of, points_of, with_curves
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Pass, Record, Timing
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, CasePass, Record, Timing
 from parplan.profiles.machines.profile_records import rounded_records
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.machines.user_profile import (
     PROFILE_VERSION,
-    Environment,
-    OwnProfile,
+    ProfileEnvironment,
+    UserProfile,
     merged,
-    read,
-    schema,
-    to_document,
-    to_yaml,
+    read_profile,
+    profile_schema,
+    profile_to_document,
+    profile_to_yaml,
     with_memory_facts,
-    write,
+    write_profile,
 )
 from parplan.profiles.profiler.fits.profile_fit import fit_profile
 from tests.helpers.synthetic_profiles import CLUSTER, CURVES, Machine
 
 RECORDS = Machine(noise=0.03).every()
 LINKS = analytic_profile("a100-80gb")
-HERE = Environment(
+HERE = ProfileEnvironment(
     date="2026-11-21", device="NVIDIA A100-SXM4-80GB", num_devices=8, torch="2.13.0+cu130", num_sms=108, driver="580.10", cuda="13.0",
     gpu_links={"NV12": 28}, nic_links={"PXB": 16, "SYS": 48}, max_sm_clock_mhz=1410.0)
-OWN = OwnProfile(
+OWN = UserProfile(
     profile_version=PROFILE_VERSION, device="a100-80gb", precision="bf16", environment=HERE, cluster=cluster_document(CLUSTER),
     profile=fit_profile(RECORDS, CLUSTER, "bf16", intra=LINKS.intra, inter=LINKS.inter, contention=0.2), records=RECORDS)
-TEXT = to_yaml(OWN)
+TEXT = profile_to_yaml(OWN)
 
 
-def file_of(profile: OwnProfile, tmp_path):
-    write(profile, tmp_path / "own.yaml")
+def file_of(profile: UserProfile, tmp_path):
+    write_profile(profile, tmp_path / "own.yaml")
     return tmp_path / "own.yaml"
 
 
 def test_what_was_measured_and_fitted_comes_back_exactly(tmp_path):
-    back = read(file_of(OWN, tmp_path))
+    back = read_profile(file_of(OWN, tmp_path))
 
     assert back.records == OWN.records
     assert document(back) == document(OWN)  # curves compare by identity: their documents do not
-    assert to_yaml(back) == to_yaml(OWN)
+    assert profile_to_yaml(back) == profile_to_yaml(OWN)
 
 
 def test_points_stand_in_the_file_once_and_each_record_is_one_line(tmp_path):
@@ -61,7 +61,7 @@ def test_points_stand_in_the_file_once_and_each_record_is_one_line(tmp_path):
     assert "points" not in text
     assert len(records.splitlines()) == len(RECORDS)
     assert "linear" not in "".join(line for line in head.splitlines() if "source" not in line)
-    assert curves_of(read(tmp_path / "own.yaml").profile.compute)["forward"].points[0] == (512, 1024, 1024, next(
+    assert curves_of(read_profile(tmp_path / "own.yaml").profile.compute)["forward"].points[0] == (512, 1024, 1024, next(
         record for record in RECORDS if record.case.key.startswith("linear m=512 n=1024 k=1024")).measured.times["forward"].median_us)
 
 
@@ -71,7 +71,7 @@ def test_points_that_are_not_those_of_the_records_are_written_out(tmp_path):
         "forward": replace(compute.forward, points=((1, 2, 3, 4.5),)), "gelu.forward": replace(compute.named["gelu"].forward, points=())})
     profile = replace(OWN, profile=replace(OWN.profile, compute=other))
 
-    back = read(file_of(profile, tmp_path)).profile.compute
+    back = read_profile(file_of(profile, tmp_path)).profile.compute
 
     assert back.forward.points == ((1, 2, 3, 4.5),)
     assert back.named["gelu"].forward.points == ()
@@ -79,22 +79,22 @@ def test_points_that_are_not_those_of_the_records_are_written_out(tmp_path):
 
 
 @pytest.mark.parametrize("record", [
-    Record(case=Case(work="launch", sizes=(), precision="bf16", passes=()), outcome=Outcome.MEASURED,
-           measured=Measured(figures={"host_launch_s": 1e-06, "ops": 5.0})),
-    Record(case=Case(work="block", sizes=(("hidden", 64),), precision="fp32", passes=(Pass(name="forward"), Pass(name="backward"))),
-           outcome=Outcome.MEASURED, measured=Measured(
+    Record(case=Case(work="launch", sizes=(), precision="bf16", passes=()), outcome=CaseOutcome.MEASURED,
+           measured=CaseFigures(figures={"host_launch_s": 1e-06, "ops": 5.0})),
+    Record(case=Case(work="block", sizes=(("hidden", 64),), precision="fp32", passes=(CasePass(name="forward"), CasePass(name="backward"))),
+           outcome=CaseOutcome.MEASURED, measured=CaseFigures(
                times={"forward": Timing(median_us=1e5, spread=0.0, repeats=3)}, saved_bytes=0, workspace_bytes=7, clock_mhz=1.5)),
-    Record(case=Case(work="host_adam", sizes=(("parameters", 9),), precision="bf16", passes=()), outcome=Outcome.MEASURED,
-           measured=Measured(times={"time": Timing(median_us=2.25, spread=0.5, repeats=1)})),
-    Record(case=Case(work="linear", sizes=(("m", 1),), precision="bf16", passes=(Pass(name="forward", curve="forward", sizes=(1, 2, 3)),)),
-           outcome=Outcome.CRASHED, detail="RuntimeError: 'a: b' # no\nsecond line, {x}\ttab"),
+    Record(case=Case(work="host_adam", sizes=(("parameters", 9),), precision="bf16", passes=()), outcome=CaseOutcome.MEASURED,
+           measured=CaseFigures(times={"time": Timing(median_us=2.25, spread=0.5, repeats=1)})),
+    Record(case=Case(work="linear", sizes=(("m", 1),), precision="bf16", passes=(CasePass(name="forward", curve="forward", sizes=(1, 2, 3)),)),
+           outcome=CaseOutcome.CRASHED, detail="RuntimeError: 'a: b' # no\nsecond line, {x}\ttab"),
 ], ids=["figures", "no-curve-other-precision", "time-of-no-pass", "failed-with-a-long-word"])
 def test_any_record_comes_back(record, tmp_path):
     profile = replace(OWN, profile=None, records=(record,))
 
     path = file_of(profile, tmp_path)
 
-    assert read(path) == profile
+    assert read_profile(path) == profile
     assert len(path.read_text().split("records:\n")[1].splitlines()) == 1
 
 
@@ -104,7 +104,7 @@ def test_equal_sizes_are_one_point_and_failures_are_none():
     slow = replace(other.measured.times["forward"], median_us=3 * one.measured.times["forward"].median_us)
     other = replace(other, measured=replace(other.measured, times={"forward": slow}))
 
-    points = points_of((one, other, machine.failed(Outcome.HUNG, "")))
+    points = points_of((one, other, machine.failed(CaseOutcome.HUNG, "")))
 
     assert points["forward"] == ((64, 64, 64, pytest.approx(2 * one.measured.times["forward"].median_us)),)
 
@@ -133,31 +133,31 @@ def test_what_is_wrong_is_named_with_its_place(change, message, tmp_path):
     (tmp_path / "own.yaml").write_text(change(TEXT))
 
     with pytest.raises(ConfigError, match=message) as error:
-        read(tmp_path / "own.yaml")
+        read_profile(tmp_path / "own.yaml")
     assert str(tmp_path / "own.yaml") in error.value.message
 
 
 @pytest.mark.parametrize("value", ["0.0", "-1.5"])
 def test_a_time_that_is_none_is_refused(value, tmp_path):
-    line = to_yaml(replace(OWN, records=(Machine().linear(64, 64, 64),)))
+    line = profile_to_yaml(replace(OWN, records=(Machine().linear(64, 64, 64),)))
     before, after = line.split("time_us: ", 1)
     (tmp_path / "own.yaml").write_text(f"{before}time_us: {value},{after.split(',', 1)[1]}")
 
     with pytest.raises(ConfigError, match=r"records\.0\.passes\.forward\.time_us"):
-        read(tmp_path / "own.yaml")
+        read_profile(tmp_path / "own.yaml")
 
 
 def test_times_are_kept_to_the_digits_that_repeats_can_tell_apart():
-    record = Machine().record("gelu", {}, [(Pass(name="forward", curve="gelu.forward", sizes=(1,)), 1.0)])
+    record = Machine().record("gelu", {}, [(CasePass(name="forward", curve="gelu.forward", sizes=(1,)), 1.0)])
     timing = Timing(median_us=12.3456789, spread=0.0123456, repeats=7)
     figures = {"bytes_per_s": 1.23456789e9 + 0.5, "context_bytes": 254066688.0}
     measured = replace(record.measured, times={"forward": timing}, figures=figures)
 
-    found, failed = rounded_records((replace(record, measured=measured), Machine().failed(Outcome.HUNG, "slow")))
+    found, failed = rounded_records((replace(record, measured=measured), Machine().failed(CaseOutcome.HUNG, "slow")))
 
     assert found.measured.times == {"forward": Timing(median_us=12.3457, spread=0.0123, repeats=7)}
     assert found.measured.figures == {"bytes_per_s": 1.23457e9, "context_bytes": 254066688.0}
-    assert (failed.outcome, failed.detail) == (Outcome.HUNG, "slow")
+    assert (failed.outcome, failed.detail) == (CaseOutcome.HUNG, "slow")
 
 
 def test_facts_of_memory_are_those_that_were_measured():
@@ -201,12 +201,12 @@ def test_another_minor_version_of_torch_may_be_added():
 
 def test_a_file_that_cannot_be_written_says_so(tmp_path):
     with pytest.raises(ConfigError, match="cannot write"):
-        write(OWN, tmp_path / "missing" / "own.yaml")
+        write_profile(OWN, tmp_path / "missing" / "own.yaml")
 
 
 def test_the_schema_describes_every_key_of_a_file():
-    found = schema()
-    body = to_document(OWN)
+    found = profile_schema()
+    body = profile_to_document(OWN)
 
     assert yaml.load(TEXT, Loader=yaml.CSafeLoader) == json.loads(json.dumps(body))
     assert json.loads(json.dumps(found)) == found

@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-from parplan.profiles.build.__main__ import to_yaml
+from parplan.profiles.build.__main__ import shipped_profile_to_yaml
 from parplan.profiles.catalog import load_cluster
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import Chip, Curve, Product, matmul_s
@@ -17,7 +17,7 @@ from parplan.profiles.machines.shipped_profiles import (
     read_profile,
     shipped_profile,
 )
-from parplan.profiles.machines.speeds import Passes
+from parplan.profiles.machines.speeds import PassCurves
 from parplan.profiles.provenance import Kind
 
 SHIPPED = ("a100-40gb", "a100-80gb", "b200-180gb", "h100-80gb", "h200-141gb", "v100-32gb")
@@ -29,7 +29,7 @@ def compute_curves(profile):
         value = getattr(profile.compute, field.name)
         if isinstance(value, Curve):
             yield field.name, value
-        elif isinstance(value, Passes):
+        elif isinstance(value, PassCurves):
             yield f"{field.name} forward", value.forward
             yield f"{field.name} backward", value.backward
 
@@ -49,7 +49,7 @@ def test_a_shipped_profile_is_that_of_its_device_and_says_where_each_curve_is_fr
 
 @pytest.mark.parametrize("device", SHIPPED)
 def test_the_shipped_files_are_what_the_writer_writes(device):
-    assert to_yaml(shipped_profile(device)) == text_of(device)
+    assert shipped_profile_to_yaml(shipped_profile(device)) == text_of(device)
 
 
 @pytest.mark.parametrize("device", SHIPPED)

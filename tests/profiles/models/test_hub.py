@@ -14,7 +14,7 @@ import pytest
 
 from parplan.executor.external.external_source import open_source
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.models.hub import refusals, stay_offline
+from parplan.profiles.models.hub import hub_refusals, stay_offline
 from parplan.profiles.models.huggingface import described, entry_from_config
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.tracing.record import record
@@ -130,9 +130,9 @@ def test_what_the_user_set_stays(monkeypatch):
 
 
 def test_an_error_of_another_library_is_one_line_and_ours_stay():
-    with pytest.raises(ConfigError, match=r"^module: KeyError 'x'$"), refusals("module", "hint"):
+    with pytest.raises(ConfigError, match=r"^module: KeyError 'x'$"), hub_refusals("module", "hint"):
         raise KeyError("x")
-    with pytest.raises(ConfigError, match=r"^module: two lines$"), refusals("module", "hint"):
+    with pytest.raises(ConfigError, match=r"^module: two lines$"), hub_refusals("module", "hint"):
         raise Exception("two\nlines")
-    with pytest.raises(ConfigError, match=r"^ours$"), refusals("module", "hint"):
+    with pytest.raises(ConfigError, match=r"^ours$"), hub_refusals("module", "hint"):
         raise ConfigError("ours")

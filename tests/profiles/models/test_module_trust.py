@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parplan.executor.__main__ import run as run_executor
-from parplan.planner.plan.plan import write
+from parplan.planner.plan.plan import write_plan
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.models.module_source import ModuleSource
 from parplan.profiles.models.module_trust import (
@@ -99,7 +99,7 @@ def plans():
 @pytest.fixture
 def files(plans, folders):
     for plan, name in zip(plans, ("traced.yaml", "described.yaml"), strict=True):
-        write(plan, folders[0] / name)
+        write_plan(plan, folders[0] / name)
     return folders[1] / "touched"
 
 

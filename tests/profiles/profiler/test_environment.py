@@ -11,7 +11,7 @@ import pytest
 
 from parplan.profiles.catalog import cluster_document, cluster_from_document, load_cluster
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.user_profile import Environment
+from parplan.profiles.machines.user_profile import ProfileEnvironment
 from parplan.profiles.profiler import nvidia_smi as smi
 from parplan.profiles.profiler.environment import (
     CATALOGUE,
@@ -20,7 +20,7 @@ from parplan.profiles.profiler.environment import (
     environment,
     fingerprint,
 )
-from parplan.profiles.profiler.nvidia_smi import facts_of, gpu_facts, links, links_of
+from parplan.profiles.profiler.nvidia_smi import facts_of, gpu_facts, links, nvidia_links_of
 from tests.helpers.synthetic_profiles import Machine
 
 # nvidia-smi topo -m of a node of 4 GPUs and 2 NICs; the heading underlined, as since driver 510
@@ -35,7 +35,7 @@ TOPOLOGY = (
     "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes\n"
     "\nNIC Legend:\n\n  NIC0: mlx5_0\n  NIC1: mlx5_1\n")
 ALONE = "\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-15\tN/A\n"  # an older driver, one GPU
-A100 = Environment(
+A100 = ProfileEnvironment(
     date="2026-11-21", device="NVIDIA A100-SXM4-80GB", num_devices=4, torch="2.13.0+cu130", memory_bytes=84_987_740_160, num_sms=108,
     driver="580.95", cuda="13.0", sm_clock_mhz=1410.0, max_sm_clock_mhz=1410.0, power_limit_w=400.0)
 UNKNOWN = replace(A100, device="NVIDIA RTX 6000 Ada Generation", memory_bytes=48 * 2**30, num_sms=142, host_memory_bytes=2**38)
@@ -62,7 +62,7 @@ def test_what_nvidia_smi_does_not_know_is_left_out(text, found):
 
 
 def test_each_pair_of_gpus_and_each_gpu_with_each_nic_counts_once():
-    found = links_of(TOPOLOGY)
+    found = nvidia_links_of(TOPOLOGY)
 
     assert found.gpus == {"NV12": 5, "SYS": 1}  # 6 pairs
     assert found.nics == {"PXB": 4, "SYS": 4}  # 4 GPUs x 2 NICs
@@ -70,7 +70,7 @@ def test_each_pair_of_gpus_and_each_gpu_with_each_nic_counts_once():
 
 @pytest.mark.parametrize("text", [ALONE, "", "Failed to run topology matrix\n"], ids=["one-gpu", "silent", "failed"])
 def test_one_gpu_or_none_has_no_links(text):
-    assert (links_of(text).gpus, links_of(text).nics) == ({}, {})
+    assert (nvidia_links_of(text).gpus, nvidia_links_of(text).nics) == ({}, {})
 
 
 @pytest.mark.parametrize("program", ["#!/bin/sh\nexit 9\n", "#!/bin/sh\nsleep 5\n", None], ids=["fails", "hangs", "missing"])
@@ -163,7 +163,7 @@ def test_dates_clocks_of_the_moment_and_numbers_of_gpus_do_not_separate_points_b
 @pytest.mark.parametrize(("name", "cluster"), sorted(CATALOGUE.items()))
 def test_every_name_in_the_catalogue_is_a_packaged_cluster(name, cluster):
     device = load_cluster(cluster).device
-    there = Environment(date="", device=name, num_devices=2, torch="2", memory_bytes=device.memory_bytes, num_sms=device.num_sms)
+    there = ProfileEnvironment(date="", device=name, num_devices=2, torch="2", memory_bytes=device.memory_bytes, num_sms=device.num_sms)
 
     found = cluster_of(there)
 
@@ -203,7 +203,7 @@ def test_an_unknown_gpu_is_as_fast_as_its_fastest_product_and_copy():
 
 def test_a_host_is_a_node_of_its_cores():
     machine = Machine(precision="fp32")
-    there = Environment(
+    there = ProfileEnvironment(
         date="", device="cpu", num_devices=6, torch="2", memory_bytes=2**33, num_cores=6, host_memory_bytes=6 * 2**33, cpu="AMD EPYC")
     records = (machine.linear(512, 512, 512), machine.figures("device_copy", {"bytes": 1}, copied_bytes_per_s=2e10),
                machine.figures("allocator", {}, context_bytes=3e8))

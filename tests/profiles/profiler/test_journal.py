@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.measurements import Outcome, Record
+from parplan.profiles.machines.measurements import CaseOutcome, Record
 from parplan.profiles.profiler.journal import Journal, beside, open_journal
 from tests.helpers.programs import ASKED, case, steady
 
 RECORDS = (
-    Record(case=case("linear", 3), outcome=Outcome.MEASURED, measured=steady(case("linear", 3), "cpu")),
-    Record(case=case("softmax", 7), outcome=Outcome.CRASHED, detail="exit code 7: a\ttab, \"quotes\", \u00fc"),
-    Record(case=case("linear", 5), outcome=Outcome.MEASURED, measured=steady(case("linear", 5), "cpu")),
+    Record(case=case("linear", 3), outcome=CaseOutcome.MEASURED, measured=steady(case("linear", 3), "cpu")),
+    Record(case=case("softmax", 7), outcome=CaseOutcome.CRASHED, detail="exit code 7: a\ttab, \"quotes\", \u00fc"),
+    Record(case=case("linear", 5), outcome=CaseOutcome.MEASURED, measured=steady(case("linear", 5), "cpu")),
 )
 BY_KEY = {record.case.key: record for record in RECORDS}
 

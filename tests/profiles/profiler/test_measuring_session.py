@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from parplan.profiles.machines.measurements import Outcome, Pass, Record
+from parplan.profiles.machines.measurements import CaseOutcome, CasePass, Record
 from parplan.profiles.profiler import measuring_session as session
 from parplan.profiles.profiler.journal import open_journal
 from parplan.profiles.profiler.measuring_session import Measurements, run_session
-from parplan.profiles.profiler.session_progress import Progress
+from parplan.profiles.profiler.session_progress import SessionProgress
 from tests.helpers.programs import (
     ASKED,
     apart,
@@ -41,7 +41,7 @@ def cases(work: str, count: int):
 
 
 def measured(found) -> Record:
-    return Record(case=found, outcome=Outcome.MEASURED, measured=steady(found, "cpu"))
+    return Record(case=found, outcome=CaseOutcome.MEASURED, measured=steady(found, "cpu"))
 
 
 @pytest.fixture
@@ -76,18 +76,18 @@ def test_all_cases_are_measured_once_and_in_their_order(journal):
 def test_failures_are_recorded_and_the_others_complete(journal):
     works = ("linear", "allocates", "softmax", "exits", "segfaults", "is_unsupported", "sleeps", "babbles", "gelu")
     outcomes = {
-        "allocates": Outcome.OUT_OF_MEMORY, "exits": Outcome.CRASHED, "segfaults": Outcome.CRASHED,
-        "is_unsupported": Outcome.UNSUPPORTED, "sleeps": Outcome.HUNG}
+        "allocates": CaseOutcome.OUT_OF_MEMORY, "exits": CaseOutcome.CRASHED, "segfaults": CaseOutcome.CRASHED,
+        "is_unsupported": CaseOutcome.UNSUPPORTED, "sleeps": CaseOutcome.HUNG}
 
     found = ran(journal, [case(work) for work in works], by_work, hang_limit_s=2.0)
 
-    assert [record.outcome for record in found.records] == [outcomes.get(work, Outcome.MEASURED) for work in works]
+    assert [record.outcome for record in found.records] == [outcomes.get(work, CaseOutcome.MEASURED) for work in works]
     assert [record.measured for record in found.records] == [None if work in outcomes else steady(case(work), "") for work in works]
 
 
 def test_what_the_journal_holds_is_not_measured_again_not_even_failures(journal):
     asked = cases("linear", 5)
-    kept = [measured(asked[1]), Record(case=asked[3], outcome=Outcome.HUNG, detail="no answer")]
+    kept = [measured(asked[1]), Record(case=asked[3], outcome=CaseOutcome.HUNG, detail="no answer")]
     for record in kept:
         journal.append(record)
 
@@ -100,7 +100,7 @@ def test_what_the_journal_holds_is_not_measured_again_not_even_failures(journal)
 def test_failures_are_measured_again_when_asked(journal):
     asked = cases("linear", 3)
     journal.append(measured(asked[0]))
-    journal.append(Record(case=asked[1], outcome=Outcome.OUT_OF_MEMORY))
+    journal.append(Record(case=asked[1], outcome=CaseOutcome.OUT_OF_MEMORY))
 
     found = ran(journal, asked, retry_failed=True)
 
@@ -109,7 +109,7 @@ def test_failures_are_measured_again_when_asked(journal):
 
 
 def test_a_failure_that_is_not_reached_again_stays(journal):
-    failure = Record(case=case("linear"), outcome=Outcome.OUT_OF_MEMORY)
+    failure = Record(case=case("linear"), outcome=CaseOutcome.OUT_OF_MEMORY)
     journal.append(failure)
 
     found = ran(journal, [case("linear")], retry_failed=True, deadline_s=0.0)
@@ -118,8 +118,8 @@ def test_a_failure_that_is_not_reached_again_stays(journal):
 
 
 def test_a_record_of_other_passes_is_no_record_of_the_case(journal):
-    other = Record(case=session.Case(work="linear", sizes=(("size", 1),), precision="fp32", passes=(Pass(name="forward"),)),
-                   outcome=Outcome.CRASHED)
+    other = Record(case=session.Case(work="linear", sizes=(("size", 1),), precision="fp32", passes=(CasePass(name="forward"),)),
+                   outcome=CaseOutcome.CRASHED)
     journal.append(other)
 
     assert ran(journal, [case("linear")]).records == (measured(case("linear")),)
@@ -141,7 +141,7 @@ def test_devices_work_at_the_same_time(journal, tmp_path):
 
     found = ran(journal, [case(work, 3) for work in "abc"], partial(meeting, str(tmp_path / "met")), ("d0", "d1", "d2"))
 
-    assert [record.outcome for record in found.records] == [Outcome.MEASURED] * 3
+    assert [record.outcome for record in found.records] == [CaseOutcome.MEASURED] * 3
 
 
 def test_a_device_has_one_case_at_a_time_and_works_of_the_host_have_it_alone(journal, tmp_path):
@@ -174,7 +174,7 @@ def _ctrl_c():
 
 
 def interrupting(found, times: int):
-    def interrupt(progress: Progress) -> None:
+    def interrupt(progress: SessionProgress) -> None:
         for _ in range(times * (progress.running == (found.key,))):
             signal.raise_signal(signal.SIGINT)
     return interrupt

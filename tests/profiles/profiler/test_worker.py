@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from parplan.profiles.machines.measurements import Outcome
+from parplan.profiles.machines.measurements import CaseOutcome
 from parplan.profiles.profiler import worker
 from parplan.profiles.profiler.communication import comm_launch as launch
 from parplan.profiles.profiler.measuring_child import outcome_of
@@ -23,7 +23,7 @@ from tests.helpers.programs import by_work, case, measured_alone, processes_left
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def failed(work: str, limit_s: float = 20.0) -> tuple[Outcome, str]:
+def failed(work: str, limit_s: float = 20.0) -> tuple[CaseOutcome, str]:
     record = measured_alone(case(work), limit_s=limit_s)
 
     assert record.case == case(work)
@@ -35,7 +35,7 @@ def failed(work: str, limit_s: float = 20.0) -> tuple[Outcome, str]:
 def test_what_a_program_measures_comes_back_unchanged(program):
     record = measured_alone(case("linear", 3), program)
 
-    assert record.outcome is Outcome.MEASURED
+    assert record.outcome is CaseOutcome.MEASURED
     assert record.measured == steady(case("linear", 3), "cpu")
 
 
@@ -48,12 +48,12 @@ def test_what_a_program_prints_harms_nothing_and_is_not_shown(capfd):
 
 @pytest.mark.parametrize("work", ["allocates", "small_blocks"])
 def test_memory_that_runs_out_is_told(work):
-    assert failed(work) == (Outcome.OUT_OF_MEMORY, "MemoryError")
+    assert failed(work) == (CaseOutcome.OUT_OF_MEMORY, "MemoryError")
 
 
 def test_memory_that_runs_out_in_torch_is_told():
     assert failed("of_torch") == (
-        Outcome.OUT_OF_MEMORY, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+        CaseOutcome.OUT_OF_MEMORY, "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_the_cpu_allocators_own_error_is_out_of_memory():
@@ -62,31 +62,31 @@ def test_the_cpu_allocators_own_error_is_out_of_memory():
     with pytest.raises(RuntimeError) as error:
         torch.empty(1 << 50)
 
-    assert outcome_of(error.value)[0] is Outcome.OUT_OF_MEMORY
+    assert outcome_of(error.value)[0] is CaseOutcome.OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize(("error", "outcome"), [
-    (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), Outcome.OUT_OF_MEMORY),
-    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), Outcome.OUT_OF_MEMORY),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), Outcome.OUT_OF_MEMORY),
-    (NotImplementedError("Could not run 'aten::_foo' with arguments from the 'CPU' backend."), Outcome.UNSUPPORTED),
-    (RuntimeError('"addmm_impl_cpu_" not implemented for \'Half\''), Outcome.UNSUPPORTED),
-    (RuntimeError("CUDA error: an illegal memory access was encountered"), Outcome.CRASHED),
-    (ValueError("more rows than are out of memory"), Outcome.CRASHED),
+    (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), CaseOutcome.OUT_OF_MEMORY),
+    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), CaseOutcome.OUT_OF_MEMORY),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), CaseOutcome.OUT_OF_MEMORY),
+    (NotImplementedError("Could not run 'aten::_foo' with arguments from the 'CPU' backend."), CaseOutcome.UNSUPPORTED),
+    (RuntimeError('"addmm_impl_cpu_" not implemented for \'Half\''), CaseOutcome.UNSUPPORTED),
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), CaseOutcome.CRASHED),
+    (ValueError("more rows than are out of memory"), CaseOutcome.CRASHED),
 ])
 def test_what_an_error_means_is_read_from_its_type_and_text(error, outcome):
     assert outcome_of(error)[0] is outcome
 
 
 @pytest.mark.parametrize(("work", "outcome", "detail"), [
-    ("exits", Outcome.CRASHED, "exit code 7: last words"),
-    ("leaves", Outcome.CRASHED, "SystemExit: enough"),
-    ("segfaults", Outcome.CRASHED, "SIGSEGV"),
-    ("is_killed", Outcome.CRASHED, "SIGKILL"),
-    ("raises", Outcome.CRASHED, "ValueError: the shape is odd"),
-    ("is_unsupported", Outcome.UNSUPPORTED, "no transfers on a CPU"),
-    ("returns_nothing", Outcome.CRASHED, "TypeError: the program returned NoneType, needed is Measured"),
-    ("measures_nonsense", Outcome.CRASHED, "ValueError: Out of range float values are not JSON compliant"),
+    ("exits", CaseOutcome.CRASHED, "exit code 7: last words"),
+    ("leaves", CaseOutcome.CRASHED, "SystemExit: enough"),
+    ("segfaults", CaseOutcome.CRASHED, "SIGSEGV"),
+    ("is_killed", CaseOutcome.CRASHED, "SIGKILL"),
+    ("raises", CaseOutcome.CRASHED, "ValueError: the shape is odd"),
+    ("is_unsupported", CaseOutcome.UNSUPPORTED, "no transfers on a CPU"),
+    ("returns_nothing", CaseOutcome.CRASHED, "TypeError: the program returned NoneType, needed is Measured"),
+    ("measures_nonsense", CaseOutcome.CRASHED, "ValueError: Out of range float values are not JSON compliant"),
 ])
 def test_a_failure_says_what_it_was(work, outcome, detail):
     assert failed(work) == (outcome, detail)
@@ -95,7 +95,7 @@ def test_a_failure_says_what_it_was(work, outcome, detail):
 def test_a_program_that_does_not_exist_is_a_crash_that_names_it():
     record = measured_alone(case("linear"), "tests.programmes:measure")
 
-    assert (record.outcome, record.detail) == (Outcome.CRASHED, "ModuleNotFoundError: No module named 'tests.programmes'")
+    assert (record.outcome, record.detail) == (CaseOutcome.CRASHED, "ModuleNotFoundError: No module named 'tests.programmes'")
 
 
 def test_a_process_that_the_kernel_killed_for_lack_of_memory_is_out_of_memory(tmp_path, monkeypatch):
@@ -111,27 +111,27 @@ def test_a_process_that_the_kernel_killed_for_lack_of_memory_is_out_of_memory(tm
 
     while (record := worker.finished(child)) is None:
         wait(child.ready, 0.1)
-    assert (record.outcome, record.detail) == (Outcome.OUT_OF_MEMORY, "killed by the kernel, which was out of memory")
+    assert (record.outcome, record.detail) == (CaseOutcome.OUT_OF_MEMORY, "killed by the kernel, which was out of memory")
 
 
 @pytest.mark.parametrize(("work", "where"), [("sleeps", "_sleeps"), ("holds_the_interpreter", "_holds_the_interpreter")])
 def test_a_hang_is_ended_and_says_where_it_was(work, where):
     outcome, detail = failed(work, limit_s=0.3)
 
-    assert outcome is Outcome.HUNG
+    assert outcome is CaseOutcome.HUNG
     assert detail.startswith(f"no answer in 300 ms, last seen in {where} (programs.py:")
 
 
 def test_a_process_that_cannot_end_itself_is_killed(monkeypatch):
     monkeypatch.setattr(worker, "GRACE_S", 0.2)
 
-    assert failed("stops", limit_s=0.2) == (Outcome.HUNG, "no answer in 200 ms")
+    assert failed("stops", limit_s=0.2) == (CaseOutcome.HUNG, "no answer in 200 ms")
 
 
 def test_a_process_that_cannot_answer_any_more_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(worker, "GRACE_S", 0.2)
 
-    assert failed("closes_everything", limit_s=1000.0)[0] in (Outcome.HUNG, Outcome.CRASHED)  # as it notices itself, or not
+    assert failed("closes_everything", limit_s=1000.0)[0] in (CaseOutcome.HUNG, CaseOutcome.CRASHED)  # as it notices itself, or not
 
 
 def test_nothing_is_left_open_when_a_case_is_done():

@@ -27,7 +27,7 @@ from parplan.profiles.tracing.deferred import AT_LEAST_BYTES
 from parplan.profiles.tracing.describe import describe
 from parplan.profiles.tracing.program import BUFFER, Program
 from parplan.profiles.tracing.record import record
-from parplan.profiles.tracing.traced_source import Workload, open_workload
+from parplan.profiles.tracing.traced_source import TracedWorkload, open_workload
 from tests.helpers.traced_modules import HUGGING_FACE
 
 FACTORIES = ("unet", "resnet", "mixer", "translator", "shares", "in_place", "own_gradient")
@@ -37,7 +37,7 @@ SEQ_LENGTH = 8
 
 
 @cache
-def opened(name: str) -> Workload:
+def opened(name: str) -> TracedWorkload:
     return open_workload(SOURCES[name], seq_length=SEQ_LENGTH)
 
 
@@ -51,14 +51,14 @@ def described(name: str) -> TracedModel:
     return describe(recorded(name, 2), recorded(name, 3))
 
 
-def opened_with_values(name: str) -> Workload:
+def opened_with_values(name: str) -> TracedWorkload:
     """The same made as any other module."""
     with (patch.object(source_module, "Deferred", nullcontext), patch.object(source_module, "give_values"),
           patch.object(source_module, "_check_parameters")):
         return open_workload(SOURCES[name], seq_length=SEQ_LENGTH)
 
 
-def workload_of(module: nn.Module, *shape: int) -> Workload:
+def workload_of(module: nn.Module, *shape: int) -> TracedWorkload:
     """A module that gives its own loss of x, [batch, *shape]."""
     made = module, lambda size: {"x": torch.randn(size, *shape)}
     with patch.object(source_module, "function_of", lambda factory: lambda: made), patch.object(source_module, "_check_parameters"):

@@ -13,12 +13,12 @@ from rich.console import Console
 from parplan.profiles.catalog import cluster_document
 from parplan.profiles.errors import ConfigError
 from parplan.profiles.machines.curves import CollectiveCurve
-from parplan.profiles.machines.measurements import Outcome
+from parplan.profiles.machines.measurements import CaseOutcome
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.machines.user_profile import (
     PROFILE_VERSION,
-    Environment,
-    OwnProfile,
+    ProfileEnvironment,
+    UserProfile,
     with_memory_facts,
 )
 from parplan.profiles.profiler.fits.profile_fit import fit_profile
@@ -36,14 +36,14 @@ from tests.helpers.synthetic_profiles import CLUSTER, Machine
 LINKS = analytic_profile("a100-80gb")
 SIZES = (1024, 2**20, 2**30)
 RING = CollectiveCurve(collective="all_reduce", ranks=8, bytes=SIZES, time_us=(20.0, 40.0, 5000.0), rows=3, median_error=0.01)
-HERE = Environment(
+HERE = ProfileEnvironment(
     date="2026-11-21", device="NVIDIA A100-SXM4-80GB", num_devices=8, torch="2.13.0+cu130", driver="580.95", cuda="13.0", cpu="AMD EPYC",
     num_cores=64, host_memory_bytes=2**40, sm_clock_mhz=1410.0, max_sm_clock_mhz=1410.0, power_limit_w=400.0, gpu_links={"NV12": 28})
 
 
 def profile_of(records, environment=HERE, curves=(RING,)):
     intra = replace(LINKS.intra, curves=curves)
-    return with_memory_facts(OwnProfile(
+    return with_memory_facts(UserProfile(
         profile_version=PROFILE_VERSION, device="a100-80gb", precision="bf16", environment=environment, cluster=cluster_document(CLUSTER),
         profile=fit_profile(records, CLUSTER, "bf16", intra=intra, inter=LINKS.inter), records=tuple(records)))
 
@@ -132,7 +132,7 @@ def test_what_nobody_measured_is_called_assumed():
 
 
 def test_a_profile_of_factors_only_has_nothing_to_show():
-    only = OwnProfile(profile_version=PROFILE_VERSION, device="a100-80gb")
+    only = UserProfile(profile_version=PROFILE_VERSION, device="a100-80gb")
 
     assert printed(only) == "a100-80gb: nothing measured\n"
     assert profile_document(only)["curves"] == []
@@ -201,7 +201,7 @@ def test_only_what_was_measured_gets_a_panel(tmp_path):
 
 def test_a_profile_without_points_is_not_drawn_and_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nothing to draw"):
-        draw_profile(OwnProfile(profile_version=PROFILE_VERSION, device="a100-80gb"), tmp_path / "own.png")
+        draw_profile(UserProfile(profile_version=PROFILE_VERSION, device="a100-80gb"), tmp_path / "own.png")
     with pytest.raises(ConfigError, match="cannot write"):
         draw_profile(SMALL, tmp_path / "missing" / "own.png")
 
@@ -223,7 +223,7 @@ def test_ratios_are_of_the_second_file_over_the_first_by_case_and_pass():
     a = profile_of([*shared, machine.linear(8, 8, 8)], curves=())
     again = [slower(record, factor) for record, factor in zip(shared, (1.5, 0.5, 1.1), strict=True)]
     b = profile_of(
-        [*again, machine.streamed("gelu", 4096), machine.failed(Outcome.HUNG, "")], replace(HERE, driver="581", gpu_links={}), ())
+        [*again, machine.streamed("gelu", 4096), machine.failed(CaseOutcome.HUNG, "")], replace(HERE, driver="581", gpu_links={}), ())
 
     forward = next(one for one in compared(a, b) if one.name == "forward")
     text = compared_text(a, b)

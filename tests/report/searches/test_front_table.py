@@ -14,36 +14,36 @@ import pytest
 from rich.console import Console
 
 from parplan.planner.plan.prediction import Objective
-from parplan.planner.search.pareto import Front, find_front, plan_paths
+from parplan.planner.search.pareto import ParetoFront, find_front, plan_paths
 from parplan.profiles.errors import ConfigError
 from parplan.report.names import found_text
-from parplan.report.plans.summary import Context, print_summary
+from parplan.report.plans.summary import SummaryContext, print_summary
 from parplan.report.plots.front_plot import draw_front, end_names, front_steps
 from parplan.report.progress_bars import front_bar
 from parplan.report.searches.front_table import (
     front_document,
     print_front,
     recompute_counts,
-    zero_text,
+    front_zero_text,
 )
 from parplan.report.text import console, gib_text
 from tests.helpers.instances import PINS, random_instance
 
 
 @cache
-def front() -> Front:
+def front() -> ParetoFront:
     instance = random_instance(1)
     return find_front(instance.model, instance.cluster, instance.training, constraints=PINS)
 
 
-def printed(of: Front, context: Context | None = None) -> str:
+def printed(of: ParetoFront, context: SummaryContext | None = None) -> str:
     out = io.StringIO()
-    print_front(of, plan_paths(Path("plan.yaml"), len(of.points)), Console(file=out, width=160), context or Context())
+    print_front(of, plan_paths(Path("plan.yaml"), len(of.points)), Console(file=out, width=160), context or SummaryContext())
     return out.getvalue()
 
 
 def test_the_table_has_a_row_for_every_point_with_its_three_values():
-    text = printed(front(), Context(elapsed_s=1.5))
+    text = printed(front(), SummaryContext(elapsed_s=1.5))
 
     rows = re.findall(r"^ +(\d+) +[\d.,]+ (?:s|ms|us) .*\d+ x \d+ x \d+ .*$", text, re.MULTILINE)
     assert [int(number) for number in rows] == list(range(1, len(front().points) + 1))
@@ -63,7 +63,7 @@ def test_no_line_is_wider_than_columns_asks_for_or_than_100_in_a_pipe(columns, m
         monkeypatch.setenv("COLUMNS", str(columns))
     out = io.StringIO()
 
-    print_front(front(), plan_paths(Path("plan.yaml"), len(front().points)), console(out), Context())
+    print_front(front(), plan_paths(Path("plan.yaml"), len(front().points)), console(out), SummaryContext())
 
     head, table = out.getvalue().split(" redund.", 1)
     lines = f"{head.splitlines()[-1]} redund.{table}".splitlines()
@@ -121,7 +121,7 @@ def test_recompute_and_zero_are_short_and_count_all_blocks():
     for point in front().points:
         counts = [int(number) for number in re.findall(r"(\d+) (?:none|selective|full|\d+ operators)", recompute_counts(point.plan))]
         assert not counts or sum(counts) == point.plan.model.num_layers
-        assert re.fullmatch(r"[0-3](, [0-3])*", zero_text(point.plan))
+        assert re.fullmatch(r"[0-3](, [0-3])*", front_zero_text(point.plan))
 
 
 def test_the_document_is_json_with_every_point_and_its_file():
@@ -139,7 +139,7 @@ def test_the_document_is_json_with_every_point_and_its_file():
 
 def test_the_summary_of_a_point_says_its_place_on_the_front():
     out = io.StringIO()
-    print_summary(front().points[1].plan, Console(file=out, width=160), Context())
+    print_summary(front().points[1].plan, Console(file=out, width=160), SummaryContext())
 
     assert re.search(rf"^  front +\S.* point 2 of {len(front().points)}, fastest first$", out.getvalue(), re.MULTILINE)
 
@@ -162,7 +162,7 @@ def test_the_picture_is_in_the_format_of_its_suffix(tmp_path, name, start):
     assert (tmp_path / name).read_bytes().startswith(start)
 
 
-def drawn(of: Front, path: Path) -> str:
+def drawn(of: ParetoFront, path: Path) -> str:
     """The words in the picture: with svg.fonttype none they stay text."""
     import matplotlib
 

@@ -17,7 +17,7 @@ from parplan.profiles.profiler.communication.group_shapes import (
     Shape,
     World,
     group_shapes,
-    members,
+    group_members,
     pair_shapes,
     pairs,
 )
@@ -74,13 +74,13 @@ def test_the_node_and_the_world_come_first_and_one_rank_a_node_before_the_rest()
         (0, 4), (1, 5), (2, 6), (3, 7), (8, 12), (9, 13), (10, 14), (11, 15)), id="4x4-one-rank-of-two-nodes-at-once"),
 ])
 def test_the_ranks_of_a_group_by_hand(world, of, expected):
-    assert members(shape(*of), world) == expected
+    assert group_members(shape(*of), world) == expected
 
 
 @EVERY_WORLD
 def test_groups_at_once_share_no_rank_and_each_node_is_in_as_many_as_the_shape_says(world):
     for one in (found for level in group_shapes(world) for found in level):
-        together = members(one, world)
+        together = group_members(one, world)
         ranks = [rank for group in together for rank in group]
         nodes = [{rank // world.ranks_per_node for rank in group} for group in together]
 
@@ -113,7 +113,7 @@ def test_a_dp_group_over_the_tp_ranks_of_a_node_has_the_members_that_are_measure
     placed = place(mesh, Axis.DP, 8)
 
     assert placed == Placement(nodes=2, ranks_per_node=2, groups_per_node=4)
-    assert (1, 5, 9, 13) in members(shape(2, 2, 4), TWO_NODES)  # dp ranks 0..3 of tp rank 1
+    assert (1, 5, 9, 13) in group_members(shape(2, 2, 4), TWO_NODES)  # dp ranks 0..3 of tp rank 1
 
 
 @pytest.mark.parametrize(("world", "expected"), [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parplan.profiles.errors import ConfigError
-from parplan.profiles.machines.measurements import Outcome
-from parplan.profiles.profiler.communication.nccl_tests import read, records_of
+from parplan.profiles.machines.measurements import CaseOutcome
+from parplan.profiles.profiler.communication.nccl_tests import read_nccl_tests, nccl_tests_records
 
 # Lines as nccl-tests prints them (src/util.cu of 2.18, src/common.cu and src/*.cu of 2020); made-up figures.
 FIRST = "# nThread 1 nGpus 1 minBytes 1048576 maxBytes 268435456 step: 256(factor) warmup iters: 5 iters: 30 agg iters: 1 validation: 1"
@@ -39,24 +39,24 @@ NODE = output("all_reduce_perf", [SMALL, LARGE], ranks(8, ["node-0"]))
 
 
 def test_every_row_is_a_record_with_the_ranks_of_the_list():
-    first, second = records_of(NODE)
+    first, second = nccl_tests_records(NODE)
 
     assert dict(first.case.sizes) == {"bytes": 2**20, "nodes": 1, "ranks_per_node": 8, "groups": 1}
     assert second.case.passes[0].sizes == (2**28, 1, 8, 1)
     assert second.case.passes[0].curve == second.case.work == "all_reduce"
-    assert (first.outcome, first.case.precision) == (Outcome.MEASURED, "fp32")
+    assert (first.outcome, first.case.precision) == (CaseOutcome.MEASURED, "fp32")
 
 
 def test_an_all_reduce_is_taken_in_place_as_torch_calls_it_and_a_gather_out_of_place():
     gathered = output(
         "all_gather_perf", [row(2**20, (40.0, 38.0), 0.875), row(2**28, (2000.0, 2100.0), 0.875)], ranks(8, ["node-0"]))
 
-    assert [one.measured.times["time"].median_us for one in records_of(NODE)] == [38.0, 2100.0]
-    assert [one.measured.times["time"].median_us for one in records_of(gathered)] == [40.0, 2000.0]
+    assert [one.measured.times["time"].median_us for one in nccl_tests_records(NODE)] == [38.0, 2100.0]
+    assert [one.measured.times["time"].median_us for one in nccl_tests_records(gathered)] == [40.0, 2000.0]
 
 
 def test_the_spread_is_that_between_the_halves_and_repeats_are_the_iterations():
-    timing = records_of(NODE)[0].measured.times["time"]
+    timing = nccl_tests_records(NODE)[0].measured.times["time"]
 
     assert timing.spread == pytest.approx((40.0 - 38.0) / 2 / 38.0)
     assert timing.repeats == 30
@@ -67,8 +67,8 @@ def test_ranks_on_several_hosts_are_nodes_and_groups_of_a_split_run_at_once():
     world = output("reduce_scatter_perf", [row(2**28, (9000.0, 9100.0), 15 / 16)], ranks(16, hosts))
     split = output("reduce_scatter_perf", [row(2**28, (9000.0, 9100.0), 1 / 2)], ranks(16, hosts, groups=8))
 
-    assert records_of(world)[0].case.passes[0].sizes == (2**28, 2, 8, 1)
-    assert records_of(split)[0].case.passes[0].sizes == (2**28, 2, 1, 8)
+    assert nccl_tests_records(world)[0].case.passes[0].sizes == (2**28, 2, 8, 1)
+    assert nccl_tests_records(split)[0].case.passes[0].sizes == (2**28, 2, 1, 8)
 
 
 @pytest.mark.parametrize("prefix", [
@@ -76,21 +76,21 @@ def test_ranks_on_several_hosts_are_nodes_and_groups_of_a_split_run_at_once():
 def test_what_launchers_put_before_a_line_is_passed_over(prefix):
     told = "\n".join(f"{prefix}{line}" for line in NODE.splitlines())
 
-    assert records_of(told) == records_of(NODE)
+    assert nccl_tests_records(told) == nccl_tests_records(NODE)
 
 
 def test_lines_of_nccl_between_rows_are_passed_over():
     lines = NODE.splitlines()
     lines.insert(-1, "node-0:3442:3442 [0] NCCL INFO Launch mode Parallel")
 
-    assert records_of("\n".join(lines)) == records_of(NODE)
+    assert nccl_tests_records("\n".join(lines)) == nccl_tests_records(NODE)
 
 
 def test_the_format_of_2020_without_redop_root_and_groups():
     rows = [f"{2**26:>12}  {2**23:>12}   float{HALF.format(time=900.0, alg=74.57, bus=74.57)}  0e+00"
             f"{HALF.format(time=950.0, alg=70.64, bus=70.64)}  0e+00"]
     text = "\n".join(("./build/all_gather_perf -b 64M -e 64M -g 8", FIRST, *ranks(8, ["node-0"], old=True), OLD_HEADER, *rows))
-    (found,) = records_of(text)
+    (found,) = nccl_tests_records(text)
 
     assert (found.case.work, found.case.passes[0].sizes) == ("all_gather", (2**26, 1, 8, 1))
     assert found.measured.times["time"].median_us == 900.0
@@ -103,17 +103,17 @@ def test_a_blank_redop_a_timestamp_and_a_half_alone_are_read():
     half_header = "#       size         count      type   redop    root     time   algbw   busbw  #wrong"
     listed = ranks(8, ["node-0"])
 
-    first = records_of(output("alltoall_perf", [blank], listed))
-    assert records_of(output("alltoall_perf", [stamped], listed, HEADER + "           timestamp")) == first
+    first = nccl_tests_records(output("alltoall_perf", [blank], listed))
+    assert nccl_tests_records(output("alltoall_perf", [stamped], listed, HEADER + "           timestamp")) == first
     assert first[0].case.work == "all_to_all"
-    assert records_of(output("alltoall_perf", [half], listed, half_header))[0].measured.times["time"].median_us == 900.0
+    assert nccl_tests_records(output("alltoall_perf", [half], listed, half_header))[0].measured.times["time"].median_us == 900.0
 
 
 def test_several_programs_in_a_file_and_several_files(tmp_path):
     gathered = output("all_gather_perf", [row(2**28, (2000.0, 2100.0), 3 / 4)], ranks(4, ["node-0"]))
     (tmp_path / "both.txt").write_text(f"{NODE}\n# Avg bus bandwidth    : 200\n{gathered}\n")
     (tmp_path / "one.txt").write_text(gathered)
-    found = read([tmp_path / "both.txt", tmp_path / "one.txt"])
+    found = read_nccl_tests([tmp_path / "both.txt", tmp_path / "one.txt"])
 
     assert [(one.case.work, one.case.size("ranks_per_node")) for one in found] == [
         ("all_reduce", 8), ("all_reduce", 8), ("all_gather", 4), ("all_gather", 4)]
@@ -122,26 +122,26 @@ def test_several_programs_in_a_file_and_several_files(tmp_path):
 def test_rows_of_no_bytes_are_left_out():
     empty = row(0, (5.7, 5.5), 1.75)
 
-    assert records_of(output("all_reduce_perf", [empty, SMALL], ranks(8, ["node-0"]))) == records_of(NODE)[:1]
+    assert nccl_tests_records(output("all_reduce_perf", [empty, SMALL], ranks(8, ["node-0"]))) == nccl_tests_records(NODE)[:1]
 
 
 def test_what_no_line_says_the_caller_does():
     bare = "\n".join((HEADER, row(2**28, (9000.0, 9100.0), 15 / 16)))
-    (found,) = records_of(bare, 2, 8, collective="all_gather")
+    (found,) = nccl_tests_records(bare, 2, 8, collective="all_gather")
 
     assert found.case.passes[0].sizes == (2**28, 2, 8, 1)
     with pytest.raises(ConfigError, match="line 2: a row of no program"):
-        records_of(bare, 2, 8)
+        nccl_tests_records(bare, 2, 8)
     with pytest.raises(ConfigError, match="line 2: neither a list of ranks"):
-        records_of(bare, collective="all_gather")
+        nccl_tests_records(bare, collective="all_gather")
 
 
 def test_two_gpus_exchange_messages_and_more_are_refused():
     pair = output("sendrecv_perf", [row(2**28, (12000.0, 12100.0), 1.0)], ranks(2, ["node-0", "node-1"]))
 
-    assert records_of(pair)[0].case.passes[0].sizes == (2**28, 2, 1, 1)
+    assert nccl_tests_records(pair)[0].case.passes[0].sizes == (2**28, 2, 1, 1)
     with pytest.raises(ConfigError, match="8 ranks is a ring of messages"):
-        records_of(output("sendrecv_perf", [row(2**28, (12000.0, 12100.0), 1.0)], ranks(8, ["node-0"])))
+        nccl_tests_records(output("sendrecv_perf", [row(2**28, (12000.0, 12100.0), 1.0)], ranks(8, ["node-0"])))
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -159,23 +159,23 @@ def test_two_gpus_exchange_messages_and_more_are_refused():
 ])
 def test_an_error_says_the_line_and_what_was_needed(text, message):
     with pytest.raises(ConfigError, match=message):
-        records_of(text)
+        nccl_tests_records(text)
 
 
 def test_another_number_of_ranks_than_the_list_has_is_an_error_and_other_hosts_are_not():
     with pytest.raises(ConfigError, match="8 ranks in a group on 1 hosts, 2 nodes of 8 ranks were said"):
-        records_of(NODE, 2, 8)
+        nccl_tests_records(NODE, 2, 8)
 
-    assert records_of(NODE, 2, 4)[0].case.passes[0].sizes == (2**20, 2, 4, 1)  # containers of two nodes with one name
+    assert nccl_tests_records(NODE, 2, 4)[0].case.passes[0].sizes == (2**20, 2, 4, 1)  # containers of two nodes with one name
 
 
 def test_a_collective_that_does_not_exist_is_named():
     with pytest.raises(ConfigError, match="unknown collective 'allreduce'") as caught:
-        records_of(NODE, collective="allreduce")
+        nccl_tests_records(NODE, collective="allreduce")
 
     assert "all_reduce" in caught.value.hint
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
-        read([tmp_path / "none.txt"])
+        read_nccl_tests([tmp_path / "none.txt"])

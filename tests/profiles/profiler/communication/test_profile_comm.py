@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing as mp
 
 from parplan.profiles.errors import ConfigError, PlannerError
-from parplan.profiles.machines.measurements import Measured, Outcome, Record
+from parplan.profiles.machines.measurements import CaseFigures, CaseOutcome, Record
 from parplan.profiles.profile_comm import _measured_on
 from parplan.profiles.profiler.communication import (
     collective_timing as collectives,
@@ -37,8 +37,8 @@ from parplan.profiles.profiler.communication.comm_file import (
     COMM_VERSION,
     CommFile,
     in_flight_of,
-    read,
-    write,
+    read_comm_file,
+    write_comm_file,
 )
 from parplan.profiles.profiler.communication.comm_run import Chief, InFlight, run_cases
 from parplan.profiles.profiler.communication.group_shapes import Shape, World
@@ -99,7 +99,7 @@ def test_two_ranks_measure_every_collective_and_message_and_the_overlap(tmp_path
     assert {record.case.work for record in timed} == {*COLLECTIVES, POINT_TO_POINT}
     assert all(record.measured.times["time"].median_us > 0 and record.measured.times["time"].repeats == 3 for record in timed)
     assert set(overlap.measured.figures) == {"compute_alone_s", "communication_alone_s", "both_s", "products"}
-    assert communicator.outcome is Outcome.UNSUPPORTED
+    assert communicator.outcome is CaseOutcome.UNSUPPORTED
     assert not (tmp_path / "journal.in-flight").exists()
 
 
@@ -113,7 +113,7 @@ def test_ranks_of_several_nodes_measure_every_shape_at_once_and_alone(tmp_path):
     assert {shape_of(case) for case in cases} >= {
         Shape(nodes=2, ranks_per_node=1, groups=2), Shape(nodes=2, ranks_per_node=1, groups=1), Shape(nodes=1, ranks_per_node=2, groups=1)}
     assert [record.case for record in records.values()] == cases
-    assert all(record.outcome is Outcome.MEASURED for record in records.values())
+    assert all(record.outcome is CaseOutcome.MEASURED for record in records.values())
 
 
 @pytest.mark.multiproc
@@ -129,7 +129,7 @@ def test_a_resumed_run_measures_nothing_twice_and_tries_the_case_in_flight_again
     assert codes == [0, 0]
     assert len(first) == 5
     assert {key: records[key] for key in first} == first
-    assert records[cases[5].key].outcome is Outcome.MEASURED
+    assert records[cases[5].key].outcome is CaseOutcome.MEASURED
     assert set(records) == {case.key for case in cases}
     assert length < journal.stat().st_size
     assert again == records
@@ -138,10 +138,10 @@ def test_a_resumed_run_measures_nothing_twice_and_tries_the_case_in_flight_again
 @pytest.mark.slow
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("fault", "outcome", "detail"), [
-    pytest.param("hang", Outcome.HUNG, "Timed out", id="hangs"),
-    pytest.param("exit", Outcome.CRASHED, "", id="crashes"),
-    pytest.param("lacks", Outcome.UNSUPPORTED, "does not support", id="is-not-there"),
-    pytest.param("memory", Outcome.OUT_OF_MEMORY, "do not fit", id="does-not-fit"),
+    pytest.param("hang", CaseOutcome.HUNG, "Timed out", id="hangs"),
+    pytest.param("exit", CaseOutcome.CRASHED, "", id="crashes"),
+    pytest.param("lacks", CaseOutcome.UNSUPPORTED, "does not support", id="is-not-there"),
+    pytest.param("memory", CaseOutcome.OUT_OF_MEMORY, "do not fit", id="does-not-fit"),
 ])
 def test_a_case_that_fails_is_recorded_and_the_next_run_does_the_rest(tmp_path, monkeypatch, fault, outcome, detail):
     cases, journal = [case for case in cases_of(PAIR) if case.work in ("all_reduce", "all_gather")], tmp_path / "journal"
@@ -165,7 +165,7 @@ def test_a_case_that_fails_is_recorded_and_the_next_run_does_the_rest(tmp_path, 
     assert len(first) == (2 if ends else len(cases))
     assert after == [0, 0]
     assert {key: rest[key] for key in first} == first
-    assert all(rest[case.key].outcome is Outcome.MEASURED for case in cases if case != bad)
+    assert all(rest[case.key].outcome is CaseOutcome.MEASURED for case in cases if case != bad)
 
 
 def _faulty(fault, group):
@@ -196,7 +196,7 @@ def test_a_case_that_was_in_flight_too_often_is_recorded_as_crashed(tmp_path):
     journal.close()
 
     assert found == [False, False, False]
-    assert journal.records[cases[0].key].outcome is Outcome.CRASHED
+    assert journal.records[cases[0].key].outcome is CaseOutcome.CRASHED
     assert not (tmp_path / "in-flight").exists()
 
 
@@ -228,18 +228,18 @@ def test_a_timing_is_the_median_and_half_the_interquartile_range_over_it():
 
 
 def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
-    record = Record(case=cases_of(PAIR)[0], outcome=Outcome.MEASURED, measured=Measured(times={"time": timing([1e-6, 2e-6])}))
+    record = Record(case=cases_of(PAIR)[0], outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={"time": timing([1e-6, 2e-6])}))
     found = CommFile(
         comm_version=COMM_VERSION, date="2026-01-31", device="cpu", backend="gloo", torch="2.13.0", nodes=1, ranks_per_node=2,
         records=(record,))
-    write(tmp_path / "comm.yaml", found)
+    write_comm_file(tmp_path / "comm.yaml", found)
 
-    assert read(tmp_path / "comm.yaml") == found
+    assert read_comm_file(tmp_path / "comm.yaml") == found
     (tmp_path / "comm.yaml").write_text("comm_version: 7\n")
     with pytest.raises(ConfigError, match="comm_version is 7, this parplan reads 1"):
-        read(tmp_path / "comm.yaml")
+        read_comm_file(tmp_path / "comm.yaml")
     with pytest.raises(ConfigError, match="cannot read"):
-        read(tmp_path / "none.yaml")
+        read_comm_file(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -250,14 +250,14 @@ def test_the_file_of_records_is_read_as_it_was_written(tmp_path):
 def test_a_record_without_what_its_curve_needs_is_refused_when_it_is_read(tmp_path, changes, message):
     case = next(case for case in cases_of(PAIR) if case.work == "all_reduce")
     record = Record(
-        case=replace(case, sizes=changes.get("sizes", case.sizes)), outcome=Outcome.MEASURED,
-        measured=Measured(times=changes.get("times", {"time": timing([1e-6])})))
-    write(tmp_path / "comm.yaml", CommFile(
+        case=replace(case, sizes=changes.get("sizes", case.sizes)), outcome=CaseOutcome.MEASURED,
+        measured=CaseFigures(times=changes.get("times", {"time": timing([1e-6])})))
+    write_comm_file(tmp_path / "comm.yaml", CommFile(
         comm_version=COMM_VERSION, date="2026-01-31", device="cpu", backend="gloo", torch="2.13.0", nodes=1, ranks_per_node=2,
         records=(record,)))
 
     with pytest.raises(ConfigError, match=rf"comm.yaml: records.0: \w+ {message}"):
-        read(tmp_path / "comm.yaml")
+        read_comm_file(tmp_path / "comm.yaml")
 
 
 def test_without_torchrun_the_error_says_how_to_start_it(monkeypatch):
@@ -291,7 +291,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_an_error_and_takes_the_cpu_where_the
 
 @pytest.mark.parametrize("outcome", list(comm_run.ENDED))
 def test_the_launcher_knows_the_errors_that_a_case_ends_a_run_with(outcome):
-    error = {Outcome.HUNG: RuntimeError("Timed out waiting"), Outcome.OUT_OF_MEMORY: torch.OutOfMemoryError("no room")}.get(
+    error = {CaseOutcome.HUNG: RuntimeError("Timed out waiting"), CaseOutcome.OUT_OF_MEMORY: torch.OutOfMemoryError("no room")}.get(
         outcome, RuntimeError("Connection closed by peer"))
     kept = []
 
@@ -320,7 +320,7 @@ class Commands:
 
 def test_a_run_that_a_case_ended_is_started_again_and_blames_what_is_in_flight(tmp_path, monkeypatch):
     output = tmp_path / "comm.yaml"
-    write(output, CommFile(
+    write_comm_file(output, CommFile(
         comm_version=COMM_VERSION, date="2026-01-31", device="cpu", backend="gloo", torch="2", nodes=1, ranks_per_node=2, records=()))
     runs = Commands((["error: hung in all_reduce bytes=1: Timed out"], 1), ([], 0))
     monkeypatch.setattr(launch, "_run", runs)
@@ -353,7 +353,7 @@ def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_e
     output, lines = tmp_path / "comm.yaml", []
     cases = comm_cases(PAIR, largest_bytes=1024, precision="fp32", product=512)
     journal = open_journal(beside(output), _measured_on(PAIR, torch.device("cpu")))
-    earlier = [Record(case=case, outcome=Outcome.MEASURED, measured=Measured(times={"time": timing([1e-6])})) for case in cases[2:]]
+    earlier = [Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={"time": timing([1e-6])})) for case in cases[2:]]
     for record in earlier:
         journal.append(record)
     journal.close()
@@ -362,7 +362,7 @@ def test_the_command_under_torchrun_goes_on_with_a_journal_writes_the_file_and_e
 
     assert [record.case for record in found.records] == list(cases)
     assert list(found.records[2:]) == earlier
-    assert [record.outcome for record in found.records[:2]] == [Outcome.UNSUPPORTED, Outcome.MEASURED]
+    assert [record.outcome for record in found.records[:2]] == [CaseOutcome.UNSUPPORTED, CaseOutcome.MEASURED]
     assert (found.device, found.backend, found.nodes, found.ranks_per_node) == ("cpu", "gloo", 1, 2)
     assert not beside(output).exists()
     assert any(line.startswith(f"{len(cases)}/{len(cases)}  ") for line in lines)

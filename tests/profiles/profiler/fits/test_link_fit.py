@@ -14,7 +14,7 @@ from parplan.costmodels.communication.collectives import (
 from parplan.costmodels.communication.mesh import Placement
 from parplan.profiles.catalog import load_cluster
 from parplan.profiles.documents.schema import document, parse
-from parplan.profiles.machines.measurements import Case, Measured, Outcome, Record, Timing
+from parplan.profiles.machines.measurements import Case, CaseFigures, CaseOutcome, Record, Timing
 from parplan.profiles.machines.shipped_profiles import Machine, machine_for
 from parplan.profiles.machines.speeds import Profile
 from parplan.profiles.profiler.communication.comm_cases import timed_case
@@ -28,14 +28,14 @@ CLUSTER = replace(load_cluster("a100-80gb"), nodes=2)  # 8 GPUs and 8 NICs of 25
 def record(work, n_bytes, time_us, nodes, ranks, groups, spread=0.02):
     case = timed_case(work, n_bytes, Shape(nodes=nodes, ranks_per_node=ranks, groups=groups), "bf16")
     return Record(
-        case=case, outcome=Outcome.MEASURED, measured=Measured(times={"time": Timing(median_us=time_us, spread=spread, repeats=9)}))
+        case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(times={"time": Timing(median_us=time_us, spread=spread, repeats=9)}))
 
 
 def overlap(compute_s, communication_s, both_s):
     case = Case(work="overlap", sizes=(("bytes", 8), ("m", 1), ("n", 1), ("k", 1), ("nodes", 1), ("ranks_per_node", 2)), precision="bf16",
                 passes=())
     figures = {"compute_alone_s": compute_s, "communication_alone_s": communication_s, "both_s": both_s}
-    return Record(case=case, outcome=Outcome.MEASURED, measured=Measured(figures=figures))
+    return Record(case=case, outcome=CaseOutcome.MEASURED, measured=CaseFigures(figures=figures))
 
 
 SIZES = ((2**10, 20.0), (2**20, 50.0), (2**30, 10_000.0))
@@ -64,7 +64,7 @@ def test_a_curve_has_a_knot_at_every_measured_size_in_rising_order_whatever_the_
 
 
 def test_placements_and_collectives_have_a_curve_each_and_failures_have_none():
-    failed = replace(record("all_gather", 2**10, 1.0, 1, 8, 1), outcome=Outcome.HUNG, measured=None)
+    failed = replace(record("all_gather", 2**10, 1.0, 1, 8, 1), outcome=CaseOutcome.HUNG, measured=None)
     placed = {("all_reduce", 8, 1), ("all_reduce", 4, 2), ("all_reduce", 4, 1), ("all_to_all", 8, 1)}
     intra, _, _ = links_of([failed, *(one for work, ranks, groups in placed for one in line(work, 1, ranks, groups))], CLUSTER)
 

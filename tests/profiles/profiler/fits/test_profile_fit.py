@@ -10,7 +10,7 @@ from parplan.profiles.documents.schema import document
 from parplan.profiles.machines.curves import Chip, Product, matmul_s, memory_bound_s
 from parplan.profiles.machines.hardware import Device
 from parplan.profiles.machines.measured_points import curves_of
-from parplan.profiles.machines.measurements import Outcome, Pass
+from parplan.profiles.machines.measurements import CaseOutcome, CasePass
 from parplan.profiles.machines.shipped_profiles import analytic_profile
 from parplan.profiles.profiler.fits.profile_fit import fit_compute, fit_profile
 from parplan.profiles.provenance import Kind
@@ -37,9 +37,9 @@ def host_records(products=HOST_PRODUCTS, gelu=HOST_GELU):
     machine = Machine(precision="fp32")
     return [
         *(machine.record("linear", {"m": m, "n": n, "k": k, "bias": 0}, [
-            (Pass(name="forward", curve="forward", sizes=(m, n, k)), time_us / 1e6)]) for m, n, k, time_us in products),
+            (CasePass(name="forward", curve="forward", sizes=(m, n, k)), time_us / 1e6)]) for m, n, k, time_us in products),
         *(machine.record("gelu", {"elements": n_bytes}, [
-            (Pass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), time_us / 1e6)]) for n_bytes, time_us in gelu)]
+            (CasePass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), time_us / 1e6)]) for n_bytes, time_us in gelu)]
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -88,13 +88,13 @@ def test_a_class_is_fitted_to_all_of_its_members_and_has_the_points_of_none():
 
 
 def test_an_operation_of_no_known_class_has_a_curve_too():
-    compute = fit_compute([Machine().record("odd", {}, [(Pass(name="time", curve="odd.forward", sizes=(2**20,)), 1e-4)])], CLUSTER, "bf16")
+    compute = fit_compute([Machine().record("odd", {}, [(CasePass(name="time", curve="odd.forward", sizes=(2**20,)), 1e-4)])], CLUSTER, "bf16")
 
     assert memory_bound_s(2**20, compute.named["odd"].forward, CHIP.bytes_per_s) == pytest.approx(1e-4, rel=0.05)
 
 
 def test_without_points_every_curve_is_the_assumption_marked_analytic():
-    compute = fit_compute([Machine().failed(Outcome.HUNG, "")], CLUSTER, "bf16")
+    compute = fit_compute([Machine().failed(CaseOutcome.HUNG, "")], CLUSTER, "bf16")
 
     assert document(compute) == document(ASSUMED)
     assert all(curve.kind is Kind.ANALYTIC for curve in curves_of(compute).values())
@@ -102,7 +102,7 @@ def test_without_points_every_curve_is_the_assumption_marked_analytic():
 
 def test_a_gradient_without_points_is_that_of_the_forward_product_marked_analytic():
     machine = Machine()
-    passes = [(Pass(name="forward", curve="forward", sizes=shape), machine.product_s(shape, "forward")) for shape in LINEARS]
+    passes = [(CasePass(name="forward", curve="forward", sizes=shape), machine.product_s(shape, "forward")) for shape in LINEARS]
     records = [machine.record("linear", dict(zip("mnk", one.sizes, strict=True)), [(one, time_s)]) for one, time_s in passes]
 
     found = fit_compute(records, CLUSTER, "bf16")
@@ -127,7 +127,7 @@ def test_a_few_points_make_a_sane_curve(count, first):
 
 @pytest.mark.parametrize("n_bytes", [2**12, 2**20, 2**30])
 def test_one_point_of_an_operation_bound_by_memory_is_met(n_bytes):
-    record = Machine().record("gelu", {}, [(Pass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), 3e-5 + n_bytes / 5e11)])
+    record = Machine().record("gelu", {}, [(CasePass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), 3e-5 + n_bytes / 5e11)])
 
     curve = fit_compute([record], CLUSTER, "bf16").named["gelu"].forward
 
@@ -138,7 +138,7 @@ def test_one_point_of_an_operation_bound_by_memory_is_met(n_bytes):
 def test_a_launch_far_from_the_assumed_one_is_found(launch_s):
     sizes = [2**power for power in (12, 16, 20, 24, 28)]
     records = [Machine().record("gelu", {"elements": n_bytes}, [
-        (Pass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), launch_s + n_bytes / 1e12)]) for n_bytes in sizes]
+        (CasePass(name="forward", curve="gelu.forward", sizes=(n_bytes,)), launch_s + n_bytes / 1e12)]) for n_bytes in sizes]
 
     found = fit_compute(records, CLUSTER, "bf16").named["gelu"].forward
 
